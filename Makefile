@@ -1,0 +1,47 @@
+# `make help` lists the targets. Everything runs in a virtual environment of its own, .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+EXTRAS := lora,tasks,wandb,dev
+TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+# An NVIDIA GPU: vLLM's CUDA build. Linux without one: its CPU build. Elsewhere: no vLLM.
+BUILD  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || { [ "$$(uname -s)" = Linux ] && echo cpu || echo none; })
+ENGINE ?= $(if $(filter none,$(BUILD)),TransformersEngine,VLLMEngine)
+
+.PHONY: help install quickstart test lint types
+
+help:  ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed  ## Make .venv and install everything into it
+
+$(VENV)/.installed: pyproject.toml requirements/cpu.txt
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(BUILD),cpu)
+	$(BIN)/pip install -q "torch==2.13.0+cpu" $(TORCH_CPU)
+	$(BIN)/pip install -q --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install -q --no-deps -e .
+else ifeq ($(BUILD),cuda)
+	$(BIN)/pip install -q -e ".[vllm,$(EXTRAS)]"
+else
+	$(BIN)/pip install -q -e ".[$(EXTRAS)]"
+endif
+	touch $@
+
+quickstart: install  ## Train the quick task with GRPO; results go to runs/quickstart
+	rm -rf runs/quickstart
+	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml --data.engine=$(ENGINE)
+
+lint: install  ## Check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## Check types
+	$(BIN)/mypy
+
+test: lint types  ## Lint, types and tests
+	$(BIN)/pytest

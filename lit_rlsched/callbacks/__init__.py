@@ -1,0 +1,37 @@
+"""Lightning callbacks: each hands its settings to the core and logs what the core measured."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
+    from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+    from lit_rlsched.callbacks.progress import RolloutProgressBar
+    from lit_rlsched.callbacks.rng_state import RNGState
+    from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+    from lit_rlsched.callbacks.rollout_logger import RolloutLogger
+
+__all__ = [
+    "MicroBatchAccumulation",
+    "MicroGroupSampling",
+    "RNGState",
+    "RolloutCallback",
+    "RolloutLogger",
+    "RolloutProgressBar",
+]
+
+_HOMES = {
+    "MicroBatchAccumulation": "micro_batch_accumulation",
+    "MicroGroupSampling": "micro_group_sampling",
+    "RNGState": "rng_state",
+    "RolloutCallback": "rollout_callback",
+    "RolloutLogger": "rollout_logger",
+    "RolloutProgressBar": "progress",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the data module imports one of these, and they import it."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,54 @@
+"""Lightning's callback with the hooks of a rollout."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch import Callback
+
+from lit_rlsched.rollout.types import Completion, Group
+
+if TYPE_CHECKING:
+    from lit_rlsched.rollout.round import Round
+
+
+class RolloutCallback(Callback):
+    """A callback that also sees rounds; override what you need.
+
+    Each hook fires exactly once for each round, completion and group of training, whether the run
+    was resumed or not. Validation rollouts fire none.
+
+    Example::
+
+        class Longest(RolloutCallback):
+            def on_round_end(self, trainer, pl_module, round):
+                print(max(len(c.token_ids) for c in round.completions))
+    """
+
+    def on_round_start(
+        self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
+    ) -> None:
+        """Before anything of the round is drawn; `plan` holds its groups."""
+
+    def on_completion_end(
+        self, trainer: Trainer, pl_module: LightningModule, completion: Completion
+    ) -> None:
+        """A completion is finished and scored."""
+
+    def on_group_end(self, trainer: Trainer, pl_module: LightningModule, group: Group) -> None:
+        """All completions of a prompt are finished and scored."""
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: "Round") -> None:
+        """All of the round is drawn and has its advantages; nothing of it was trained on yet."""
+
+
+def fire(trainer: Trainer, hook: str, *args: Any) -> None:
+    """Call a rollout hook on every callback that has it, and on the module."""
+    for owner in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
+        if (method := getattr(owner, hook, None)) is not None:
+            with trainer.profiler.profile(  # type: ignore[attr-defined]
+                f"[{type(owner).__name__}].{hook}"
+            ):
+                if owner is trainer.lightning_module:
+                    method(*args)
+                else:
+                    method(trainer, trainer.lightning_module, *args)

@@ -1,0 +1,263 @@
+"""What a run leaves for its reader: completions, pictures and a one-line summary."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from lit_rlsched.callbacks import pictures
+from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.rollout.round import Round
+from lit_rlsched.rollout.types import Prompt
+
+if TYPE_CHECKING:
+    import wandb
+    from matplotlib.figure import Figure
+
+
+class RolloutLogger(RolloutCallback):
+    """Write each round's completions down and draw the run, for W&B and in files without it.
+
+    In the Trainer's `default_root_dir`, whatever loggers there are: `completions.jsonl`, a row for
+    each completion with TRL's columns; `learning.png`, reward and held-out accuracy; `timeline.png`
+    and `lengths.png` of the round drawn last. A run that is not resumed replaces them. A
+    `WandbLogger` gets the completions too, as the table `completions` that each round's rows are
+    added to, and the pictures under `pictures/`; a `TensorBoardLogger` gets the pictures.
+
+    The figures of a round are logged by the data module, to every logger.
+
+    Args:
+        num_completions: Completions of a round to write down: the first ones in the order of the
+            plan, so that siblings stand together.
+        every_n_rounds: Rounds from one table of completions to the next.
+        pictures_every_n_rounds: Rounds from one set of pictures to the next; there is one at the
+            end of training in any case.
+        save_trace: Whether each round's trace is kept, as Parquet files in `traces/`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example::
+
+        Trainer(default_root_dir="runs/gsm8k", callbacks=[RolloutLogger(num_completions=32)])
+    """
+
+    def __init__(
+        self,
+        num_completions: int = 16,
+        every_n_rounds: int = 1,
+        pictures_every_n_rounds: int = 20,
+        save_trace: bool = False,
+    ) -> None:
+        for name, value, least in (
+            ("num_completions", num_completions, 0),
+            ("every_n_rounds", every_n_rounds, 1),
+            ("pictures_every_n_rounds", pictures_every_n_rounds, 1),
+        ):
+            if value < least:
+                raise ValueError(f"`RolloutLogger({name}={value})`: must be {least} or more.")
+        self.num_completions = num_completions
+        self.every_n_rounds = every_n_rounds
+        self.pictures_every_n_rounds = pictures_every_n_rounds
+        self.save_trace = save_trace
+        self.rounds: list[dict[str, float]] = []
+        """`round`, `step` and `reward` of each round since the run began."""
+        self.validations: list[dict[str, float]] = []
+        """`step` and every `val/` figure of each validation, the one before training included."""
+        self._seconds = 0.0
+        self._started: float | None = None
+        self._last: Round | None = None
+        self._clean = False
+        self._tables: dict[Any, wandb.Table] = {}
+
+    # Hooks.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the clock.
+
+        Raises:
+            MisconfigurationException: there are no rollouts.
+        """
+        if stage == "fit":
+            rollout_datamodule(trainer, self)
+            self._started, self._clean, self._last = time.monotonic(), False, None
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
+        """Write down the round."""
+        self._last = round
+        reward = round.metrics["reward"]
+        self.rounds.append({"round": round.number, "step": round.version, "reward": reward})
+        if not _writes(trainer):
+            return
+        folder = _folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self._clean:
+            _drop_rows(folder / "completions.jsonl", round.number)
+            self._clean = True
+        if round.number % self.every_n_rounds == 0:
+            rows = self._rows(round, rollout_datamodule(trainer, self).rewards.names)
+            with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            self._log_table(trainer, rows, round.version)
+        if self.save_trace and round.trace is not None:
+            _save_trace(round, folder / "traces")
+        if (round.number + 1) % self.pictures_every_n_rounds == 0:
+            self._draw(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember the figures, also of a sanity check on all held-out prompts: the baseline."""
+        partial = trainer.sanity_checking and (
+            trainer.num_sanity_val_batches != trainer.num_val_batches
+        )
+        found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        if trainer.state.fn != "fit" or partial or not found:
+            return
+        step = trainer.global_step
+        self.validations = [v for v in self.validations if v["step"] != step]
+        self.validations.append({"step": step, **found})
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock and draw."""
+        self._seconds, self._started = self.seconds, None
+        if _writes(trainer):
+            self._draw(trainer)
+        self._last = None
+
+    # What it leaves.
+
+    @property
+    def seconds(self) -> float:
+        """Time in `fit` since the run began, that of what was resumed from included."""
+        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def summary(self, trainer: Trainer) -> str:
+        """The run in one line."""
+        accuracies = [v["val/accuracy"] for v in self.validations if "val/accuracy" in v]
+        rewards = [r["reward"] for r in self.rounds if math.isfinite(r["reward"])]
+        if accuracies:
+            result = f"held-out accuracy {_from_to(accuracies)}"
+        else:
+            result = f"reward {_from_to(rewards)}" if rewards else "nothing trained"
+        folder = _folder(trainer)
+        rounds = int(self.rounds[-1]["round"]) + 1 if self.rounds else 0
+        completions = rollout_datamodule(trainer, self).counters["num_completions"]
+        return (
+            f"{folder.resolve().name}: {result} ({rounds} rounds, {completions} completions, "
+            f"{self.seconds:.0f} s); pictures and metrics in {folder}"
+        )
+
+    def _rows(self, round: Round, names: Sequence[str]) -> list[dict[str, Any]]:
+        pairs = [(g, c) for g in round.groups for c in g.completions]
+        return [
+            {
+                "step": round.version,
+                "prompt": _as_text(group.prompt),
+                "completion": completion.text,
+                **dict(zip(names, completion.scores or [], strict=False)),
+                "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
+                "completion_length": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "round": round.number,
+            }
+            for group, completion in pairs[: self.num_completions]
+        ]
+
+    def _log_table(self, trainer: Trainer, rows: Sequence[dict[str, Any]], step: int) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger) and rows:
+                table = self._table(logger, [*rows[0]])
+                for row in rows:
+                    table.add_data(*row.values())
+                logger.log_metrics({"completions": table}, step=step)  # type: ignore[dict-item]
+
+    def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":
+        """The run's one table: W&B shows only the last of several under the same key."""
+        import wandb
+
+        run = logger.experiment
+        if run not in self._tables:
+            self._tables[run] = wandb.Table(columns=columns, log_mode="INCREMENTAL")
+        return self._tables[run]
+
+    def _draw(self, trainer: Trainer) -> None:
+        figures = {}
+        if self.rounds:
+            figures["learning"] = pictures.learning_curve(self.rounds, self.validations)
+        if self._last is not None:
+            figures["lengths"] = pictures.length_histogram(self._last)
+            if self._last.trace is not None and self._last.trace.steps:
+                figures["timeline"] = pictures.slot_timeline(self._last)
+        for name, figure in figures.items():
+            self._publish(trainer, name, figure)
+
+    def _publish(self, trainer: Trainer, name: str, figure: "Figure") -> None:
+        path = _folder(trainer) / f"{name}.png"
+        figure.savefig(path)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image(f"pictures/{name}", [str(path)], step=trainer.global_step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(f"pictures/{name}", figure, trainer.global_step)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's curve and how long it took."""
+        return {
+            "rounds": [dict(r) for r in self.rounds],
+            "validations": [dict(v) for v in self.validations],
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the curve of the run that is resumed."""
+        self.rounds = state_dict["rounds"]
+        self.validations = state_dict["validations"]
+        self._seconds = state_dict["seconds"]
+
+
+def _folder(trainer: Trainer) -> Path:
+    """Where everything of the run is, whichever loggers it has."""
+    return Path(trainer.default_root_dir)
+
+
+def _writes(trainer: Trainer) -> bool:
+    return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+
+def _as_text(prompt: Prompt) -> str:
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+def _from_to(values: Sequence[float]) -> str:
+    return " -> ".join(f"{value:.2f}" for value in dict.fromkeys((values[0], values[-1])))
+
+
+def _drop_rows(path: Path, number: int) -> None:
+    """Drop the rows of round `number` and later: of another run, or of rounds drawn once more."""
+    kept = []
+    if number and path.exists():
+        with path.open(encoding="utf-8", newline="\n") as file:
+            whole = (line for line in file if line.endswith("\n"))  # a kill may have cut the last
+            kept = [line for line in whole if json.loads(line)["round"] < number]
+    shortened = path.with_suffix(".tmp")
+    shortened.write_text("".join(kept), encoding="utf-8")
+    os.replace(shortened, path)
+
+
+def _save_trace(round: Round, folder: Path) -> None:
+    import pyarrow.parquet as pq
+
+    assert round.trace is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in zip(("steps", "spans"), round.trace.tables(), strict=True):
+        pq.write_table(table, folder / f"round_{round.number:05}_{name}.parquet")

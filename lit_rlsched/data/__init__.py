@@ -1,0 +1,1 @@
+"""Prompts: where they come from, how they repeat, and how completions become micro-batches."""

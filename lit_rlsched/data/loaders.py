@@ -1,0 +1,74 @@
+"""What the Trainer iterates over: sized, lazy, and never a `DataLoader`."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lit_rlsched.data.batching import MicroBatch, OptimizerStep
+from lit_rlsched.evaluation import Evaluated
+
+if TYPE_CHECKING:
+    from lit_rlsched.datamodule import RolloutDataModule
+
+
+class Rounds:
+    """One iteration is one round, one item one optimizer step.
+
+    Sized, so that Lightning neither looks one item ahead nor draws before the epoch has begun.
+    """
+
+    def __init__(self, datamodule: "RolloutDataModule") -> None:
+        self._datamodule = datamodule
+
+    def __len__(self) -> int:
+        return self._datamodule.steps_per_epoch
+
+    def __iter__(self) -> Iterator[OptimizerStep]:
+        yield from self._datamodule.optimizer_steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the data module holds the state. Its presence tells Lightning we can resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+class MicroBatches:
+    """The same round for modules with automatic optimization: one item is one micro-batch.
+
+    How many there are is known only once the round is drawn, so this one has no length; the
+    callback `MicroBatchAccumulation` tells Lightning where each optimizer step ends.
+    """
+
+    def __init__(self, datamodule: "RolloutDataModule") -> None:
+        self._datamodule = datamodule
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for step in self._datamodule.optimizer_steps():
+            yield from step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty, as in `Rounds`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+class Evaluation:
+    """One item is one held-out prompt with its completions, in the order of the data.
+
+    Args:
+        datamodule: Draws them.
+        stage: `val` or `test`: keeps the seeds of the two apart.
+    """
+
+    def __init__(self, datamodule: "RolloutDataModule", stage: str) -> None:
+        self._datamodule = datamodule
+        self._stage = stage
+
+    def __len__(self) -> int:
+        return len(self._datamodule.held_out(self._stage))
+
+    def __iter__(self) -> Iterator[Evaluated]:
+        yield from self._datamodule.evaluate(self._stage)

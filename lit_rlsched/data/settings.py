@@ -1,0 +1,91 @@
+"""Checks of the data module's arguments, before anything is built."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lit_rlsched.rollout.types import Prompt, Sampling
+
+_LEAST = {
+    "prompts_per_round": 1,
+    "num_generations": 2,
+    "steps_per_round": 1,
+    "num_iterations": 1,
+    "micro_batch_tokens": 1,
+    "val_num_generations": 0,
+}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ValueError: names the argument, its value and what to use instead.
+    """
+    for name, low in _LEAST.items():
+        if settings[name] < low:
+            why = " (a baseline needs a sibling)" if name == "num_generations" else ""
+            raise ValueError(f"`{name}={settings[name]}`: use {low} or more{why}.")
+    prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
+    if prompts % steps:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+        raise ValueError(
+            f"`steps_per_round={steps}` does not divide `prompts_per_round={prompts}`. Use one of "
+            f"{divisors}, or change `prompts_per_round`."
+        )
+    if settings["val_data"] is not None and not (
+        settings["val_greedy"] or settings["val_num_generations"]
+    ):
+        raise ValueError(
+            "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate `val_data` "
+            "with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse a distribution that training cannot draw from.
+
+    Raises:
+        ValueError: names the argument, its value and what to use instead.
+    """
+    if sampling.max_completion_length < 1:
+        raise ValueError(
+            f"`max_completion_length={sampling.max_completion_length}`: use 1 or more."
+        )
+    if sampling.temperature <= 0:
+        raise ValueError(
+            f"`temperature={sampling.temperature}`: use more than 0. Greedy completions of a prompt "
+            "are all the same, and nothing is learned from them."
+        )
+    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
+        raise ValueError(
+            f"`top_p={sampling.top_p}`, `top_k={sampling.top_k}`, `min_p={sampling.min_p}`: use "
+            "0 < top_p <= 1, top_k >= 0 and 0 <= min_p <= 1."
+        )
+
+
+def check_lengths(longest_prompt: int, max_completion_length: int, micro_batch_tokens: int) -> None:
+    """Refuse a token budget that one sequence may exceed.
+
+    Raises:
+        ValueError: names the argument, its value and the least that works.
+    """
+    most = longest_prompt + max_completion_length
+    if most > micro_batch_tokens:
+        raise ValueError(
+            f"`micro_batch_tokens={micro_batch_tokens}` cannot hold the longest prompt "
+            f"({longest_prompt} tokens) with `max_completion_length={max_completion_length}`. Use "
+            f"{most} or more."
+        )
+
+
+def check_enough(prompts: Collection[Prompt], prompts_per_round: int) -> None:
+    """Refuse a data set that cannot fill a round.
+
+    Raises:
+        ValueError: names the argument, its value and the most that works.
+    """
+    if len(prompts) < prompts_per_round:
+        raise ValueError(
+            f"`prompts_per_round={prompts_per_round}` is more than `train_data` holds: "
+            f"{len(prompts)} prompts. Use {len(prompts)} or fewer."
+        )

@@ -1,0 +1,239 @@
+"""Tasks that make their own prompts, and data sets that need more than a name to be read."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from lit_rlsched.rollout.types import stable_hash
+
+Split = Literal["train", "heldout"]
+
+HELD_OUT_SHARE = 5
+"""One problem in five is held out."""
+
+COUNTDOWN_MIX = {2: 0.2, 3: 0.5, 4: 0.3}
+
+
+class PromptTask(ABC):
+    """Makes rows: a `prompt`, perhaps a `uid`, and columns for the reward functions."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """Make the rows; the same ones every time."""
+
+
+class Countdown(PromptTask):
+    """Reach a target from a few small numbers by + and -: `reasoning_gym`'s countdown, made small.
+
+    The prompt is the generator's question up to its first blank line, as one user message. A
+    problem (the numbers in whatever order, and the target) is in one split only, by a hash of it,
+    and a prompt occurs once. There are only 459 prompts with 2 numbers, 7,470 with 3 and 108,690
+    with 4, held-out ones included: where a size runs out, the larger ones get the rest of its share
+    (4,000 training prompts have 353 with 2 numbers, 2,279 with 3 and 1,368 with 4).
+
+    Args:
+        split: which problems.
+        size: number of prompts.
+        seed: of the generator.
+        numbers: share of the prompts with so many numbers.
+        max_value: numbers are 1 to this.
+        max_target: targets are 1 to this.
+
+    Example:
+        >>> Countdown(size=1).rows()[0]["task"]
+        'countdown'
+    """
+
+    def __init__(
+        self,
+        split: Split = "train",
+        size: int = 4000,
+        seed: int = 0,
+        numbers: dict[int, float] = COUNTDOWN_MIX,
+        max_value: int = 9,
+        max_target: int = 20,
+    ) -> None:
+        _check_size(size, split)
+        if not numbers or min(numbers) < 2 or min(numbers.values()) <= 0:
+            raise ValueError(
+                f"`numbers={numbers}` must give sizes of 2 or more a share above 0, "
+                f"e.g. {COUNTDOWN_MIX}."
+            )
+        self.split = split
+        self.size = size
+        self.seed = seed
+        self.numbers = dict(sorted(numbers.items()))
+        self.max_value = max_value
+        self.max_target = max_target
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Make the rows: `prompt`, `uid`, `task`, `question`, `answer`, `metadata`, `size`."""
+        rows: list[dict[str, Any]] = []
+        shares = dict(self.numbers)
+        for size, share in self.numbers.items():
+            quota = round((self.size - len(rows)) * share / sum(shares.values()))
+            rows += self._rows_of(size, quota)
+            del shares[size]
+        if len(rows) < self.size:
+            raise ValueError(
+                f"`Countdown(split={self.split!r}, size={self.size})`: found only {len(rows)} "
+                f"different prompts. Use a smaller `size`, or a larger `max_value` or `max_target`."
+            )
+        return sorted(rows, key=lambda row: stable_hash(self.seed, row["uid"]))
+
+    def _rows_of(self, size: int, quota: int) -> list[dict[str, Any]]:
+        """`quota` prompts with `size` numbers, or those that four times the usual effort finds."""
+        share = 1 / HELD_OUT_SHARE if self.split == "heldout" else 1 - 1 / HELD_OUT_SHARE
+        rows: dict[str, dict[str, Any]] = {}
+        for entry in self._entries(size, tries=round(4 * (quota + 5) / share)):
+            if len(rows) == quota:
+                break
+            problem = (sorted(entry["metadata"]["numbers"]), entry["metadata"]["target"])
+            question = entry["question"].split("\n\n")[0]
+            if _split_of("countdown", *problem) == self.split and question not in rows:
+                rows[question] = {
+                    "prompt": [{"role": "user", "content": question}],
+                    "uid": f"countdown-{stable_hash(question):016x}",
+                    "task": "countdown",
+                    "question": question,
+                    "answer": entry["answer"],
+                    "metadata": entry["metadata"],
+                    "size": size,
+                }
+        return list(rows.values())
+
+    def _entries(self, size: int, tries: int) -> Iterator[dict[str, Any]]:
+        from reasoning_gym import create_dataset
+
+        generator = create_dataset(
+            "countdown",
+            size=tries,
+            seed=stable_hash("countdown", self.seed, size) % 2**32,
+            min_numbers=size,
+            max_numbers=size,
+            min_value=1,
+            max_value=self.max_value,
+            min_target=1,
+            max_target=self.max_target,
+            operators=("+", "-"),
+        )
+        for index in range(tries):
+            try:
+                entry = generator[index]
+            except ValueError:  # the generator gives up on a draw that keeps missing the targets
+                continue
+            ranges = entry["metadata"]["difficulty"]
+            entry["metadata"]["difficulty"] = {name: list(ends) for name, ends in ranges.items()}
+            yield entry
+
+
+class ReasoningGym(PromptTask):
+    """Any `reasoning_gym` data set, scored by `lit_rlsched.rewards.functions.reasoning_gym_reward`.
+
+    A question is in one split only, by a hash of its text, and occurs once.
+
+    Args:
+        name: of the data set, e.g. `chain_sum`.
+        split: which questions.
+        size: number of prompts.
+        seed: of the generator.
+        config: the data set's own settings, e.g. `{"min_terms": 2}`.
+        instructions: put before the question, e.g. how to mark the answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: Split = "train",
+        size: int = 1000,
+        seed: int = 0,
+        config: dict[str, Any] | None = None,
+        instructions: str = "",
+    ) -> None:
+        _check_size(size, split)
+        if clash := {"size", "seed"} & (config or {}).keys():
+            raise ValueError(f"`config` sets {sorted(clash)}: give them as arguments of their own.")
+        self.name = name
+        self.split = split
+        self.size = size
+        self.seed = seed
+        self.config = config or {}
+        self.instructions = instructions
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Make the rows: `prompt`, `uid`, `task`, `question`, `answer`, `metadata`."""
+        from reasoning_gym import create_dataset
+
+        generator = create_dataset(
+            self.name, size=4 * HELD_OUT_SHARE * self.size, seed=self.seed, **self.config
+        )
+        rows: dict[str, dict[str, Any]] = {}
+        for index in range(len(generator)):
+            if len(rows) == self.size:
+                break
+            entry = generator[index]
+            question = entry["question"]
+            if _split_of(self.name, question) == self.split and question not in rows:
+                text = f"{self.instructions}\n\n{question}" if self.instructions else question
+                rows[question] = {
+                    "prompt": [{"role": "user", "content": text}],
+                    "uid": f"{self.name}-{stable_hash(question):016x}",
+                    "task": self.name,
+                    "question": question,
+                    "answer": entry["answer"],
+                    "metadata": entry["metadata"],
+                }
+        if len(rows) < self.size:
+            raise ValueError(
+                f"`ReasoningGym({self.name!r}, split={self.split!r}, size={self.size})`: found "
+                f"only {len(rows)} different questions. Use a smaller `size`, or a wider `config`."
+            )
+        return list(rows.values())
+
+
+class HubDataset(PromptTask):
+    """A data set on the Hugging Face hub.
+
+    Args:
+        name: e.g. `openai/gsm8k`.
+        config: which configuration, where there are several, e.g. `main`.
+        split: which split; slices such as `train[:1000]` work.
+        prompt_column: the column to call `prompt`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: str | None = None,
+        split: str = "train",
+        prompt_column: str = "prompt",
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.split = split
+        self.prompt_column = prompt_column
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Download (once) and read the rows."""
+        import datasets
+
+        data = datasets.load_dataset(self.name, self.config, split=self.split)
+        if self.prompt_column not in data.column_names:
+            raise ValueError(
+                f"`{self.name}` has no column `{self.prompt_column}`; its columns are "
+                f"{sorted(data.column_names)}. Set `prompt_column` of `HubDataset`."
+            )
+        if self.prompt_column != "prompt":
+            data = data.rename_column(self.prompt_column, "prompt")
+        return data.to_list()
+
+
+def _split_of(*problem: object) -> Split:
+    return "heldout" if stable_hash("split", *problem) % HELD_OUT_SHARE == 0 else "train"
+
+
+def _check_size(size: int, split: str) -> None:
+    if size < 1:
+        raise ValueError(f"`size={size}` must be 1 or more.")
+    if split not in ("train", "heldout"):
+        raise ValueError(f"`split={split!r}` is unknown. Use 'train' or 'heldout'.")

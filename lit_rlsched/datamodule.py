@@ -1,0 +1,489 @@
+"""The data module: owns prompts, pool, engine and rewards, and turns them into optimizer steps."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from transformers import AutoTokenizer
+
+from lit_rlsched.callbacks.rollout_callback import fire
+from lit_rlsched.data.batching import OptimizerStep, Row, split_steps
+from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
+from lit_rlsched.data.settings import check_enough, check_lengths, check_sampling, check_settings
+from lit_rlsched.data.source import PromptSource, Rows, load_rows, make_prompts
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
+from lit_rlsched.logs import log_now
+from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy, kv_bytes
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
+from lit_rlsched.rollout.learner import Learner, PlainLearner
+from lit_rlsched.rollout.metrics import measure
+from lit_rlsched.rollout.round import Round, score_round, set_advantages
+from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.scheduling.admission import Admission, Refill, slots_for_budget
+from lit_rlsched.scheduling.rounds import FullRound
+
+DEFAULT_SLOTS = 256
+_ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+_SAME_ON_RESUME = (
+    "seed",
+    "prompts_per_round",
+    "num_generations",
+    "steps_per_round",
+    "num_iterations",
+)
+
+
+class RolloutDataModule(LightningDataModule):
+    """Draws a round of completions for each Lightning epoch and hands it over step by step.
+
+    One epoch is one round of `prompts_per_round * num_generations` completions, trained on in
+    `steps_per_round * num_iterations` optimizer steps. An optimizer step is cut into micro-batches
+    of at most `micro_batch_tokens` positions; how many, follows from the lengths.
+
+    Args:
+        train_data: Prompts to train on: a JSONL, JSON or Parquet file, a data set's folder or hub
+            name, a task such as `Countdown`, or rows. A row has a `prompt` (string or chat
+            messages), optionally a `uid`, and whatever columns the reward functions take.
+        reward_funcs: Reward functions with TRL's signature.
+        val_data: Held-out prompts for validation, in the same forms.
+        test_data: Prompts for `test`; by default `val_data`.
+        reward_weights: One per reward function; by default 1 each.
+        reward_timeout: Seconds a function may take for one completion.
+        reward_workers: Processes that run reward functions.
+        tokenizer: Folder or hub name; by default the policy's.
+        chat_template_kwargs: More arguments for the chat template.
+        engine: What decodes; by default vLLM.
+        prompts_per_round: Prompts of a round.
+        num_generations: Completions of a prompt.
+        steps_per_round: Optimizer steps a round is dealt out to.
+        num_iterations: Times a round is trained on.
+        micro_batch_tokens: Most positions, padding included, of a forward and backward pass.
+        max_completion_length: Most tokens of a completion.
+        temperature: Sampling temperature of training.
+        top_p: Smallest set of tokens with this probability is drawn from.
+        top_k: Most likely tokens that are drawn from; 0 for all.
+        min_p: Tokens less likely than this share of the likeliest are not drawn.
+        mask_truncated_completions: Leave completions cut at the limit out of the loss.
+        val_num_generations: Completions drawn of each held-out prompt, for mean@k and pass@k.
+        val_temperature: Their temperature; by default that of training.
+        val_greedy: Whether each held-out prompt is also answered greedily.
+        shuffle: Whether prompts come in a new random order in each pass over the data.
+        seed: Of the order and of every completion; by default that of `seed_everything`.
+        verify_sync: Check after each weight sync that the engine's log-probs are the trainer's.
+
+    Raises:
+        ValueError: an argument is out of range, or two do not fit each other.
+
+    Example::
+
+        data = RolloutDataModule("gsm8k.jsonl", [accuracy], prompts_per_round=64, num_generations=8)
+        Trainer(max_epochs=100).fit(GRPOModule("Qwen/Qwen3-0.6B"), datamodule=data)
+    """
+
+    def __init__(
+        self,
+        train_data: Rows,
+        reward_funcs: list[Callable],
+        *,
+        val_data: Rows | None = None,
+        test_data: Rows | None = None,
+        reward_weights: list[float] | None = None,
+        reward_timeout: float = 30.0,
+        reward_workers: int = 1,
+        tokenizer: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        engine: RolloutEngine | None = None,
+        prompts_per_round: int = 32,
+        num_generations: int = 8,
+        steps_per_round: int = 1,
+        num_iterations: int = 1,
+        micro_batch_tokens: int = 16384,
+        max_completion_length: int = 512,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        mask_truncated_completions: bool = False,
+        val_num_generations: int = 0,
+        val_temperature: float | None = None,
+        val_greedy: bool = True,
+        shuffle: bool = True,
+        seed: int | None = None,
+        verify_sync: bool = True,
+    ) -> None:
+        super().__init__()
+        check_settings(locals())
+        self.train_data, self.val_data = train_data, val_data
+        self.test_data = val_data if test_data is None else test_data
+        self.rewards = RewardScheduler(
+            reward_funcs,
+            reward_weights=reward_weights,
+            workers=reward_workers,
+            timeout=reward_timeout,
+        )
+        self.reward_weights = (
+            [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
+        )
+        self.tokenizer_name = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs
+        if engine is None:
+            from lit_rlsched.engines.vllm import VLLMEngine
+
+            engine = VLLMEngine()
+        self.engine = engine
+        self.prompts_per_round = prompts_per_round
+        self.num_generations = num_generations
+        self.steps_per_round = steps_per_round
+        self.num_iterations = num_iterations
+        self.micro_batch_tokens = micro_batch_tokens
+        self.sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
+        check_sampling(self.sampling)
+        self.mask_truncated_completions = mask_truncated_completions
+        self.evaluation = EvaluationSettings(
+            replace(self.sampling, temperature=val_temperature or temperature),
+            val_num_generations,
+            val_greedy,
+        )
+        self.shuffle = shuffle
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.verify_sync = verify_sync
+
+        self.slots: int | None = None
+        """Most completions that decode at once; set by `MicroGroupSampling`."""
+        self.memory_budget: int | None = None
+        """Bytes of key-value cache from which slots follow; set by `MicroGroupSampling`."""
+        self.refill: Refill = "continuous"
+        """When freed slots are refilled; set by `MicroGroupSampling`."""
+
+        self.pool = RolloutBuffer()
+        self.current: Round | None = None
+        """The round that is being trained on."""
+        self.num_rounds = 0
+        """Rounds that are over."""
+        self.counters: Counter[str] = Counter()
+        """Totals since the run began: `num_tokens`, `num_completions`, `dropped/*`."""
+        self._round_start = 0
+        self._empty_steps = 0
+        self._resumed: dict[str, Any] | None = None
+        self._session: RolloutSession | None = None
+        self._source: PromptSource | None = None
+        self._held_out: dict[str, list[Prompt]] = {}
+        self._prompts: dict[str, Prompt] = {}
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+
+    # Lightning's hooks.
+
+    def setup(self, stage: str) -> None:
+        """Read the data sets that `stage` needs.
+
+        Raises:
+            MisconfigurationException: the Trainer runs more than one process.
+        """
+        assert self.trainer is not None
+        if self.trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"`Trainer` runs {self.trainer.world_size} processes, but RolloutDataModule trains "
+                "in one. Use `devices=1, num_nodes=1`."
+            )
+        wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+        for name in wanted.get(stage, ()):
+            data = getattr(self, f"{name}_data")
+            if data is not None and name not in self._rows:
+                self._rows[name] = load_rows(data)
+
+    def train_dataloader(self) -> Rounds | MicroBatches:
+        """Rounds for manual optimization, micro-batches one by one for automatic optimization."""
+        self._ensure_session()  # now: errors belong before the first epoch
+        assert self.trainer is not None
+        if self.trainer.lightning_module.automatic_optimization:
+            return MicroBatches(self)
+        return Rounds(self)
+
+    def val_dataloader(self) -> Evaluation | list:
+        """Held-out prompts with their completions."""
+        return Evaluation(self, "val") if self.val_data is not None else []
+
+    def test_dataloader(self) -> Evaluation | list:
+        """Test prompts with their completions."""
+        return Evaluation(self, "test") if self.test_data is not None else []
+
+    def teardown(self, stage: str) -> None:
+        """Close engine and workers."""
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close engine and workers."""
+        self.close()
+
+    def close(self) -> None:
+        """Close engine and workers; safe to call twice."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    # Rounds.
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a round."""
+        return self.steps_per_round * self.num_iterations
+
+    def optimizer_steps(self) -> Iterator[OptimizerStep]:
+        """The steps of the next round, or what is left of the one a checkpoint was made in."""
+        self._ensure_session()  # restores a checkpoint's state
+        assert self.trainer is not None
+        if self._resumed is None or self._cursor >= self.steps_per_epoch:
+            self._finish_round()
+        self._resumed = None
+        if self.current is None:
+            self._round_start, self._empty_steps = self.trainer.global_step, 0
+            self.current = self._roll_out()
+        for index in range(self._cursor, self.steps_per_epoch):
+            step = self._optimizer_step(self.current, index)
+            if not len(step) and self.trainer.lightning_module.automatic_optimization:
+                self._empty_steps += 1  # Lightning will not see it, so will not count it
+            yield step
+
+    @property
+    def _cursor(self) -> int:
+        """Steps of the current round that were taken: whatever was taken, a checkpoint has."""
+        assert self.trainer is not None
+        return self.trainer.global_step - self._round_start + self._empty_steps
+
+    def _finish_round(self) -> None:
+        if self.current is not None:
+            self.current = None
+            self.num_rounds += 1
+
+    def _roll_out(self) -> Round:
+        started = time.perf_counter()
+        trainer, session, learner = self.trainer, self._ensure_session(), self._learner
+        assert trainer is not None
+        policy = FullRound(self.prompts_per_round)
+        plan = self._plan(policy)
+        fire(trainer, "on_round_start", plan)
+        drops = session.controller.drops.copy()
+        for _ in session.rollout(plan, trainer.global_step, policy):
+            pass
+        self.pool.remove(plan)
+        round = Round(self.num_rounds, trainer.global_step, plan, session.trace)
+        drawn = time.perf_counter()
+        if self.steps_per_epoch > 1 or learner.needs_reference:
+            # the only step of a round needs none: its own forward pass gives the old log-probs
+            score_round(
+                round, learner, self.micro_batch_tokens, trainer.precision_plugin.forward_context
+            )
+        set_advantages(round, learner, self.reward_weights)
+        self.counters["num_completions"] += len(round.completions)
+        self.counters["num_tokens"] += sum(map(len, round.rows))
+        for reason, number in (session.controller.drops - drops).items():
+            self.counters[f"dropped/{reason}"] += number
+        steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
+        round.metrics |= measure(round, self.rewards.names, self.reward_weights, steps)
+        round.metrics |= self.counters | self.rewards.counters()
+        if session.max_logp_diff is not None:
+            round.metrics["sync/max_logp_diff"] = session.max_logp_diff
+        round.metrics["time/rollout"] = drawn - started
+        round.metrics["time/score"] = time.perf_counter() - drawn
+        fire(trainer, "on_round_end", round)
+        log_now(trainer, round.metrics)
+        return round
+
+    def _plan(self, policy: FullRound) -> list[Group]:
+        """Fill the pool and take the round's groups from its front."""
+        assert self._source is not None
+        for prompt, visit in self._source.draw(policy.fresh_prompts(len(self.pool))):
+            completions = [Completion(i) for i in range(self.num_generations)]
+            self.pool.add(Group(f"{prompt.uid}@{visit}", prompt, self.sampling, completions))
+        return list(self.pool)[: self.prompts_per_round]
+
+    def _optimizer_step(self, round: Round, index: int) -> OptimizerStep:
+        iteration, step = divmod(index, self.steps_per_round)
+        deal = split_steps(
+            len(round.groups), self.steps_per_round, self.seed, round.number, iteration
+        )
+        groups = [round.groups[i] for i in deal[step]]
+        return OptimizerStep(
+            [Row(g, c) for g in groups for c in g.completions],
+            self.micro_batch_tokens,
+            mask_truncated=self.mask_truncated_completions,
+            skip_zero_advantage=self._learner.skip_zero_advantage,
+        )
+
+    @property
+    def _learner(self) -> Learner:
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        return module if isinstance(module, Learner) else PlainLearner()
+
+    # Held-out prompts.
+
+    def held_out(self, stage: str) -> list[Prompt]:
+        """The prompts of `val` or `test`."""
+        self._ensure_session()  # tokenises them
+        return self._held_out[stage]
+
+    def evaluate(self, stage: str) -> Iterator[Evaluated]:
+        """Answer each held-out prompt; the seeds are the same at every evaluation."""
+        assert self.trainer is not None
+        session, version = self._ensure_session(), self.trainer.global_step
+        return evaluate(
+            self.held_out(stage),
+            self.evaluation,
+            stage,
+            lambda groups: session.rollout(groups, version, salt=stage),
+            self.reward_weights,
+        )
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of the run that the weights do not hold: primitives and tensors only."""
+        over = self.current is None or self._cursor >= self.steps_per_epoch
+        return {
+            "settings": {name: getattr(self, name) for name in _SAME_ON_RESUME},
+            "source": None if self._source is None else self._source.state_dict(),
+            "pool": self.pool.state_dict(),
+            "num_rounds": self.num_rounds + (over and self.current is not None),
+            "counters": dict(self.counters),
+            "round": None if over or self.current is None else self._pack(self.current),
+        }
+
+    def _pack(self, round: Round) -> dict[str, Any]:
+        return {
+            "number": round.number,
+            "version": round.version,
+            "groups": pack(round.groups),
+            "start": self._round_start,
+            "empty_steps": self._empty_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the checkpoint is of this configuration; restored once the prompts are known.
+
+        Raises:
+            ValueError: a setting differs that decides what was drawn.
+        """
+        for name, theirs in state["settings"].items():
+            if getattr(self, name) != theirs:
+                raise ValueError(
+                    f"The checkpoint was made with `{name}={theirs}`, this run has "
+                    f"`{name}={getattr(self, name)}`. Resume with the value of the checkpoint, or "
+                    "start a new run in another folder."
+                )
+        self._resumed = state
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        assert self._source is not None
+        self._source.load_state_dict(state["source"])
+        self.pool.load_state_dict(state["pool"], self._prompts.__getitem__)
+        self.num_rounds = state["num_rounds"]
+        self.counters = Counter(state["counters"])
+        if (saved := state["round"]) is not None:
+            groups = unpack(saved["groups"], self._prompts.__getitem__)
+            self.current = Round(saved["number"], saved["version"], groups)
+            self._round_start, self._empty_steps = saved["start"], saved["empty_steps"]
+
+    # Start-up.
+
+    @property
+    def session(self) -> RolloutSession | None:
+        """Engine, rewards and controller, once they are started."""
+        return self._session
+
+    def _ensure_session(self) -> RolloutSession:
+        """Built when first needed: the module has loaded the policy by then."""
+        if self._session is None:
+            self._session = self._start()
+        return self._session
+
+    def _start(self) -> RolloutSession:
+        trainer = self.trainer
+        assert trainer is not None
+        policy = find_policy(trainer.lightning_module)
+        model = str(base_model(policy).name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or model)
+        max_model_len = self._tokenize(tokenizer, context_length(policy))
+        if self._resumed is not None and self._source is not None:
+            self._restore(self._resumed)
+        admission = Admission(self._resolve_slots(policy, max_model_len), self.refill)
+        precision = str(trainer.precision).partition("-")[0]
+        spec = EngineSpec(
+            model=model,
+            slots=admission.slots,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids(policy, tokenizer),
+            dtype=_ENGINE_DTYPES.get(precision, torch.float32),
+            device=trainer.lightning_module.device,
+            policy=policy,
+            seed=self.seed,
+        )
+        self.rewards.start()
+        prompts = [*self._prompts.values(), *(p for ps in self._held_out.values() for p in ps)]
+        return RolloutSession(
+            self.engine,
+            spec,
+            admission,
+            Scorer(self.rewards, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))),
+            policy,
+            seed=self.seed,
+            probe=prompts[:2] if self.verify_sync else (),
+            probe_temperature=self.sampling.temperature,
+            forward_context=trainer.precision_plugin.forward_context,
+            on_completion=lambda completion: self._fire("on_completion_end", completion),
+            on_group=lambda group: self._fire("on_group_end", group),
+        )
+
+    def _fire(self, hook: str, *args: Any) -> None:
+        assert self.trainer is not None
+        if self.trainer.training:
+            fire(self.trainer, hook, *args)
+
+    def _tokenize(self, tokenizer: Any, context: int) -> int:
+        """Tokenise every prompt once and return the context that the longest one needs."""
+        limit = self.sampling.max_completion_length
+        if limit >= context:
+            raise ValueError(
+                f"`max_completion_length={limit}` leaves no room for a prompt in the model's "
+                f"context of {context} tokens. Use a smaller one."
+            )
+        sets = {
+            name: make_prompts(
+                rows,
+                tokenizer,
+                chat_template_kwargs=self.chat_template_kwargs,
+                max_prompt_length=context - limit,
+            )
+            for name, rows in self._rows.items()
+        }
+        longest = max(len(p.token_ids) for prompts in sets.values() for p in prompts)
+        check_lengths(longest, limit, self.micro_batch_tokens)
+        if "train" in sets:
+            train = sets.pop("train")
+            check_enough(train, self.prompts_per_round)
+            self._source = PromptSource(train, self.seed, self.shuffle)
+            self._prompts = {p.uid: p for p in train}
+        self._held_out = sets
+        if shared := {p.uid for p in sets.get("val", ())} & self._prompts.keys():
+            rank_zero_warn(
+                f"{len(shared)} prompts of `val_data` are in `train_data` too (the first: uid "
+                f"{min(shared)}): the validation figures are not held out."
+            )
+        return longest + limit
+
+    def _resolve_slots(self, policy: torch.nn.Module, max_model_len: int) -> int:
+        most = self.prompts_per_round * self.num_generations
+        if self.memory_budget is None:
+            return min(most, self.slots or DEFAULT_SLOTS)
+        return min(most, slots_for_budget(self.memory_budget, kv_bytes(policy), max_model_len))

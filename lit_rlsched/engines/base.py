@@ -1,0 +1,136 @@
+"""The contract between the rollout core and whatever decodes tokens."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from lit_rlsched.rollout.types import Event, Request
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine needs to know of the run; handed over once, by the data module."""
+
+    model: str
+    """Folder or hub name of the checkpoint the policy was loaded from."""
+    slots: int
+    """Most requests that are ever inside the engine at once."""
+    max_model_len: int
+    """Prompt plus completion, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    """Every token that ends a completion."""
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    policy: torch.nn.Module | None = None
+    """The trainer's own Hugging Face model: an engine that decodes with it holds no second copy."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine holds right now, and what it has counted since `start`."""
+
+    running: int
+    waiting: int
+    kv_tokens: int
+    """Tokens of key-value cache in use; a prefix that the engine shares counts once."""
+    preemptions: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    """Prompt and prefix tokens that were computed, not read from a cache."""
+    cached_tokens: int = 0
+    """Prompt and prefix tokens that were read from a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What an aborted request had drawn since it was submitted."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Decodes requests step by step and keeps no policy of its own.
+
+    The caller decides what runs: it never submits more than `slots` requests at once, and the
+    engine never reorders, drops or delays one. Every completion depends on its own seed, not on its
+    company.
+    """
+
+    def start(self, spec: EngineSpec) -> None:
+        """Build what is expensive. Called once, before anything else."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests in.
+
+        Raises:
+            ValueError: a request does not fit the context, its id is already in use, or there are
+                more than `slots` requests; the message names the request. Nothing of the call is
+                taken in then.
+        """
+
+    def step(self) -> list[Event]:
+        """Advance by one decode step, or as far as the next event where the engine can jump."""
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
+        """Drop requests and free their memory; unknown ids are ignored."""
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load the policy's weights, under their Hugging Face names, and forget cached prefixes.
+
+        Raises:
+            RuntimeError: requests are running: their caches belong to the old weights.
+        """
+
+    def stats(self) -> EngineStats:
+        """What is running, waiting and in memory."""
+
+    def now(self) -> float:
+        """Seconds on the engine's clock: wall time, or virtual time in a simulation."""
+
+    def sleep(self) -> None:
+        """Give memory back to the trainer while nothing decodes, where the engine can."""
+
+    def wake(self) -> None:
+        """Undo `sleep`; weights must be synced before the next request."""
+
+    def close(self) -> None:
+        """Free everything; safe to call twice."""
+
+
+def check_requests(
+    spec: EngineSpec, live_ids: Collection[str], requests: Sequence[Request]
+) -> None:
+    """Check a whole `submit` call before any of it is taken in.
+
+    Raises:
+        ValueError: as `RolloutEngine.submit` says; the message names the request.
+    """
+    if len(live_ids) + len(requests) > spec.slots:
+        first = requests[max(spec.slots - len(live_ids), 0)].id
+        raise ValueError(
+            f"request {first!r} finds no free slot: {len(live_ids)} running and {len(requests)} "
+            f"submitted, but slots={spec.slots}"
+        )
+    seen: set[str] = set()
+    for request in requests:
+        limit = request.sampling.max_completion_length
+        if request.id in live_ids or request.id in seen:
+            raise ValueError(f"request {request.id!r} is already in the engine")
+        if len(request.prompt_ids) == 0:
+            raise ValueError(f"request {request.id!r} has an empty prompt")
+        if len(request.prompt_ids) + limit > spec.max_model_len:
+            raise ValueError(
+                f"request {request.id!r}: {len(request.prompt_ids)} prompt tokens and "
+                f"max_completion_length={limit} exceed max_model_len={spec.max_model_len}"
+            )
+        if len(request.prefix_ids) >= limit:
+            raise ValueError(
+                f"request {request.id!r}: its prefix of {len(request.prefix_ids)} tokens leaves "
+                f"nothing to draw, max_completion_length={limit}"
+            )
+        seen.add(request.id)

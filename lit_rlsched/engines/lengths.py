@@ -1,0 +1,79 @@
+"""How long the completions of a simulation are."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal
+
+import pyarrow.parquet as pq
+
+from lit_rlsched.rollout.types import Request, stable_hash
+
+
+class LogNormalLengths:
+    """Completion lengths with a long tail: `round(median * exp(sigma * z))`, at least 1.
+
+    Args:
+        median: half of the completions are longer than this.
+        sigma: standard deviation of the logarithm; about 1 for reasoning models.
+        seed: another seed, other lengths.
+        key: what a length belongs to. By `id`, a resumed request keeps its length; by `seed`, a
+            request drawn again under a new seed gets a new one.
+    """
+
+    def __init__(
+        self,
+        median: float = 64.0,
+        sigma: float = 1.0,
+        seed: int = 0,
+        key: Literal["id", "seed"] = "id",
+    ) -> None:
+        if median <= 0 or sigma < 0:
+            raise ValueError(f"got median={median}, sigma={sigma}: they must be > 0 and >= 0")
+        self.median, self.sigma, self.seed, self.key = median, sigma, seed, key
+
+    def __call__(self, request: Request) -> int:
+        u = (stable_hash(self.seed, getattr(request, self.key)) + 0.5) / 2**63
+        z = NormalDist().inv_cdf(min(u, 1 - 2**-53))
+        return max(1, round(self.median * math.exp(self.sigma * z)))
+
+
+class TraceLengths:
+    """Completion lengths that were recorded, or given one by one.
+
+    Args:
+        lengths: lengths by request id, or a plain list of which every id takes one by its hash. A
+            path is a Parquet or JSONL file like the spans of a `RolloutTrace`, with columns
+            `tokens` and, to replay the lengths request by request, `request`.
+    """
+
+    def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
+        self.lengths = _read(Path(lengths)) if isinstance(lengths, str | Path) else lengths
+        if not self.lengths:
+            raise ValueError("a trace needs at least one length")
+
+    def __call__(self, request: Request) -> int:
+        if not isinstance(self.lengths, Mapping):
+            return self.lengths[stable_hash(request.id) % len(self.lengths)]
+        if request.id not in self.lengths:
+            raise ValueError(f"request {request.id!r} has no length in the trace")
+        return self.lengths[request.id]
+
+
+def _read(path: Path) -> Mapping[str, int] | list[int]:
+    """Read lengths; the spans of a request that was resumed add up."""
+    if path.suffix == ".parquet":
+        table = pq.read_table(path).to_pylist()
+    else:
+        table = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    if not table or "tokens" not in table[0]:
+        raise ValueError(f"trace {str(path)!r} needs rows with a column `tokens`")
+    if "request" not in table[0]:
+        return [row["tokens"] for row in table]
+    totals: Counter[str] = Counter()
+    for row in table:
+        totals[row["request"]] += row["tokens"]
+    return totals

@@ -1,0 +1,80 @@
+"""Draws tokens from noise that depends on a request's seed and position, never on its company."""
+
+import torch
+from torch import Tensor
+
+
+def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), as float64: number `counters[i]` of the stream `seeds[i]`.
+
+    A stream has no state to keep or to restore: splitmix64 hashes its name and the position.
+    """
+    mixed = _splitmix64(_splitmix64(seeds) + counters)
+    return _shift_right(mixed, 11).double() * 2.0**-53
+
+
+def draw(
+    logits: Tensor,
+    noise: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution at `noise`.
+
+    Args:
+        logits: `[B, V]`, in float32 or float64.
+        noise: `[B]`, float64 in [0, 1).
+        temperature: `[B]`; where it is 0, the most likely token is taken and the rest ignored.
+        top_k: `[B]`, 0 for all tokens.
+        top_p: `[B]`, 1 for all tokens.
+        min_p: `[B]`, 0 for all tokens.
+
+    Returns:
+        The tokens and their log-probabilities in the truncated distribution, both `[B]`.
+    """
+    greedy = temperature == 0
+    logits = logits / temperature.masked_fill(greedy, 1.0).to(logits.dtype).unsqueeze(1)
+    truncated = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    if truncated.any():
+        rows = truncated.nonzero().squeeze(1)
+        logits[rows] = _truncate(logits[rows], top_k[rows], top_p[rows], min_p[rows])
+    logp = logits.log_softmax(-1)
+    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1]
+    # strictly below the total, so that the step across the target is a token of some probability
+    target = torch.minimum(noise * total, total.nextafter(torch.zeros_like(total)))
+    tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits give NaN log-probs, not a crash
+    if greedy.any():
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens, logp.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Put -inf where top-k, then top-p, then min-p drop a token: the order of `generate`."""
+    ordered, index = logits.sort(dim=-1, stable=True)  # ascending: the unlikely ones first
+    vocab = logits.shape[1]
+    kth = torch.where(top_k > 0, vocab - top_k, 0).clamp(min=0).long().unsqueeze(1)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, kth), -torch.inf)
+    probs = ordered.softmax(-1, dtype=torch.float64)
+    drop = (probs.cumsum(-1) <= 1 - top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    drop |= probs < min_p.unsqueeze(1) * probs[:, -1:]
+    drop[:, -1] = False
+    ordered = ordered.masked_fill(drop, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, index, ordered)
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    """Scramble int64s; their arithmetic wraps, as the algorithm wants."""
+    x = x - 0x61C8864680B583EB  # the constants are splitmix64's, read as signed numbers
+    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift in zeros, where `>>` would repeat the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,202 @@
+"""Decodes nothing: lengths come from a trace or a distribution, time from a cost model."""
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, check_requests
+from lit_rlsched.engines.lengths import LogNormalLengths, TraceLengths
+from lit_rlsched.engines.sampling import counter_uniform
+from lit_rlsched.rollout.types import Event, FinishReason, Request
+
+Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
+
+
+class SimulatedEngine:
+    """Event-driven engine on a virtual clock.
+
+    One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`
+    seconds, plus `per_prefill_token` for each token of the requests that are new in it. `step`
+    jumps to the next step in which a request finishes. A completion is as long as `lengths` says,
+    prefix included, and ends in EOS if the request's limit allows; its other tokens and their
+    log-probabilities are noise that depends on the request's seed and the position alone.
+
+    Args:
+        lengths: a function from a request to the length of its completion, such as
+            `LogNormalLengths` (the default); or a trace, as `TraceLengths` takes it.
+        step_time_base: seconds that any step takes, to read the weights and to launch kernels.
+        per_running: seconds a step takes for each running request.
+        per_kv_token: seconds a step takes for each token in the key-value cache.
+        per_prefill_token: seconds for each prompt or prefix token of a new request.
+        stream: False tells of a request only when it has finished, which is much faster with many
+            slots; an aborted one's tokens are then in what `abort` returns, and nowhere else.
+        max_jump: most decode steps of one `step`; 1 for the events of a real engine.
+        vocab_size: the made-up tokens are below it; by default that of the policy, or 1000.
+
+    Raises:
+        ValueError: a negative cost, or a `max_jump` below 1.
+    """
+
+    version = 0
+    """Policy version of the last `sync_weights`."""
+
+    def __init__(
+        self,
+        lengths: Lengths | None = None,
+        step_time_base: float = 0.01,
+        per_running: float = 5e-5,
+        per_kv_token: float = 2e-8,
+        per_prefill_token: float = 0.0,
+        stream: bool = True,
+        max_jump: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        costs = (step_time_base, per_running, per_kv_token, per_prefill_token)
+        if min(costs) < 0:
+            raise ValueError(f"the costs of a step must not be negative, got {costs}")
+        if max_jump is not None and max_jump < 1:
+            raise ValueError(f"`max_jump` must be at least 1, got {max_jump}")
+        if lengths is None:
+            lengths = LogNormalLengths()
+        self.length_of = lengths if callable(lengths) else TraceLengths(lengths)
+        self.step_time_base, self.per_running, self.per_kv_token, self.per_prefill_token = costs
+        self.stream = stream
+        self.max_jump = max_jump
+        self.vocab_size = vocab_size
+
+    def start(self, spec: EngineSpec) -> None:
+        policy: Any = spec.policy
+        vocab = policy.config.get_text_config().vocab_size if policy is not None else 1000
+        vocab = self.vocab_size or vocab
+        self._spec = spec
+        self._words = np.setdiff1d(np.arange(vocab), spec.eos_token_ids)
+        self._live: dict[str, _Live] = {}
+        self._ends: list[tuple[int, int, _Live]] = []  # heap by last step; aborted ones stay in it
+        self._now = 0.0
+        self._step = self._submitted = 0
+        self._kv_tokens = self._new_tokens = self._prefill_tokens = 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        check_requests(self._spec, self._live, requests)
+        totals = [self.length_of(request) for request in requests]  # may refuse one
+        for request, total in zip(requests, totals, strict=True):
+            live = self._draw(request, total)
+            self._live[request.id] = live
+            self._submitted += 1
+            heapq.heappush(self._ends, (self._step + len(live.token_ids), self._submitted, live))
+            self._kv_tokens += live.context
+            self._new_tokens += live.context
+
+    def step(self) -> list[Event]:
+        if not self._live:
+            return []
+        while self._live.get(self._ends[0][2].id) is not self._ends[0][2]:
+            heapq.heappop(self._ends)  # aborted
+        running, steps = len(self._live), self._ends[0][0] - self._step
+        steps = min(steps, self.max_jump or steps)
+        # step i of the jump finds i more tokens of each request in the cache
+        kv_tokens = steps * self._kv_tokens + running * (steps * (steps - 1) // 2)
+        self._now += (
+            steps * (self.step_time_base + self.per_running * running)
+            + self.per_kv_token * kv_tokens
+            + self.per_prefill_token * self._new_tokens
+        )
+        self._prefill_tokens += self._new_tokens
+        self._new_tokens = 0
+        self._kv_tokens += steps * running
+        self._step += steps
+
+        finished = []
+        while self._ends and self._ends[0][0] == self._step:
+            live = heapq.heappop(self._ends)[2]
+            if self._live.get(live.id) is live:
+                finished.append(live.event(self._step))
+                self._drop(live)
+        if not self.stream:
+            return finished
+        return finished + [live.event(self._step) for live in self._live.values()]
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
+        dropped = [self._live[name] for name in dict.fromkeys(request_ids) if name in self._live]
+        for live in dropped:
+            self._drop(live)
+        return {live.id: live.partial(self._step) for live in dropped}
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._live:
+            raise RuntimeError(f"{len(self._live)} requests are running: abort them before a sync")
+        self.version = version
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._live),
+            waiting=0,
+            kv_tokens=self._kv_tokens,
+            decode_steps=self._step,
+            prefill_tokens=self._prefill_tokens,
+        )
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        self._live, self._ends = {}, []
+
+    def _draw(self, request: Request, total: int) -> "_Live":
+        """Make the whole completion up."""
+        prefix, limit = len(request.prefix_ids), request.sampling.max_completion_length
+        total = max(total, prefix + 1)  # a request that is resumed draws at least one token
+        seed = torch.tensor((request.seed + 2**63) % 2**64 - 2**63)
+        noise = counter_uniform(seed, torch.arange(prefix, min(total, limit))).numpy()
+        token_ids = self._words[(noise * len(self._words)).astype(np.int64)]
+        stops = total <= limit
+        if stops:
+            token_ids[-1] = self._spec.eos_token_ids[0]
+        context = len(request.prompt_ids) + prefix
+        return _Live(request.id, self._step, context, token_ids, np.log1p(-noise), stops)
+
+    def _drop(self, live: "_Live") -> None:
+        del self._live[live.id]
+        self._kv_tokens -= live.context + self._step - live.start
+        if live.start == self._step:  # aborted before its first step
+            self._new_tokens -= live.context
+
+
+@dataclass(slots=True)
+class _Live:
+    """A running request, its completion known in advance."""
+
+    id: str
+    start: int
+    """Decode steps taken when it came in."""
+    context: int
+    """Tokens of prompt and prefix."""
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    stops: bool
+    told: int = 0
+    """Tokens that were in events."""
+
+    def event(self, step: int) -> Event:
+        new = slice(self.told, step - self.start)
+        self.told = new.stop
+        reason: FinishReason | None = None
+        if new.stop == len(self.token_ids):
+            reason = "stop" if self.stops else "length"
+        return Event(self.id, self.token_ids[new].tolist(), self.logprobs[new].tolist(), reason)
+
+    def partial(self, step: int) -> Partial:
+        drawn = step - self.start
+        return Partial(self.token_ids[:drawn].tolist(), self.logprobs[:drawn].tolist())

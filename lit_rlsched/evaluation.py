@@ -1,0 +1,84 @@
+"""Held-out prompts: how they are answered, and what the answers say about a policy."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """How each held-out prompt is answered."""
+
+    sampling: Sampling
+    num_generations: int
+    """Completions drawn of each prompt; 0: none."""
+    greedy: bool
+    """Whether one more is decoded greedily."""
+
+    def groups(self, prompt: Prompt, stage: str) -> tuple[Group | None, Group | None]:
+        """The greedy and the sampled completions to draw."""
+        greedy = sampled = None
+        if self.greedy:
+            argmax = Sampling(self.sampling.max_completion_length, temperature=0.0)
+            greedy = Group(f"{stage}-greedy/{prompt.uid}", prompt, argmax, [Completion(0)])
+        if self.num_generations:
+            drawn = [Completion(i) for i in range(self.num_generations)]
+            sampled = Group(f"{stage}/{prompt.uid}", prompt, self.sampling, drawn)
+        return greedy, sampled
+
+
+class Evaluated:
+    """One held-out prompt with its greedy completion, its sampled ones, or both.
+
+    An ordinary class: Lightning walks into dataclasses to move their tensors.
+    """
+
+    def __init__(
+        self, greedy: Group | None, sampled: Group | None, reward_weights: Sequence[float]
+    ) -> None:
+        self.greedy = greedy
+        self.sampled = sampled
+        self.reward_weights = reward_weights
+
+    def metrics(self) -> dict[str, float]:
+        """`accuracy` is `mean@k` where completions were sampled, else `greedy_accuracy`.
+
+        A completion is correct where the first reward function gives it 1.0 or more; one without a
+        score is wrong. `pass@k` is 1 where any of the k sampled completions is correct.
+        """
+        figures: dict[str, float] = {}
+        shown: list[Completion] = []
+        if self.greedy is not None:
+            shown = self.greedy.completions
+            figures["greedy_accuracy"] = figures["accuracy"] = float(shown[0].correct)
+        if self.sampled is not None:
+            shown = self.sampled.completions
+            right = [c.correct for c in shown]
+            figures[f"mean@{len(shown)}"] = figures["accuracy"] = fmean(right)
+            figures[f"pass@{len(shown)}"] = float(any(right))
+        figures["reward"] = fmean(c.reward(self.reward_weights) or 0.0 for c in shown)
+        figures["completions/mean_length"] = fmean(len(c.token_ids) for c in shown)
+        figures["completions/clipped_ratio"] = fmean(c.finish_reason == "length" for c in shown)
+        return figures
+
+
+def evaluate(
+    prompts: Sequence[Prompt],
+    settings: EvaluationSettings,
+    stage: str,
+    rollout: Callable[[list[Group]], Iterator[Group]],
+    reward_weights: Sequence[float],
+) -> Iterator[Evaluated]:
+    """Answer held-out prompts and yield them in their order.
+
+    The order is the data's and not that of completion: a limit on the number of validation batches
+    must not choose the prompts that are answered fastest.
+    """
+    wanted = [settings.groups(prompt, stage) for prompt in prompts]
+    running = rollout([g for pair in wanted for g in pair if g is not None])
+    for greedy, sampled in wanted:
+        while any(g is not None and not g.complete for g in (greedy, sampled)):
+            next(running)
+        yield Evaluated(greedy, sampled, reward_weights)

@@ -1,0 +1,149 @@
+"""Log-probabilities and entropies of the completion tokens, without a `[B, T, V]` logit tensor."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 * 2**20
+"""Memory of one chunk's fp32 logits, from which the default chunk length follows."""
+
+
+def completion_mask(completion_lengths: Tensor) -> Tensor:
+    """Where completions have tokens: lengths `[B]` to a boolean `[B, C]`, `C` the longest."""
+    positions = torch.arange(int(completion_lengths.max()), device=completion_lengths.device)
+    return positions < completion_lengths.unsqueeze(1)
+
+
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    prompt_lengths: Tensor,
+    completion_lengths: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Score every completion token: `log softmax(logits / temperature)[token]`.
+
+    Only the positions that predict a completion token go through the LM head, a chunk at a time.
+    With more than one chunk, a chunk's logits are computed again in the backward pass instead of
+    being kept.
+
+    Args:
+        model: a transformers causal language model, or one wrapped by PEFT.
+        input_ids: `[B, T]`, each row a prompt, its completion, then padding. The padding needs no
+            attention mask: a causal model does not look ahead.
+        prompt_lengths: `[B]`, at least 1.
+        completion_lengths: `[B]`, 0 allowed.
+        temperature: what the completions were drawn with.
+        entropy: also return the entropy of each prediction, without gradient.
+        chunk_tokens: positions per LM head call; by default, as many as make 64 MiB of fp32 logits.
+
+    Returns:
+        The log-probabilities and the entropies (or None), both `[B, C]` with `C` the longest
+        completion, at least fp32, zero where `completion_mask(completion_lengths)` is False.
+
+    Raises:
+        ValueError: if a prompt is empty, a row does not fit in `T`, or the model has no LM head.
+    """
+    _check_lengths(input_ids, prompt_lengths, completion_lengths)
+    causal_lm: Any = model
+    if hasattr(model, "get_base_model"):  # PEFT; its layers stay in place
+        causal_lm = causal_lm.get_base_model()
+    head, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
+    if head is None:
+        raise ValueError(
+            f"`{type(causal_lm).__name__}` has no LM head. Load it with `AutoModelForCausalLM`."
+        )
+    mask = completion_mask(completion_lengths)
+    rows, columns = mask.nonzero(as_tuple=True)
+    targets = prompt_lengths[rows] + columns
+    hidden = causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+
+    score = partial(_score, head, logit_transform(config, temperature), entropy)
+    chunk_tokens = chunk_tokens or max(1, CHUNK_BYTES // (4 * config.vocab_size))
+    logp, entropies = _score_in_chunks(
+        score, hidden[rows, targets - 1], input_ids[rows, targets], chunk_tokens
+    )
+    return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
+
+
+def logit_transform(config: Any, temperature: float) -> Callable[[Tensor], Tensor]:
+    """What happens to the LM head's output before the softmax, by the names transformers uses.
+
+    A constant factor (Cohere, Falcon-H1, Granite, ...), then Gemma's soft cap, then temperature.
+    """
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling"):
+        value = getattr(config, name, None)
+        if value is not None:
+            # Granite divides by `logits_scaling`; HyperCLOVA X, alone, multiplies by it.
+            divides = name == "logits_scaling" and config.model_type != "hyperclovax"
+            factor = 1.0 / value if divides else value
+            break
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def transform(logits: Tensor) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if cap is not None:
+            return torch.tanh(logits * (factor / cap)) * (cap / temperature)
+        scale = factor / temperature
+        return logits if scale == 1.0 else logits * scale
+
+    return transform
+
+
+def _score(
+    head: nn.Module,
+    transform: Callable[[Tensor], Tensor],
+    entropy: bool,
+    hidden: Tensor,
+    targets: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy (or zeros): `[n, H]` and `[n]` to `[n]`, `[n]`."""
+    logits = transform(head(hidden))
+    log_normalizer = logits.logsumexp(dim=-1)
+    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    if not entropy:
+        return logp, torch.zeros_like(logp)
+    with torch.no_grad():
+        entropies = log_normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+    return logp, entropies
+
+
+def _score_in_chunks(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+    # A single chunk fits in memory anyway; checkpointing it would only cost a second LM head call.
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        scored = [checkpoint(score, h, t, use_reentrant=False) for h, t in chunks]
+    else:
+        scored = [score(h, t) for h, t in chunks]
+    return torch.cat([logp for logp, _ in scored]), torch.cat([ent for _, ent in scored])
+
+
+def _scatter(flat: Tensor, mask: Tensor) -> Tensor:
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
+
+
+def _check_lengths(input_ids: Tensor, prompt_lengths: Tensor, completion_lengths: Tensor) -> None:
+    if bool((prompt_lengths < 1).any()):
+        raise ValueError(
+            "A prompt of no tokens leaves the first completion token without a position that "
+            "predicts it. Put the BOS or EOS token in front of it."
+        )
+    longest = int((prompt_lengths + completion_lengths).max())
+    if longest > input_ids.shape[1]:
+        raise ValueError(
+            f"`prompt_lengths` plus `completion_lengths` reaches {longest}, past the "
+            f"{input_ids.shape[1]} columns of `input_ids`. Pad `input_ids` to the longest row."
+        )

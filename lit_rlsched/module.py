@@ -1,0 +1,422 @@
+"""GRPO and RLOO as LightningModules: two presets of one policy-gradient module."""
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from transformers import get_scheduler
+
+from lit_rlsched.advantages import group_relative, kl_in_reward, leave_one_out
+from lit_rlsched.data.batching import MicroBatch, OptimizerStep
+from lit_rlsched.evaluation import Evaluated
+from lit_rlsched.logprobs import completion_logprobs
+from lit_rlsched.logs import log_now
+from lit_rlsched.losses import (
+    ImportanceSamplingMode,
+    LossOutput,
+    LossType,
+    check_loss_settings,
+    policy_loss,
+)
+from lit_rlsched.policy import add_lora, load_policy
+from lit_rlsched.rollout.learner import RoundLogprobs
+
+
+class PolicyModule(LightningModule):
+    """Trains a causal language model on scored rollouts; `GRPOModule` and `RLOOModule` preset it.
+
+    One item of the loader is one optimizer step: an iterator of micro-batches. Optimization is
+    manual, so gradient clipping is set here and not in the Trainer.
+
+    Args:
+        model: Folder or hub name of the checkpoint to start from.
+        learning_rate: Peak learning rate of AdamW.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's weight decay.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly.
+        lr_scheduler_type: What it does after them, by the name of transformers' schedulers.
+        gradient_clip_val: Largest norm of the gradient; `None` leaves it as it is.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets the merged weights,
+            checkpoints hold the adapters alone, and the base is the reference model.
+        lora_alpha: LoRA's scale.
+        lora_target_modules: Which layers get adapters, as in peft.
+        loss_type: How the policy term is formed and normalised; see `losses.policy_loss`.
+        epsilon: How far the ratio may move before it is clipped.
+        epsilon_high: Upper side of the clip, if it differs (clip-higher); CISPO's cap.
+        delta: Upper bound of the ratio for negative advantages (two-sided clip).
+        beta: Weight of the KL to the reference model. Zero: no reference model is held.
+        importance_sampling_mode: How the ratio of the trainer's and the engine's log-probs corrects
+            the loss; `None` leaves it out.
+        importance_sampling_clip_max: Largest such ratio that is trusted.
+    """
+
+    kl_in_loss = True
+    """Whether `beta` weighs a KL term in the loss (GRPO) or charges it to the reward (RLOO)."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        learning_rate: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_scheduler_type: str = "constant",
+        gradient_clip_val: float | None = 1.0,
+        gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: int = 32,
+        lora_target_modules: str = "all-linear",
+        loss_type: LossType = "dapo",
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        beta: float = 0.0,
+        importance_sampling_mode: ImportanceSamplingMode | None = "sequence_mask",
+        importance_sampling_clip_max: float = 3.0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.model: nn.Module | None = None
+        self._reference: list[nn.Module] = []  # a list hides it from state_dict and the optimizer
+        self._evaluation: dict[str, MeanMetric] = {}
+        self._loss_settings: dict[str, Any] = {
+            "loss_type": loss_type,
+            "epsilon": epsilon,
+            "epsilon_high": epsilon_high,
+            "delta": delta,
+            "beta": beta,
+            "importance_sampling_mode": importance_sampling_mode,
+            "importance_sampling_clip_max": importance_sampling_clip_max,
+        }
+        check_loss_settings(**self._loss_settings)
+        if self.kl_in_loss and loss_type == "rloo" and beta > 0:
+            raise ValueError(
+                f"`loss_type='rloo'` has no KL term for `beta={beta}` to weigh. Use `RLOOModule`, "
+                "which charges the KL to the reward, or `beta=0`."
+            )
+        for name, value, low in (
+            ("learning_rate", learning_rate, 0.0),
+            ("beta", beta, 0.0),
+            ("lora_rank", lora_rank, 0),
+            ("warmup_steps", warmup_steps, 0),
+        ):
+            if value < low:
+                raise ValueError(f"`{name}={value}` must be {low} or more.")
+
+    @property
+    def _hp(self) -> Any:
+        return self.hparams
+
+    def configure_model(self) -> None:
+        """Load the policy, and the reference model where the loss needs one; safe to call twice."""
+        if self.model is not None:
+            return
+        hp = self._hp
+        self.model = load_policy(hp.model)
+        if hp.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+            self.model.train()  # checkpointing asks for it; dropout is off all the same
+        if hp.lora_rank:
+            self.model = add_lora(self.model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+        elif self.needs_reference:
+            self._reference.append(load_policy(hp.model).requires_grad_(False))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW on what is trainable, stepped once per optimizer step."""
+        hp = self._hp
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=hp.learning_rate, betas=tuple(hp.betas), weight_decay=hp.weight_decay
+        )
+        scheduler = get_scheduler(
+            "constant_with_warmup" if hp.lr_scheduler_type == "constant" else hp.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=hp.warmup_steps,
+            num_training_steps=int(self.trainer.estimated_stepping_batches),
+        )
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
+
+    # What the data module asks of the module between rollout and update.
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether completions must be scored by the reference model."""
+        return self._hp.beta > 0
+
+    @property
+    def skip_zero_advantage(self) -> bool:
+        """Whether a completion without advantage adds nothing to the gradient."""
+        return self._hp.beta == 0
+
+    @abstractmethod
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """Advantages `[P, G]` of a round's rewards `[P, G]`, NaN where there is none."""
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs `[B, C]` under the current and, where needed, the reference weights."""
+        batch = batch.to(self.device)
+        scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
+        if self.needs_reference:
+            with self._reference_model() as reference:
+                scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
+        return scores
+
+    def _reference_model(self) -> AbstractContextManager[nn.Module]:
+        if self._hp.lora_rank:
+            return _AdapterOff(self.model)
+        self._reference[0].to(self.device)
+        return nullcontext(self._reference[0])
+
+    def _logprobs(
+        self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        assert model is not None, "configure_model has not run"
+        return completion_logprobs(
+            model,
+            batch.input_ids,
+            batch.prompt_lengths,
+            batch.completion_lengths,
+            temperature=batch.temperature or 1.0,
+            entropy=entropy,
+        )
+
+    # Training.
+
+    def loss(self, batch: MicroBatch) -> LossOutput:
+        """The micro-batch's share of its optimizer step's loss."""
+        logp, entropy = self._logprobs(self.model, batch, entropy=True)
+        output = policy_loss(
+            logp,
+            batch.advantages,
+            batch.completion_mask,
+            old_logp=batch.old_logp,
+            ref_logp=batch.ref_logp if self.kl_in_loss else None,
+            rollout_logp=batch.rollout_logp,
+            step_sequences=batch.step_sequences,
+            step_tokens=batch.step_tokens,
+            max_completion_length=batch.max_completion_length,
+            **(self._loss_settings if self.kl_in_loss else {**self._loss_settings, "beta": 0.0}),
+        )
+        assert entropy is not None
+        mask = batch.completion_mask
+        output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
+        return output
+
+    def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
+        """Accumulate the step's micro-batches and take one optimizer step, even on none."""
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        total, metrics = torch.zeros((), device=self.device), StepMetrics()
+        for batch in step:
+            batch = batch.to(self.device)
+            with nullcontext() if batch.is_last else self._block_sync():
+                output = self.loss(batch)
+                self.manual_backward(output.loss)
+            total += output.loss.detach()
+            metrics.update(output.metrics, weight=float(batch.completion_mask.sum()))
+        optimizer.step()  # type: ignore[union-attr]
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        self.log("loss", total, prog_bar=True, batch_size=1)
+        self.log_dict(metrics.compute(), batch_size=1)
+        self.log("learning_rate", optimizer.param_groups[0]["lr"], batch_size=1)  # type: ignore[union-attr]
+
+    def _block_sync(self) -> AbstractContextManager[None]:
+        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        return block()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip here: the gradients are unscaled by now, whatever the precision."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        self.log("grad_norm", norm, batch_size=1)
+        if self._hp.gradient_clip_val is not None:
+            self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
+
+    # Validation and test.
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last evaluation."""
+        self._evaluation = {}
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, item: Evaluated, batch_idx: int) -> None:
+        """Take in the figures of one held-out prompt."""
+        for name, value in item.metrics().items():
+            metric = self._evaluation.setdefault(name, MeanMetric().to(self.device))
+            metric.update(value)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the evaluation under `val/`: what `monitor="val/accuracy"` watches."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the evaluation under `test/`."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        figures = {f"{stage}/{name}": m.compute() for name, m in self._evaluation.items()}
+        if self.trainer.sanity_checking:  # Lightning drops what is logged here: it is the baseline
+            log_now(self.trainer, figures)
+        else:
+            headline = f"{stage}/accuracy"
+            rest = {k: v for k, v in figures.items() if k != headline}
+            self.log_dict(rest, batch_size=1, sync_dist=True)
+            self.log(headline, figures[headline], prog_bar=True, batch_size=1, sync_dist=True)
+
+    # Checkpoints.
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the adapters alone where there are adapters: the base never changes."""
+        checkpoint["state_dict"] = {
+            k: v for k, v in checkpoint["state_dict"].items() if k in self._saved_keys()
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model or adapter configuration.
+
+        Raises:
+            ValueError: names or shapes of the weights differ.
+        """
+        ours = {k: v.shape for k, v in self.state_dict().items() if k in self._saved_keys()}
+        theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}
+        if ours != theirs:
+            different = sorted(
+                k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)
+            )
+            raise ValueError(
+                f"The checkpoint is of another configuration: {len(different)} weights differ, the "
+                f"first is {different[0]}: {theirs.get(different[0])} in the checkpoint, "
+                f"{ours.get(different[0])} here. Resume with the `model` and the `lora_*` settings "
+                "it was made with, or start a new run in another folder."
+            )
+        self.strict_loading = not self._hp.lora_rank
+
+    def _saved_keys(self) -> set[str]:
+        if self._hp.lora_rank:
+            return {name for name, p in self.named_parameters() if p.requires_grad}
+        return set(self.state_dict())
+
+
+class GRPOModule(PolicyModule):
+    """Group Relative Policy Optimization (arXiv 2402.03300) and its relatives.
+
+    Args:
+        model: See `PolicyModule`, which takes all further arguments too.
+        scale_rewards: What advantages are divided by: the `group`'s standard deviation, that of
+            the whole `batch`, or `none` (Dr. GRPO).
+        **kwargs: See `PolicyModule`.
+
+    Example::
+
+        module = GRPOModule("Qwen/Qwen3-0.6B", learning_rate=1e-6, loss_type="dapo")
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        scale_rewards: Literal["group", "batch", "none"] = "group",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """Group-relative; the KL stands in the loss."""
+        return group_relative(rewards, self._hp.scale_rewards)
+
+
+class RLOOModule(PolicyModule):
+    """REINFORCE Leave-One-Out (arXiv 2402.14740).
+
+    Args:
+        model: See `PolicyModule`, which takes all further arguments too.
+        beta: Weight of the KL to the reference model, as a penalty in the reward.
+        loss_type: See `losses.policy_loss`.
+        normalize_advantages: Whether advantages are normalised over the round.
+        **kwargs: See `PolicyModule`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        beta: float = 0.05,
+        loss_type: LossType = "rloo",
+        normalize_advantages: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, beta=beta, loss_type=loss_type, **kwargs)
+
+    kl_in_loss = False
+
+    @property
+    def skip_zero_advantage(self) -> bool:
+        """Nothing but the advantage carries gradient."""
+        return True
+
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """Leave-one-out, of rewards less `beta` times the k1 estimate of the KL."""
+        if logprobs is not None:
+            penalised = kl_in_reward(
+                rewards.flatten(), logprobs.old, logprobs.ref, logprobs.mask, beta=self._hp.beta
+            )
+            rewards = penalised.view_as(rewards)
+        return leave_one_out(rewards, self._hp.normalize_advantages)
+
+
+class StepMetrics:
+    """Averages over micro-batches, by tokens; `min` and `max` of what is named so."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weight = 0.0
+
+    def update(self, metrics: dict[str, Tensor], weight: float) -> None:
+        """Take in one micro-batch."""
+        self._weight += weight
+        for name, value in metrics.items():
+            if (best := _extreme(name)) is None:
+                value = value * weight
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+            else:
+                self._sums[name] = best(self._sums.get(name, value), value)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The step's figures; empty where there was no micro-batch."""
+        return {
+            name: value if _extreme(name) else value / max(self._weight, 1.0)
+            for name, value in self._sums.items()
+        }
+
+
+def _extreme(name: str) -> Any:
+    if name.endswith(("/min", "_min")):
+        return torch.minimum
+    return torch.maximum if name.endswith(("/max", "_max")) else None
+
+
+class _AdapterOff:
+    """Inside, a peft model is its base."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._context = model.disable_adapter()
+
+    def __enter__(self) -> nn.Module:
+        self._context.__enter__()
+        return self._model
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)

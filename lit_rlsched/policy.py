@@ -1,0 +1,137 @@
+"""The Hugging Face model that is trained: loading it, finding it, reading its weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
+    """Load a causal language model in float32, dropout off.
+
+    Dropout would make the trained policy another one than the engine's. Lower precision is the
+    Trainer's business (`Trainer(precision=...)`).
+
+    Args:
+        model: Folder or hub name of a checkpoint.
+        **kwargs: Passed to `from_pretrained`.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    if (Path(model).is_absolute() or model.startswith(".")) and not Path(model).is_dir():
+        raise ValueError(
+            f"`model={model}`: no such folder. Give a checkpoint folder or a hub name."
+        )
+    try:
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **kwargs)
+    except OSError as error:
+        raise ValueError(
+            f"`model={model}`: neither a checkpoint folder here nor a model on the hub. "
+            f"Check the spelling and the working directory. ({error})"
+        ) from error
+    for part in policy.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop"):
+        if getattr(policy.config, name, 0.0):
+            setattr(policy.config, name, 0.0)
+    return policy
+
+
+def add_lora(policy: PreTrainedModel, rank: int, alpha: int, target_modules: str) -> nn.Module:
+    """Freeze the policy and put trainable low-rank adapters on it, through peft.
+
+    Raises:
+        ImportError: peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("`lora_rank` needs peft: pip install 'lit-rlsched[lora]'") from error
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=target_modules, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(policy, config)
+
+
+def find_policy(module: nn.Module) -> nn.Module:
+    """The one causal language model inside a LightningModule, peft wrapper included.
+
+    Raises:
+        ValueError: there is none, or there are several trainable ones.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, PreTrainedModel) or hasattr(child, "peft_config"):
+            found.append(child)
+        else:
+            found.extend(_find(child))
+    trainable = [m for m in found if any(p.requires_grad for p in m.parameters())]
+    if len(trainable) != 1:
+        raise ValueError(
+            f"`{type(module).__name__}` holds {len(trainable)} trainable Hugging Face models; the "
+            "rollouts need exactly one. Keep the policy as a submodule and freeze any other model."
+        )
+    return trainable[0]
+
+
+def _find(module: nn.Module) -> list[nn.Module]:
+    try:
+        return [find_policy(module)]
+    except ValueError:
+        return []
+
+
+def base_model(policy: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model under a peft wrapper, or the policy itself."""
+    return policy.get_base_model() if hasattr(policy, "peft_config") else policy  # type: ignore[operator, return-value]
+
+
+def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its checkpoint name, adapters merged into the weights they sit on.
+
+    The merge is made tensor by tensor on the way out: the trained weights are never touched, so
+    that no rounding error piles up from merging and unmerging.
+    """
+    if not hasattr(policy, "peft_config"):
+        for name, parameter in policy.named_parameters():
+            yield name, parameter.detach()
+        return
+    base = base_model(policy)
+    layers: dict[str, Any] = {
+        name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")
+    }
+    for name, parameter in base.named_parameters():
+        if "lora_" in name:
+            continue
+        owner = name.removesuffix(".base_layer.weight")
+        weight = parameter.detach()
+        if owner in layers:
+            for adapter in layers[owner].active_adapters:
+                weight = weight + layers[owner].get_delta_weight(adapter).to(weight)
+        yield name.replace(".base_layer.", "."), weight.detach()
+
+
+def context_length(policy: nn.Module) -> int:
+    """Most tokens the model can attend to."""
+    return int(base_model(policy).config.get_text_config().max_position_embeddings)
+
+
+def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a completion: chat models have more than the tokenizer's."""
+    generation_config = base_model(policy).generation_config
+    configured = None if generation_config is None else generation_config.eos_token_id
+    more = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(t for t in (tokenizer.eos_token_id, *more) if t is not None))
+
+
+def kv_bytes(policy: nn.Module) -> int:
+    """Bytes of key-value cache that a token takes, in the precision of the weights."""
+    text = base_model(policy).config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = next(policy.parameters()).dtype.itemsize
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * itemsize

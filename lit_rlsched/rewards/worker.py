@@ -1,0 +1,219 @@
+"""The process that calls reward functions. Run as a script; imports the standard library only."""
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Worker:
+    """Calls the functions, one completion at a time, and reports every score as it is known."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._functions: list[Callable[..., Any]] = []
+        self._is_async: list[bool] = []
+        self._takes_finish_reasons: list[bool] = []
+        self._runner = asyncio.Runner()
+        """One event loop for life: clients that functions keep open are bound to it."""
+
+    def load(self) -> None:
+        """Import the functions, each announced, so that the parent can name one that fails."""
+        setup = pickle.loads(self._connection.recv_bytes())
+        sys.path[:] = setup["sys_path"]
+        sys.argv[1:] = []
+        self._is_async = setup["is_async"]
+        for index, pickled in enumerate(setup["functions"]):
+            self._send("loading", index)
+            try:
+                function = pickle.loads(pickled)
+                getattr(function, "warm_up", lambda: None)()
+            except BaseException as error:
+                self._send("unloadable", index, describe(error))
+                raise SystemExit(1) from None
+            self._functions.append(function)
+            self._takes_finish_reasons.append(accepts(function, "finish_reasons"))
+        self._send("ready")
+
+    def serve(self) -> None:
+        """Score batches until the parent closes the connection."""
+        while True:
+            try:
+                batch = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                return
+            self._send("begun", time.monotonic())
+            waiting = []
+            for key, payload, calls in batch:
+                for index, timeout in calls:
+                    if self._is_async[index]:
+                        waiting.append((key, payload, index, timeout))
+                    else:
+                        self._score(key, payload, index)
+            if waiting:
+                self._runner.run(self._score_together(waiting))
+
+    def _score(self, key: int, payload: bytes, index: int) -> None:
+        call = Call(payload, self._takes_finish_reasons[index])
+        with call:
+            call.take(self._functions[index](**call.keywords()))
+        self._report(key, index, call)
+
+    async def _score_together(self, waiting: Sequence[tuple[int, bytes, int, float]]) -> None:
+        await asyncio.gather(*(self._score_async(*item) for item in waiting))
+
+    async def _score_async(self, key: int, payload: bytes, index: int, timeout: float) -> None:
+        call = Call(payload, self._takes_finish_reasons[index])
+        with call:
+            scope = asyncio.timeout(timeout)
+            try:
+                async with scope:
+                    call.take(await self._functions[index](**call.keywords()))
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                call.failure = f"timeout: no score within {timeout:g} s"
+        self._report(key, index, call)
+
+    def _report(self, key: int, index: int, call: "Call") -> None:
+        now = time.monotonic()
+        report = ("score", key, index, now, now - call.start, call.score, call.failure)
+        try:
+            self._send(*report, call.extra, call.metrics)
+        except (TypeError, ValueError):  # what was logged is no plain data; the score still counts
+            self._send(*report, {}, {})
+
+    def _send(self, *message: Any) -> None:
+        self._connection.send_bytes(json.dumps(message, default=plain).encode())
+
+
+class Call:
+    """One call of one function for one completion. As a context: nothing it raises gets out."""
+
+    def __init__(self, payload: bytes, takes_finish_reasons: bool) -> None:
+        self.start = time.monotonic()
+        self.score: float | None = None
+        self.failure: str | None = None
+        self.extra: dict[str, Any] = {}
+        self.metrics: dict[str, list[float]] = {}
+        self._payload = payload
+        self._takes_finish_reasons = takes_finish_reasons
+
+    def keywords(self) -> dict[str, Any]:
+        """TRL's keyword arguments, each a list of length one; a fresh copy for every call."""
+        row = pickle.loads(self._payload)
+        trainer_state = row.pop("trainer_state")
+        keywords = {name: [value] for name, value in row.items()}
+        keywords["completion_ids"] = [row["completion_ids"].tolist()]
+        # TRL has no such column: a function that lists its arguments must still run unchanged
+        if not self._takes_finish_reasons:
+            keywords.pop("finish_reasons", None)
+        return {
+            **keywords,
+            "trainer_state": trainer_state,
+            "log_extra": self._log_extra,
+            "log_metric": self._log_metric,
+        }
+
+    def take(self, result: Any) -> None:
+        """Accept what the function returned: one number, or one None, in a list or the like."""
+        if isinstance(result, str | bytes | dict) or not hasattr(result, "__iter__"):
+            self.failure = f"bad_return: {type(result).__name__} is not a list of scores"
+            return
+        scores = list(result)
+        if len(scores) != 1:
+            self.failure = f"bad_return: {len(scores)} scores for 1 completion"
+        elif scores[0] is None:
+            pass
+        elif isinstance(scores[0], str) or not hasattr(scores[0], "__float__"):
+            self.failure = f"bad_return: {scores[0]!r:.80} is not a number"
+        elif math.isinf(score := float(scores[0])):
+            self.failure = f"bad_return: {score}"
+        elif not math.isnan(score):
+            self.score = score
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extra[column] = values[0] if len(values) == 1 else list(values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.failure = f"raised: {describe(error)}"
+        return True
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function can be called with this keyword."""
+    try:
+        parameters = signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def describe(error: BaseException) -> str:
+    """The error and the place it comes from, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:500]}{where}"
+
+
+def plain(value: Any) -> Any:
+    """Numbers and arrays of other libraries as Python's own, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def die_with(parent: int, lifeline: int) -> None:
+    """Kill this process and all it started when the parent dies, whatever it is doing then.
+
+    Args:
+        parent: Process id of the parent.
+        lifeline: Read end of a pipe whose write end the parent holds and never writes to.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        # Linux: the kernel kills when the pipe hangs up, even where C code (`re`) holds the GIL
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+            flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | fcntl.FASYNC)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(connection: int, lifeline: int, parent: int) -> None:
+    die_with(parent, lifeline)
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a trainer without a standard output
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    worker = Worker(Connection(connection))
+    worker.load()
+    worker.serve()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

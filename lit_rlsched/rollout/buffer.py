@@ -1,0 +1,140 @@
+"""The pool: prompts drawn and not yet trained on, and how it is written to a checkpoint."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from lit_rlsched.rollout.types import Completion, FinishReason, Group, Prompt, Sampling
+
+_FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+
+class RolloutBuffer:
+    """Groups by id, in the order they were drawn.
+
+    A group enters when its prompt is drawn and leaves when it is trained on or counted as dropped;
+    in between it survives rounds and checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def add(self, group: Group) -> None:
+        """Take a newly drawn group in."""
+        assert group.id not in self._groups, f"group {group.id} is already in the pool"
+        self._groups[group.id] = group
+
+    def remove(self, groups: Iterable[Group]) -> None:
+        """Let groups go."""
+        for group in groups:
+            del self._groups[group.id]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives and tensors only, for `torch.load(weights_only=True)`."""
+        return pack(self)
+
+    def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
+        """Restore; `prompt` finds a prompt by its uid."""
+        self._groups = {group.id: group for group in unpack(state, prompt)}
+
+
+def pack(groups: Iterable[Group]) -> dict[str, Any]:
+    """Write groups as flat tensors; prompts are kept by uid, texts are not kept at all."""
+    groups = list(groups)
+    completions = [c for g in groups for c in g.completions]
+    spans = [s for c in completions for s in c.version_spans]
+    return {
+        "groups": [
+            (g.id, g.prompt.uid, len(g.completions), *_sampling(g.sampling)) for g in groups
+        ],
+        "index": torch.tensor([c.index for c in completions], dtype=torch.int32),
+        "finish": torch.tensor([_FINISH.index(c.finish_reason) for c in completions]),
+        "dropped": [c.dropped for c in completions],
+        "advantage": torch.tensor([c.advantage for c in completions], dtype=torch.float64),
+        "scores": [c.scores for c in completions],
+        "offsets": _offsets(c.token_ids for c in completions),
+        "token_ids": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
+        "logprobs": _floats(c.logprobs for c in completions),
+        "span_offsets": _offsets(c.version_spans for c in completions),
+        "spans": torch.tensor(spans, dtype=torch.int64).reshape(-1, 2),
+        "old": _optional([c.old_logprobs for c in completions], completions),
+        "ref": _optional([c.ref_logprobs for c in completions], completions),
+    }
+
+
+def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group]:
+    """Read what `pack` wrote."""
+    tokens = _slices(state["token_ids"].tolist(), state["offsets"])
+    logprobs = _slices(state["logprobs"].tolist(), state["offsets"])
+    spans = _slices(list(map(tuple, state["spans"].tolist())), state["span_offsets"])
+    old = _restore(state["old"], state["offsets"])
+    ref = _restore(state["ref"], state["offsets"])
+    completions = [
+        Completion(
+            index=index,
+            token_ids=tokens[i],
+            logprobs=logprobs[i],
+            version_spans=spans[i],
+            finish_reason=_FINISH[finish],
+            scores=state["scores"][i],
+            dropped=state["dropped"][i],
+            advantage=advantage,
+            old_logprobs=old[i],
+            ref_logprobs=ref[i],
+        )
+        for i, (index, finish, advantage) in enumerate(
+            zip(
+                state["index"].tolist(),
+                state["finish"].tolist(),
+                state["advantage"].tolist(),
+                strict=True,
+            )
+        )
+    ]
+    groups, rest = [], iter(completions)
+    for group_id, uid, size, *sampling in state["groups"]:
+        members = [next(rest) for _ in range(size)]
+        groups.append(Group(group_id, prompt(uid), Sampling(*sampling), members))
+    return groups
+
+
+def _sampling(s: Sampling) -> tuple[int, float, float, int, float]:
+    return s.max_completion_length, s.temperature, s.top_p, s.top_k, s.min_p
+
+
+def _offsets(lists: Iterable[list]) -> torch.Tensor:
+    return torch.tensor([0, *(len(x) for x in lists)]).cumsum(0)
+
+
+def _floats(lists: Iterable[list[float]]) -> torch.Tensor:
+    return torch.tensor([x for row in lists for x in row], dtype=torch.float64)
+
+
+def _optional(
+    lists: list[list[float] | None], completions: list[Completion]
+) -> torch.Tensor | None:
+    """A round has it or has it not; a dropped completion of a round that has it counts as zeros."""
+    if all(row is None for row in lists):
+        return None
+    return _floats(
+        [0.0] * len(c.token_ids) if row is None else row
+        for row, c in zip(lists, completions, strict=True)
+    )
+
+
+def _slices(values: list, offsets: torch.Tensor) -> list[list]:
+    return [values[a:b] for a, b in pairwise(offsets.tolist())]
+
+
+def _restore(values: torch.Tensor | None, offsets: torch.Tensor) -> list[list[float] | None]:
+    if values is None:
+        return [None] * (len(offsets) - 1)
+    return list(_slices(values.tolist(), offsets))

@@ -1,0 +1,52 @@
+"""What the data module asks of whoever learns, between rollout and update."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from lit_rlsched.advantages import group_relative
+from lit_rlsched.data.batching import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLogprobs:
+    """Log-probs of a round's `N = P * G` completions, group after group, all `[N, C]`."""
+
+    old: Tensor
+    ref: Tensor
+    mask: Tensor
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A LightningModule that takes part in the round; ours do, others get `PlainLearner`."""
+
+    needs_reference: bool
+    """Whether the advantages or the loss need the reference's log-probs."""
+    skip_zero_advantage: bool
+    """Whether a completion with zero advantage adds nothing to the gradient."""
+
+    def score(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """`old_logprobs` and, where needed, `ref_logprobs`, each `[B, C]`."""
+
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """Advantages `[P, G]` of rewards `[P, G]`, NaN where there is no reward."""
+
+
+class PlainLearner:
+    """Stands in for a LightningModule that knows nothing of rollouts.
+
+    Advantages are group-relative; old log-probs are the engine's; no completion is left out.
+    """
+
+    needs_reference = False
+    skip_zero_advantage = False
+
+    def score(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """The engine's own log-probs."""
+        return {"old_logprobs": batch.rollout_logp}
+
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """GRPO's."""
+        return group_relative(rewards)

@@ -1,0 +1,98 @@
+"""The figures of a round, under TRL's names where TRL has one."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from lit_rlsched.data.batching import OptimizerStep
+from lit_rlsched.rollout.round import Round, reward_matrix
+from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.types import Completion, Group
+
+
+def measure(
+    round: Round, names: Sequence[str], weights: Sequence[float], steps: Sequence[OptimizerStep]
+) -> dict[str, float]:
+    """All figures of a round.
+
+    Args:
+        round: Fresh from its rollout, advantages set.
+        names: Of the reward functions.
+        weights: Of the reward functions.
+        steps: The optimizer steps the round is dealt out to.
+    """
+    assert round.trace is not None, "a resumed round was measured before"
+    padding = [step.padding() for step in steps]
+    positions = sum(p.positions for p in padding)
+    return {
+        "rollout/round": float(round.number),
+        "batch/micro_batches": float(sum(map(len, steps))),
+        "batch/positions": float(positions),
+        "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
+        **completion_metrics(round.completions),
+        **reward_metrics(round.completions, names, reward_matrix(round.groups, weights)),
+        **rollout_metrics(round.trace),
+        **length_audit(round.groups, round.groups),
+    }
+
+
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Lengths and how many were cut: `completions/*`."""
+    lengths = [len(c.token_ids) for c in completions]
+    ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"] or [0]
+    return {
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/mean_terminated_length": fmean(ended),
+        "completions/min_terminated_length": min(ended),
+        "completions/max_terminated_length": max(ended),
+        "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
+    }
+
+
+def reward_metrics(
+    completions: Sequence[Completion], names: Sequence[str], rewards: Tensor
+) -> dict[str, float]:
+    """`reward`, its spread inside the groups, and each function's mean: `rewards` is `[P, G]`."""
+    figures = {}
+    for i, name in enumerate(names):
+        scores = [c.scores[i] for c in completions if c.scores and c.scores[i] is not None]
+        column = torch.tensor(scores or [float("nan")], dtype=torch.float64)
+        figures[f"rewards/{name}/mean"] = float(column.mean())
+        figures[f"rewards/{name}/std"] = float(column.std()) if len(column) > 1 else 0.0
+    deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
+    counts = (~rewards.isnan()).sum(dim=1).clamp(min=2)
+    std = (deviations.square().nansum(dim=1) / (counts - 1)).sqrt()
+    figures["reward"] = float(rewards.nanmean())
+    figures["reward_std"] = float(std.mean())
+    figures["frac_reward_zero_std"] = float((std < 1e-8).double().mean())
+    figures["rewards/unscorable"] = float(rewards.isnan().sum())
+    return figures
+
+
+def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
+    """What the schedule did: deterministic counters first, then seconds."""
+    return {
+        "rollout/slots": trace.slots,
+        "rollout/decode_steps": trace.decode_steps,
+        "rollout/slot_steps": trace.slot_steps,
+        "rollout/idle_slot_steps": trace.slot_steps - trace.busy_slot_steps,
+        "rollout/tokens": trace.tokens,
+        "rollout/peak_running": max(trace.steps["running"], default=0),
+        "rollout/peak_kv_tokens": max(trace.steps["kv_tokens"], default=0),
+        "rollout/bubble_ratio": trace.bubble_ratio,
+        "rollout/seconds": trace.seconds,
+        "rollout/tokens_per_second": trace.tokens / trace.seconds if trace.seconds else 0.0,
+    }
+
+
+def length_audit(drawn: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
+    """Mean length trained on over mean length drawn: 1.0 where the schedule does not bias it."""
+    means = [
+        fmean(len(c.token_ids) for g in groups for c in g.completions) if groups else 0.0
+        for groups in (drawn, trained)
+    ]
+    return {"rollout/trained_over_drawn_length": means[1] / means[0] if means[0] else 1.0}

@@ -1,0 +1,81 @@
+"""What a round drew, what it is worth, and what was measured on the way."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from lit_rlsched.data.batching import OptimizerStep, Row
+from lit_rlsched.rollout.learner import Learner, RoundLogprobs
+from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.types import Completion, Group
+
+
+@dataclass(slots=True)
+class Round:
+    """The completed groups of one turn of rollout, in the order they were planned."""
+
+    number: int
+    """Rounds before this one."""
+    version: int
+    """Policy version the completions were drawn under: optimizer steps taken until then."""
+    groups: list[Group]
+    trace: RolloutTrace | None = None
+    """Gone after a resume: a checkpoint keeps what is trained on, not how it was drawn."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """All completions, group after group."""
+        return [c for g in self.groups for c in g.completions]
+
+    @property
+    def rows(self) -> list[Row]:
+        """All completions, each with its group."""
+        return [Row(g, c) for g in self.groups for c in g.completions]
+
+
+def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
+    """Rewards `[P, G]` in float64, NaN where no function gave a score."""
+    rewards = [[c.reward(weights) for c in g.completions] for g in groups]
+    nan = float("nan")
+    return torch.tensor(
+        [[nan if r is None else r for r in row] for row in rewards], dtype=torch.float64
+    )
+
+
+@torch.no_grad()
+def score_round(
+    round: Round,
+    learner: Learner,
+    micro_batch_tokens: int,
+    forward_context: Callable[[], AbstractContextManager],
+) -> None:
+    """Take the log-probs that must be taken before the weights move."""
+    everything = OptimizerStep(round.rows, micro_batch_tokens)
+    with forward_context():
+        for rows, batch in zip(everything.micro_batches, everything, strict=True):
+            for name, values in learner.score(batch).items():
+                for row, logprobs in zip(rows, values.tolist(), strict=True):
+                    setattr(row.completion, name, logprobs[: len(row.completion.token_ids)])
+
+
+def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
+    """Let the learner turn the round's rewards into advantages."""
+    logprobs = _logprobs(round.completions) if learner.needs_reference else None
+    advantages = learner.compute_advantages(reward_matrix(round.groups, weights), logprobs)
+    for completion, advantage in zip(round.completions, advantages.flatten().tolist(), strict=True):
+        completion.advantage = advantage
+
+
+def _logprobs(completions: Sequence[Completion]) -> RoundLogprobs:
+    width = max(len(c.token_ids) for c in completions)
+    old, ref, mask = torch.zeros(3, len(completions), width, dtype=torch.float64)
+    for i, c in enumerate(completions):
+        if c.old_logprobs is not None and c.ref_logprobs is not None:  # else it was dropped
+            length = len(c.token_ids)
+            old[i, :length] = torch.tensor(c.old_logprobs)
+            ref[i, :length] = torch.tensor(c.ref_logprobs)
+            mask[i, :length] = 1
+    return RoundLogprobs(old, ref, mask)

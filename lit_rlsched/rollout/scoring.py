@@ -1,0 +1,70 @@
+"""From a finished completion's tokens to its scores."""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.types import Completion, Group
+
+
+class Scorer:
+    """Decodes completions as they finish and hands them to the reward scheduler.
+
+    Args:
+        scheduler: Runs the reward functions outside this process.
+        decode: Token ids to text, special tokens left out.
+    """
+
+    def __init__(self, scheduler: RewardScheduler, decode: Callable[[list[int]], str]) -> None:
+        self.scheduler = scheduler
+        self._decode = decode
+        self._pending: dict[Hashable, tuple[Group, Completion]] = {}
+        self._unscorable: list[tuple[Group, Completion]] = []
+
+    @property
+    def pending(self) -> int:
+        """Completions whose scores are awaited."""
+        return len(self._pending) + len(self._unscorable)
+
+    def submit(self, group: Group, completion: Completion) -> None:
+        """Start scoring a finished completion."""
+        completion.text = self._decode(completion.token_ids)
+        if completion.dropped:
+            self._unscorable.append((group, completion))
+            return
+        chat = not isinstance(group.prompt.text, str)
+        answer: Any = completion.text
+        if chat:
+            answer = [{"role": "assistant", "content": completion.text}]
+        job_id = f"{group.id}/{completion.index}"
+        self._pending[job_id] = (group, completion)
+        self.scheduler.submit(
+            job_id,
+            prompt=group.prompt.text,
+            completion=answer,
+            completion_ids=completion.token_ids,
+            columns={**group.prompt.columns, "finish_reasons": completion.finish_reason},
+        )
+
+    def poll(self) -> Iterator[tuple[Group, Completion]]:
+        """Completions scored since the last call; each has its scores only once it is reached."""
+        unscorable, self._unscorable = self._unscorable, []
+        for group, completion in unscorable:
+            completion.scores = [None] * len(self.scheduler.names)
+            yield group, completion
+        for job in self.scheduler.poll():
+            group, completion = self._pending.pop(job.job_id)
+            completion.scores = job.scores
+            yield group, completion
+
+    def wait(self) -> None:
+        """Block until a score has arrived."""
+        assert self.pending, "nothing to wait for"
+        if not self._unscorable:
+            self.scheduler.wait()
+
+    def cancel(self) -> None:
+        """Forget whatever is pending."""
+        self.scheduler.cancel(list(self._pending))
+        self._pending.clear()
+        self._unscorable.clear()

@@ -1,0 +1,173 @@
+"""Engine, rewards and controller of one run, kept in step with the policy that is trained."""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.logprobs import completion_logprobs
+from lit_rlsched.policy import named_weights
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
+from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
+
+PROBE_TOKENS = 8
+"""Tokens drawn from each of two prompts to compare the engine's weights with the trainer's."""
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Mean absolute difference of log-probs above which the weights are taken to be different ones."""
+PROBE_TOLERANCE_HALF = 0.05
+
+
+class RolloutSession:
+    """Draws and scores completions under the weights of the moment.
+
+    Args:
+        engine: An engine that was not started yet; the session starts and closes it.
+        spec: What the engine needs to know.
+        admission: Which waiting request takes a free slot.
+        scorer: Scores finished completions.
+        policy: The model that is trained.
+        seed: The run's seed.
+        probe: Two prompts for the check after each weight sync; none switches it off.
+        probe_temperature: The temperature they are drawn at.
+        forward_context: The Trainer's precision context for the trainer's side of that check.
+        on_completion: See `RolloutController`.
+        on_group: See `RolloutController`.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        spec: EngineSpec,
+        admission: Admission,
+        scorer: Scorer,
+        policy: nn.Module,
+        *,
+        seed: int,
+        probe: Sequence[Prompt] = (),
+        probe_temperature: float = 1.0,
+        forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_group: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        self.engine = engine
+        self.spec = spec
+        self.policy = policy
+        self.scorer = scorer
+        self.max_logp_diff: float | None = None
+        """Largest difference the last probe saw."""
+        self._probe = list(probe)[: spec.slots]
+        self._probe_temperature = probe_temperature or 1.0
+        self._forward_context = forward_context
+        self._version: int | None = None
+        self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
+        engine.start(spec)
+        self.controller = RolloutController(
+            RolloutWorker(engine, admission),
+            scorer,
+            seed=seed,
+            on_completion=on_completion,
+            on_group=on_group,
+        )
+
+    @property
+    def trace(self) -> RolloutTrace:
+        """What ran when, in the last or current rollout."""
+        return self.controller.worker.trace
+
+    def rollout(
+        self,
+        groups: Sequence[Group],
+        version: int,
+        policy: RoundPolicy | None = None,
+        salt: str = "",
+    ) -> Iterator[Group]:
+        """Bring the engine to the weights of `version`, run `groups`, yield them as they complete.
+
+        A rollout that was not run to its end is dropped when the next one starts.
+        """
+        self._rollout.close()
+        self._rollout = self._run(groups, version, policy or FullRound(len(groups)), salt)
+        return self._rollout
+
+    def _run(
+        self, groups: Sequence[Group], version: int, policy: RoundPolicy, salt: str
+    ) -> Generator[Group, None, None]:
+        self.engine.wake()
+        try:
+            self.sync(version)
+            self.controller.worker.start_trace()
+            yield from self.controller.run(groups, policy, version, salt)
+        finally:
+            self.engine.sleep()
+
+    def sync(self, version: int) -> None:
+        """Load the policy's weights into the engine, unless it has them, and check that it does."""
+        if version == self._version:
+            return
+        self.engine.sync_weights(named_weights(self.policy), version)
+        self._version = version
+        if self._probe:
+            self._verify()
+
+    @torch.no_grad()
+    def _verify(self) -> None:
+        """Draw a few tokens and compare their log-probs with the trainer's.
+
+        Raises:
+            RuntimeError: the engine does not decode with the weights that are trained.
+        """
+        drawn = self._draw_probe()
+        device = next(self.policy.parameters()).device
+        training = self.policy.training
+        self.policy.eval()
+        differences = []
+        with self._forward_context():
+            for prompt, completion in zip(self._probe, drawn, strict=True):
+                logp, _ = completion_logprobs(
+                    self.policy,
+                    torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=device),
+                    torch.tensor([len(prompt.token_ids)], device=device),
+                    torch.tensor([len(completion.token_ids)], device=device),
+                    temperature=self._probe_temperature,
+                )
+                theirs = torch.tensor(completion.logprobs, dtype=logp.dtype)
+                differences.append((logp[0].cpu() - theirs).abs())
+        self.policy.train(training)
+        gap = torch.cat(differences)
+        self.max_logp_diff = float(gap.max())
+        tolerance = PROBE_TOLERANCE.get(self.spec.dtype, PROBE_TOLERANCE_HALF)
+        if not gap.mean() <= tolerance:
+            raise RuntimeError(
+                f"After the weight sync the engine's log-probs differ from the trainer's by "
+                f"{gap.mean():.2e} on average ({self.max_logp_diff:.2e} at most; {tolerance:.0e} "
+                f"allowed in {self.spec.dtype}): it does not decode with the weights that are "
+                "trained. Check that engine and trainer load the same `model`, and the engine's "
+                "version; `verify_sync=False` switches this check off."
+            )
+
+    def _draw_probe(self) -> list[Completion]:
+        sampling = Sampling(PROBE_TOKENS, temperature=self._probe_temperature)
+        drawn = {f"sync-probe/{i}": Completion(i) for i in range(len(self._probe))}
+        self.engine.submit(
+            [
+                Request(name, prompt.token_ids, stable_hash(name, self._version), sampling)
+                for name, prompt in zip(drawn, self._probe, strict=True)
+            ]
+        )
+        while any(c.finish_reason is None for c in drawn.values()):
+            for event in self.engine.step():
+                drawn[event.request_id].take(event, self._version or 0)
+        return list(drawn.values())
+
+    def close(self) -> None:
+        """Free the engine and the reward workers."""
+        self._rollout.close()
+        self.engine.close()
+        self.scorer.scheduler.close()

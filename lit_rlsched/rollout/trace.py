@@ -1,0 +1,98 @@
+"""Every event of a rollout, column by column, and the figures that follow from it."""
+
+import heapq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+STEP_COLUMNS = ("start", "end", "running", "kv_tokens", "decode_steps")
+SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
+
+
+class RolloutTrace:
+    """Records what ran when. Times are seconds on the engine's clock, counted from the first step.
+
+    Args:
+        slots: `Q`, the places in the engine's running batch.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
+        """One row for each time the engine was stepped; a simulated one may jump over many steps."""
+        self.spans: dict[str, list] = {name: [] for name in SPAN_COLUMNS}
+        """One row a request that left, finished or aborted."""
+        self._origin: float | None = None
+        self._free = list(range(slots))
+        self._live: dict[str, tuple[int, float, int]] = {}
+
+    @property
+    def decode_steps(self) -> int:
+        """Decode steps the engine took."""
+        return int(sum(self.steps["decode_steps"]))
+
+    @property
+    def slot_steps(self) -> int:
+        """Slot places over all steps, used or idle: `Q * decode_steps`."""
+        return self.slots * self.decode_steps
+
+    @property
+    def busy_slot_steps(self) -> int:
+        """Slot places in which a request ran."""
+        columns = zip(self.steps["running"], self.steps["decode_steps"], strict=True)
+        return int(sum(running * steps for running, steps in columns))
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first step to the end of the last."""
+        return self.steps["end"][-1] if self.steps["end"] else 0.0
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle slot-time over all slot-time, the drain at the end included (SortedRL, eq. 4).
+
+        `sum_k (Q - running_k) * dt_k / (T * Q)`, where `dt_k` reaches from the end of the last step
+        to the end of this one.
+        """
+        total, last = 0.0, 0.0
+        for end, running in zip(self.steps["end"], self.steps["running"], strict=True):
+            total += (self.slots - running) * (end - last)
+            last = end
+        return total / (last * self.slots) if last else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the finished requests."""
+        return sum(self.spans["tokens"])
+
+    def admitted(self, request_id: str, now: float) -> None:
+        """A request takes the lowest free slot."""
+        if self._origin is None:
+            self._origin = now
+        slot = heapq.heappop(self._free)
+        self._live[request_id] = (slot, now - self._origin, self.decode_steps)
+
+    def stepped(
+        self, start: float, end: float, running: int, kv_tokens: int, decode_steps: int = 1
+    ) -> None:
+        """The engine was stepped with `running` requests in it."""
+        assert self._origin is not None, "a step before anything was admitted"
+        row = (start - self._origin, end - self._origin, running, kv_tokens, decode_steps)
+        for column, value in zip(self.steps.values(), row, strict=True):
+            column.append(value)
+
+    def left(self, request_id: str, now: float, tokens: int) -> None:
+        """A request finished or was aborted, and its slot is free."""
+        assert self._origin is not None, "a request left before anything was admitted"
+        slot, start, start_step = self._live.pop(request_id)
+        heapq.heappush(self._free, slot)
+        row = (request_id, slot, start, now - self._origin, start_step, self.decode_steps, tokens)
+        for column, value in zip(self.spans.values(), row, strict=True):
+            column.append(value)
+
+    def tables(self) -> tuple["pa.Table", "pa.Table"]:
+        """The steps and the spans as Arrow tables, for Parquet."""
+        import pyarrow as pa
+
+        return pa.table(self.steps), pa.table(self.spans)

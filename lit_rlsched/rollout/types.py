@@ -1,0 +1,133 @@
+"""The plain values that travel from the prompt source through the engine to the loss."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: an end-of-sequence token was drawn and kept. `length`: cut at the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the user's data set, tokenised once and repeated by reference."""
+
+    uid: str
+    """Stable name: the data set's `uid` column, or a hash of the prompt."""
+    text: str | list[dict[str, str]]
+    """The prompt as the user wrote it: a string, or chat messages."""
+    token_ids: tuple[int, ...]
+    """What the engine sees: the string tokenised, or the messages through the chat template."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row; reward functions get them as keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a completion is drawn. `temperature=0` is greedy."""
+
+    max_completion_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to draw, or to go on with."""
+
+    id: str
+    """Unique among the requests an engine holds."""
+    prompt_ids: Sequence[int]
+    seed: int
+    sampling: Sampling
+    prefix_ids: Sequence[int] = ()
+    """Tokens drawn earlier, to resume from. They count towards `sampling.max_completion_length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """New tokens of one request since its last event."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each new token under the distribution it was drawn from (after temperature
+    and truncation); under the temperature-1 distribution where the draw is greedy."""
+    finish_reason: FinishReason | None = None
+
+
+def stable_hash(*parts: object) -> int:
+    """63 bits that depend on `parts` alone: not on the process or the platform."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer to a prompt, as far as it has been drawn."""
+
+    index: int
+    """Place in its group: 0 to `num_generations - 1`."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, under the policy that drew it."""
+    version_spans: list[tuple[int, int]] = field(default_factory=list)
+    """`(policy version, number of tokens)` in order; the numbers add up to `len(token_ids)`."""
+    finish_reason: FinishReason | None = None
+    text: str = ""
+    scores: list[float | None] | None = None
+    """One per reward function, `None` where the function gave none; unset until it was scored."""
+    dropped: str | None = None
+    """Why it is not trained on: a counter's name, such as `nonfinite_logprob`."""
+    advantage: float = 0.0
+    old_logprobs: list[float] | None = None
+    """Of each token, by the trainer's own forward pass under the weights that drew it."""
+    ref_logprobs: list[float] | None = None
+
+    def take(self, event: Event, version: int) -> None:
+        """Append an event's tokens, drawn under `version`."""
+        if event.token_ids:
+            self.token_ids.extend(event.token_ids)
+            self.logprobs.extend(event.logprobs)
+            if self.version_spans and self.version_spans[-1][0] == version:
+                version, count = self.version_spans.pop()
+                self.version_spans.append((version, count + len(event.token_ids)))
+            else:
+                self.version_spans.append((version, len(event.token_ids)))
+        self.finish_reason = event.finish_reason
+
+    @property
+    def scored(self) -> bool:
+        """Whether the reward functions have answered."""
+        return self.scores is not None
+
+    @property
+    def correct(self) -> bool:
+        """Whether the first reward function gave full score, 1.0 or more."""
+        return self.scores is not None and (self.scores[0] or 0.0) >= 1.0
+
+    def reward(self, weights: Sequence[float]) -> float | None:
+        """Weighted sum of the scores; `None` where no function gave any."""
+        pairs = zip(weights, self.scores or [None] * len(weights), strict=True)
+        scored = [weight * score for weight, score in pairs if score is not None]
+        return sum(scored) if scored else None
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt and its completions: the unit of GRPO's and RLOO's baseline."""
+
+    id: str
+    """Unique in the pool: the prompt's uid and which pass over the data drew it."""
+    prompt: Prompt
+    sampling: Sampling
+    completions: list[Completion]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every completion is finished and scored."""
+        return all(c.scored for c in self.completions)

@@ -1,0 +1,94 @@
+"""Fixtures for every test: a tiny random Qwen3 with a character tokenizer, made on the spot."""
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+torch.set_num_threads(1)
+
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz \n+-*/=()<>[]{}.,:;?!'\"_%&"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(folder: Path, tied: bool) -> str:
+    """A model whose draws are neither uniform nor certain; EOS comes up about once in 60 tokens."""
+    config = Qwen3Config(
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def load_policy(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a checkpoint with tied embeddings, and its tokenizer."""
+    return make_model(tmp_path_factory.mktemp("tiny_model"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_untied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("tiny_model_untied"), tied=False)
+
+
+@pytest.fixture
+def tiny_policy(tiny_model: str) -> PreTrainedModel:
+    """The model of `tiny_model` in fp32, fresh for every test."""
+    return load_policy(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[[str], PreTrainedModel]:
+    """Load a fresh policy from a folder, for fixtures that outlive one test."""
+    return load_policy

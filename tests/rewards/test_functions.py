@@ -1,0 +1,143 @@
+import pytest
+
+from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.rewards.functions import (
+    SoftOverlongPunishment,
+    countdown_reward,
+    harmless,
+    math_verify_reward,
+    reasoning_gym_reward,
+)
+
+FACTS = {"numbers": [3, 5, 7], "target": 9}
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("7+5=12-3=9\n<answer>7+5-3</answer>", 1.0),
+        ("<answer>7+5</answer>", 0.0),  # not all numbers
+        ("<answer>7+5+3</answer>", 0.0),
+        ("<answer>3</answer> no: <answer> 7 + 5 - 3 </answer>", 1.0),  # the last one counts
+        ("7+5-3", 0.0),
+        ("<answer>7+5-3", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<answer>9**9**9**9</answer>", 0.0),
+        ("<answer>exec('x')</answer>", 0.0),
+        ("<answer>7/(5-5)-3</answer>", 0.0),
+        ([{"role": "assistant", "content": "<answer>7+5-3</answer>"}], 1.0),
+    ],
+)
+def test_countdown(completion: str, score: float) -> None:
+    assert countdown_reward([completion], metadata=[FACTS]) == [score]
+
+
+def test_countdown_gives_nothing_for_a_completion_cut_at_the_limit() -> None:
+    solved = "<answer>7+5-3</answer>"
+    reasons = ["stop", "length", None]
+    assert countdown_reward([solved] * 3, metadata=[FACTS] * 3, finish_reasons=reasons) == [1, 0, 1]
+
+
+def test_reasoning_gym_scores_as_the_data_set_does() -> None:
+    import reasoning_gym
+
+    for task in ("chain_sum", "countdown", "leg_counting", "spiral_matrix", "polynomial_equations"):
+        data = reasoning_gym.create_dataset(task, size=2, seed=1)
+        for entry in data:
+            for given in (entry["answer"], "12", "1 2 3", "0.5"):
+                assert reasoning_gym_reward(
+                    [f"well: <answer>{given}</answer>"],
+                    task=[task],
+                    metadata=[entry["metadata"]],
+                    answer=[entry["answer"]],
+                    question=[entry["question"]],
+                ) == [data.score_answer(given, entry)], (task, given)
+
+
+def test_reasoning_gym_takes_metadata_as_json_and_evaluates_no_code(tmp_path) -> None:
+    file = tmp_path / "touched"
+    code = f"<answer>open({str(file)!r}, 'w')</answer>"
+    scores = reasoning_gym_reward(
+        [code, "<answer>7+5-3</answer>", "no answer"],
+        task=["countdown"] * 3,
+        metadata=['{"numbers": [3, 5, 7], "target": 9}'] * 3,
+    )
+    assert scores == [0.01, 1.0, 0.01]
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "answer", ["7+5-3", "sin(x)**2/2 + C", "[['A', 'B'], ['C', 'D']]", "2.5*x*(x + 1)", "1 2\n3 4"]
+)
+def test_harmless_answers(answer: str) -> None:
+    assert harmless(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').system('x')",
+        "exec (chr(1))",
+        "(exec)('1')",
+        "[exec][0]('1')",
+        "{'a': exec}['a']('1')",
+        "().__class__",
+        "exec#\n('1')",
+        "exec\\\n('1')",
+        "\uff45xec('1')",
+        "(lambda: 1)",
+        "sin(exec('1'))",
+    ],
+)
+def test_harmful_answers(answer: str) -> None:
+    assert not harmless(answer)
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "score"),
+    [
+        (r"so it is \boxed{\frac{2}{4}}", "1/2", 1.0),
+        (r"so it is \boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1.0),
+        (r"first $3$, then \boxed{4}", "4", 1.0),
+        ("The answer is 42.", 42, 1.0),
+        ("The answer is 41.", "42", 0.0),
+        ("I do not know", "42", 0.0),
+        ("$x+1$", "$1+x$", 1.0),
+        ("42", "???", None),
+        ([{"role": "assistant", "content": r"\boxed{42}"}], "42", 1.0),
+    ],
+)
+def test_math_verify(completion: str, gold: object, score: float | None) -> None:
+    assert math_verify_reward([completion], answer=[gold]) == [score]
+    assert math_verify_reward([completion], solution=[gold]) == [score]
+
+
+def test_math_verify_needs_a_gold_answer() -> None:
+    with pytest.raises(ValueError, match="needs a column `answer` or `solution`"):
+        math_verify_reward(["1"])
+
+
+def test_soft_overlong_punishment() -> None:
+    punish = SoftOverlongPunishment(max_completion_length=100, soft_punish_cache=20)
+    lengths = [0, 80, 81, 90, 100, 101]
+    assert punish(completion_ids=[[1] * n for n in lengths]) == [0, 0, -0.05, -0.5, -1, -1]
+    with pytest.raises(ValueError, match="`soft_punish_cache=200` must be between 1 and"):
+        SoftOverlongPunishment(100, 200)
+
+
+def test_the_verifiers_in_a_worker() -> None:
+    functions = [countdown_reward, math_verify_reward, SoftOverlongPunishment(4, 2)]
+    with RewardScheduler(functions, timeout=2.0) as scheduler:
+        assert scheduler.names[2] == "soft_overlong_punishment_reward"
+        for reason in ("stop", "length"):
+            scheduler.submit(
+                reason,
+                prompt="",
+                completion="<answer>7+5-3</answer> is $9$",
+                completion_ids=[1, 2, 3],
+                columns={"metadata": FACTS, "answer": "9", "finish_reasons": reason},
+            )
+        scores = {}
+        while scheduler.wait():
+            scores |= {job.job_id: job.scores for job in scheduler.poll()}
+    assert scores == {"stop": [1.0, 1.0, -0.5], "length": [0.0, 1.0, -0.5]}

@@ -1,0 +1,52 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.rollout.trace import STEP_COLUMNS, RolloutTrace
+
+
+def test_bubble_ratio_by_hand():
+    # 2 slots. Step 1: both run (1 s). Step 2: one (2 s). Step 3, after a pause of 1 s: one (1 s).
+    trace = RolloutTrace(slots=2)
+    trace.admitted("a", 10.0)
+    trace.admitted("b", 10.0)
+    trace.stepped(10.0, 11.0, running=2, kv_tokens=6)
+    trace.left("b", 11.0, tokens=1)
+    trace.stepped(11.0, 13.0, running=1, kv_tokens=4)
+    trace.stepped(14.0, 15.0, running=1, kv_tokens=5)
+    trace.left("a", 15.0, tokens=3)
+    assert trace.bubble_ratio == pytest.approx((0 * 1 + 1 * 2 + 1 * 2) / (5 * 2))
+    assert (trace.decode_steps, trace.slot_steps, trace.busy_slot_steps) == (3, 6, 4)
+    assert trace.tokens == 4
+    assert trace.seconds == 5.0
+    assert trace.spans["slot"] == [1, 0]
+    assert trace.spans["end_step"] == [1, 3]
+
+
+@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=20), st.integers(1, 5))
+def test_bubble_ratio_is_zero_where_all_slots_always_run(durations, slots):
+    trace = RolloutTrace(slots)
+    for i in range(slots):
+        trace.admitted(str(i), 0.0)
+    now = 0.0
+    for seconds in durations:
+        trace.stepped(now, now + seconds, running=slots, kv_tokens=0)
+        now += seconds
+    assert trace.bubble_ratio == 0.0
+
+
+def test_a_freed_slot_is_taken_again():
+    trace = RolloutTrace(slots=1)
+    for i in range(3):
+        trace.admitted(str(i), float(i))
+        trace.stepped(i, i + 1.0, 1, 0)
+        trace.left(str(i), i + 1.0, 1)
+    assert trace.spans["slot"] == [0, 0, 0]
+    steps, spans = trace.tables()
+    assert steps.column_names == list(STEP_COLUMNS)
+    assert spans.num_rows == 3
+
+
+def test_an_empty_trace():
+    assert RolloutTrace(4).bubble_ratio == 0.0
+    assert RolloutTrace(4).seconds == 0.0

@@ -1,0 +1,139 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lit_rlsched.advantages import combine_rewards, group_relative, kl_in_reward, leave_one_out
+
+NAN = torch.nan
+RULES = {
+    "group": lambda r: group_relative(r, "group"),
+    "batch": lambda r: group_relative(r, "batch"),
+    "none": lambda r: group_relative(r, "none"),
+    "rloo": lambda r: leave_one_out(r),
+    "rloo_normalized": lambda r: leave_one_out(r, normalize=True),
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+@st.composite
+def groups(draw: st.DrawFn, nan: bool = False) -> Tensor:
+    """`[P, G]` rewards of moderate size, some NaN if asked for."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(2, 6)))
+    reward = st.integers(-40, 40).map(lambda n: n / 8)
+    reward = st.one_of(reward, st.just(NAN)) if nan else reward
+    size = shape[0] * shape[1]
+    values = draw(st.lists(reward, min_size=size, max_size=size))
+    return torch.tensor(values, dtype=torch.float64).view(shape)
+
+
+def test_group_relative_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 2.0], [1.0, 1.0]])
+    scaled = 1 / (2**0.5 + 1e-4)
+    torch.testing.assert_close(
+        group_relative(rewards), torch.tensor([[-scaled, scaled], [0.0, 0.0]])
+    )
+    assert group_relative(rewards, "none").tolist() == [[-1.0, 1.0], [0.0, 0.0]]
+    batch = 1 / ((2 / 3) ** 0.5 + 1e-4)
+    torch.testing.assert_close(group_relative(rewards, "batch")[0, 1].item(), batch)
+
+
+def test_leave_one_out_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 3.0, 6.0], [NAN, 1.0, 2.0]])
+    assert leave_one_out(rewards).tolist() == [[-4.5, 0.0, 4.5], [0.0, -1.0, 1.0]]
+
+
+@given(groups())
+def test_leave_one_out_is_a_multiple_of_the_centred_reward(rewards: Tensor) -> None:
+    size = rewards.shape[1]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(leave_one_out(rewards), centred * size / (size - 1))
+
+
+@every_rule
+@given(rewards=groups(nan=True))
+def test_advantages_sum_to_zero(rule: str, rewards: Tensor) -> None:
+    advantages = RULES[rule](rewards)
+    assert advantages.isfinite().all()
+    assert (advantages[rewards.isnan()] == 0).all()
+    zeros = torch.zeros(rewards.shape[0], dtype=torch.float64)
+    if rule == "rloo_normalized":  # centred over the batch: what is left out still counts as 0
+        torch.testing.assert_close(advantages.sum(), zeros.sum(), atol=1e-9, rtol=0.0)
+    else:
+        torch.testing.assert_close(advantages.sum(dim=1), zeros, atol=1e-9, rtol=0.0)
+
+
+@every_rule
+@given(rewards=groups(nan=True), shift=st.integers(-10, 10))
+def test_a_constant_reward_changes_nothing(rule: str, rewards: Tensor, shift: int) -> None:
+    torch.testing.assert_close(
+        RULES[rule](rewards + shift), RULES[rule](rewards), atol=1e-9, rtol=1e-9
+    )
+
+
+@every_rule
+@given(rewards=groups(nan=True), random=st.randoms(use_true_random=False))
+def test_order_does_not_matter(rule: str, rewards: Tensor, random: object) -> None:
+    rows, columns = (torch.tensor(_shuffled(n, random)) for n in rewards.shape)
+    moved = RULES[rule](rewards[rows][:, columns])
+    torch.testing.assert_close(moved, RULES[rule](rewards)[rows][:, columns])
+
+
+def _shuffled(size: int, random: object) -> list[int]:
+    order = list(range(size))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    return order
+
+
+@pytest.mark.parametrize("rule", ["group", "none", "rloo"])
+@given(rewards=groups(nan=True), other=groups(nan=True))
+def test_a_group_does_not_depend_on_the_others(rule: str, rewards: Tensor, other: Tensor) -> None:
+    alone = torch.cat([RULES[rule](row.unsqueeze(0)) for row in rewards])
+    torch.testing.assert_close(RULES[rule](rewards), alone)
+
+
+@every_rule
+@given(rewards=groups(nan=True))
+def test_an_unscored_completion_is_as_if_never_drawn(rule: str, rewards: Tensor) -> None:
+    unscored = torch.full((rewards.shape[0], 1), NAN, dtype=rewards.dtype)
+    wider = RULES[rule](torch.cat([rewards, unscored], dim=1))
+    torch.testing.assert_close(wider[:, :-1], RULES[rule](rewards))
+
+
+@every_rule
+def test_inputs_are_untouched(rule: str) -> None:
+    rewards = torch.tensor([[0.0, NAN, 1.0], [NAN, NAN, 1.0]])
+    before = rewards.clone()
+    RULES[rule](rewards)
+    torch.testing.assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
+
+
+@every_rule
+@pytest.mark.parametrize("shape", [(3, 1), (4,), (2, 0)])
+def test_a_group_of_one_is_refused(rule: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="Set `num_generations` to 2 or more"):
+        RULES[rule](torch.zeros(shape))
+
+
+def test_unknown_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`scale_rewards='std'`.*'group', 'batch' or 'none'"):
+        group_relative(torch.zeros(1, 2), "std")  # type: ignore[arg-type]
+
+
+def test_combine_rewards() -> None:
+    rewards = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN], [1.0, NAN]])
+    before = rewards.clone()
+    combined = combine_rewards(rewards, torch.tensor([1.0, 0.25]))
+    expected = torch.tensor([1.5, 0.5, NAN, 1.0])
+    torch.testing.assert_close(combined, expected, equal_nan=True)
+    torch.testing.assert_close(rewards, before, equal_nan=True)
+
+
+def test_kl_in_reward_counts_the_completion_only() -> None:
+    rewards = torch.tensor([1.0, NAN])
+    logp = torch.tensor([[-1.0, -2.0, NAN], [-1.0, 0.0, 0.0]])
+    ref_logp = torch.tensor([[-2.0, -4.0, 7.0], [-1.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    penalised = kl_in_reward(rewards, logp, ref_logp, mask, beta=0.5)
+    torch.testing.assert_close(penalised, torch.tensor([1.0 - 0.5 * 3.0, NAN]), equal_nan=True)

@@ -1,0 +1,312 @@
+from itertools import pairwise
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lit_rlsched.losses import LossOutput, check_loss_settings, policy_loss, rollout_correction
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
+every_loss = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+RATIO = "sampling/importance_sampling_ratio"
+
+
+def extra(loss_type: str) -> dict[str, Any]:
+    needs = {"dr_grpo": {"max_completion_length": 4}, "cispo": {"epsilon_high": 1.1}}
+    return {"loss_type": loss_type, **needs.get(loss_type, {})}
+
+
+def tensor(*rows: Any) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def random_batch(sequences: int = 6, width: int = 5, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    logp = -noise(sequences, width).abs()
+    lengths = torch.randint(0, width + 1, (sequences, 1), generator=generator)
+    return {
+        "logp": logp,
+        "advantages": noise(sequences),
+        "mask": torch.arange(width) < lengths,
+        "old_logp": logp + 0.3 * noise(sequences, width),
+        "ref_logp": logp + 0.3 * noise(sequences, width),
+        "rollout_logp": logp + 0.3 * noise(sequences, width),
+    }
+
+
+def gradient(batch: dict[str, Tensor], **settings: Any) -> tuple[LossOutput, Tensor]:
+    logp = batch["logp"].clone().requires_grad_()
+    output = policy_loss(**{**batch, "logp": logp}, **settings)
+    return output, torch.autograd.grad(output.loss, logp)[0]
+
+
+# On-policy, every ratio is 1 and the gradient is -advantage times the token's weight.
+WEIGHTS = {
+    "grpo": [[1 / 4, 1 / 4], [1 / 2, 0]],
+    "gspo": [[1 / 4, 1 / 4], [1 / 2, 0]],
+    "bnpo": [[1 / 3, 1 / 3], [1 / 3, 0]],
+    "dapo": [[1 / 3, 1 / 3], [1 / 3, 0]],
+    "cispo": [[1 / 3, 1 / 3], [1 / 3, 0]],
+    "dr_grpo": [[1 / 8, 1 / 8], [1 / 8, 0]],
+    "rloo": [[1 / 2, 1 / 2], [1 / 2, 0]],
+}
+
+
+@every_loss
+def test_on_policy_gradient(loss_type: str) -> None:
+    batch = {
+        "logp": tensor([-1.0, -2.0], [-3.0, 9.0]),
+        "advantages": torch.tensor([1.0, -3.0], dtype=torch.float64),
+        "mask": tensor([1, 1], [1, 0]),
+    }
+    _, grad = gradient(batch, **extra(loss_type))
+    expected = -batch["advantages"].unsqueeze(1) * tensor(*WEIGHTS[loss_type])
+    torch.testing.assert_close(grad, expected)
+
+
+def one_token(ratio: float, advantage: float, **settings: Any) -> tuple[float, float]:
+    """Loss of a single token and its derivative with respect to the log-probability."""
+    batch = {
+        "logp": tensor([log(ratio) - 1.0]),
+        "advantages": torch.tensor([advantage], dtype=torch.float64),
+        "mask": tensor([1]),
+        "old_logp": tensor([-1.0]),
+    }
+    output, grad = gradient(batch, **settings)
+    return output.loss.item(), grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "settings", "loss", "slope"),
+    [
+        (1.1, 2.0, {}, -2.2, -2.2),
+        (1.3, 2.0, {}, -2.4, 0.0),
+        (1.3, 2.0, {"epsilon_high": 0.5}, -2.6, -2.6),
+        (0.5, 2.0, {}, -1.0, -1.0),
+        (0.5, -2.0, {}, 1.6, 0.0),
+        (0.5, -2.0, {"epsilon": 0.6}, 1.0, 1.0),
+        (9.0, -2.0, {}, 18.0, 18.0),
+        (9.0, -2.0, {"delta": 4.0}, 8.0, 0.0),
+        (9.0, 2.0, {"delta": 4.0}, -2.4, 0.0),
+        (9.0, 2.0, {"loss_type": "cispo", "epsilon_high": 5.0}, -10 * (log(9) - 1), -10.0),
+        (0.5, 2.0, {"loss_type": "cispo", "epsilon_high": 5.0}, -(log(0.5) - 1), -1.0),
+    ],
+)
+def test_clipping_by_hand(
+    ratio: float, advantage: float, settings: dict[str, Any], loss: float, slope: float
+) -> None:
+    assert one_token(ratio, advantage, **settings) == pytest.approx((loss, slope))
+
+
+def test_sequence_ratios_by_hand() -> None:
+    batch = {
+        "logp": tensor([-1.0, -1.0, 5.0]),
+        "old_logp": tensor([-1.1, -1.05, 0.0]),
+        "advantages": torch.tensor([-1.0], dtype=torch.float64),
+        "mask": tensor([1, 1, 0]),
+    }
+    assert policy_loss(**batch, loss_type="gspo").loss.item() == pytest.approx(exp(0.075))
+    assert policy_loss(**batch, loss_type="rloo").loss.item() == pytest.approx(exp(0.15))
+    sequence = policy_loss(**batch, loss_type="dapo", importance_sampling_level="sequence")
+    assert sequence.loss.item() == pytest.approx(exp(0.075))
+
+
+def test_kl_by_hand() -> None:
+    batch = {
+        "logp": tensor([-1.0]),
+        "old_logp": tensor([-1.5]),
+        "ref_logp": tensor([-0.7]),
+        "advantages": torch.zeros(1, dtype=torch.float64),
+        "mask": tensor([1]),
+    }
+    output, grad = gradient(batch, beta=0.1)
+    k3, ratio = exp(0.3) - 0.3 - 1, exp(0.5)
+    assert output.loss.item() == pytest.approx(0.1 * k3 * ratio)
+    assert output.metrics["kl"].item() == pytest.approx(k3 * ratio)
+    assert grad.item() == pytest.approx(0.1 * ratio * (k3 + 1 - exp(0.3)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "clipped"),
+    [
+        ("token_truncate", [[1.0, 3.0, 1.0], [0.5, 1.0, 1.0]], 1 / 5),
+        ("token_mask", [[1.0, 0.0, 1.0], [0.5, 1.0, 1.0]], 1 / 5),
+        ("sequence_truncate", [[3.0], [0.5]], 3 / 5),
+        ("sequence_mask", [[0.0], [0.5]], 3 / 5),
+    ],
+)
+def test_rollout_correction_by_hand(mode: Any, weights: list[list[float]], clipped: float) -> None:
+    old = tensor([-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0])
+    rollout = tensor([-1.0, -1.0 - log(4), float("nan")], [-1.0 + log(2), -1.0, float("nan")])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    weight, metrics = rollout_correction(old, rollout, mask, mode, 3.0)
+    torch.testing.assert_close(weight, tensor(*weights))
+    # Raw: the ratio of 4 stays visible whatever the remedy.
+    assert metrics[f"{RATIO}/min"].item() == pytest.approx(0.5)
+    assert metrics[f"{RATIO}/max"].item() == pytest.approx(4.0)
+    mean = (4 * 3 + 0.5 * 2) / 5 if mode.startswith("sequence") else (1 + 4 + 1 + 0.5 + 1) / 5
+    assert metrics[f"{RATIO}/mean"].item() == pytest.approx(mean)
+    assert metrics[f"{RATIO}/clipped_fraction"].item() == pytest.approx(clipped)
+    difference = "sampling/sampling_logp_difference"
+    assert metrics[f"{difference}/mean"].item() == pytest.approx((log(4) + log(2)) / 4)
+    assert metrics[f"{difference}/max"].item() == pytest.approx(log(4))
+
+
+@every_loss
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_rollout_correction_weighs_the_sequence(loss_type: str, mode: str) -> None:
+    batch = random_batch()
+    settings = {**extra(loss_type), "importance_sampling_mode": mode}
+    settings["importance_sampling_clip_max"] = 1.1
+    weight, _ = rollout_correction(
+        batch["old_logp"],
+        batch["rollout_logp"],
+        batch["mask"],
+        settings["importance_sampling_mode"],
+        1.1,
+    )
+    _, grad = gradient(batch, **settings)
+    _, plain = gradient({**batch, "rollout_logp": None}, **settings)
+    torch.testing.assert_close(grad, plain * weight)
+    _, switched_off = gradient(batch, **extra(loss_type), importance_sampling_mode=None)
+    torch.testing.assert_close(switched_off, plain)
+
+
+@every_loss
+def test_padding_is_never_read(loss_type: str) -> None:
+    batch = random_batch()
+    settings = {**extra(loss_type), "beta": 0.0 if loss_type == "rloo" else 0.1}
+    clean, clean_grad = gradient(batch, **settings)
+    for name, junk in (
+        ("logp", float("-inf")),
+        ("old_logp", float("nan")),
+        ("ref_logp", float("inf")),
+        ("rollout_logp", float("nan")),
+    ):
+        batch[name] = batch[name].masked_fill(~batch["mask"], junk)
+    dirty, dirty_grad = gradient(batch, **settings)
+    torch.testing.assert_close(clean.loss, dirty.loss, rtol=0, atol=0)
+    torch.testing.assert_close(clean_grad, dirty_grad, rtol=0, atol=0)
+    torch.testing.assert_close(clean.metrics, dirty.metrics, rtol=0, atol=0)
+
+
+@every_loss
+@pytest.mark.parametrize("width", [0, 3])
+def test_nothing_to_train_on(loss_type: str, width: int) -> None:
+    batch = random_batch(width=width)
+    batch["mask"] = torch.zeros_like(batch["mask"])
+    settings = {**extra(loss_type), "beta": 0.0 if loss_type == "rloo" else 0.1}
+    output, grad = gradient(batch, **settings, step_tokens=0)
+    assert output.loss.isfinite()
+    assert (grad == 0).all()
+    for name, value in output.metrics.items():
+        neutral = {"min": torch.inf, "max": -torch.inf}.get(name.rpartition("/")[2][-3:], 0.0)
+        assert value.item() == neutral, name
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int = 6) -> list[int]:
+    inner = draw(st.sets(st.integers(1, size - 1)))
+    return [0, *sorted(inner), size]
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+@given(bounds=cuts(), seed=st.integers(0, 50))
+def test_any_cut_into_micro_batches_is_the_same_step(
+    loss_type: str, bounds: list[int], seed: int
+) -> None:
+    batch = random_batch(seed=seed)
+    settings = {**extra(loss_type), "beta": 0.0 if loss_type == "rloo" else 0.1}
+    settings |= {"step_sequences": 6, "step_tokens": float(batch["mask"].sum())}
+    whole, whole_grad = gradient(batch, **settings)
+    parts = []
+    for start, stop in pairwise(bounds):
+        part = {name: value[start:stop] for name, value in batch.items()}
+        parts.append((*gradient(part, **settings), float(part["mask"].sum())))
+    torch.testing.assert_close(sum(o.loss for o, _, _ in parts), whole.loss)
+    torch.testing.assert_close(torch.cat([grad for _, grad, _ in parts]), whole_grad)
+    for name, value in whole.metrics.items():
+        values = [o.metrics[name] for o, _, _ in parts]
+        if name.endswith(("min", "max")):
+            combined = (min if name.endswith("min") else max)(values)
+        else:
+            tokens = sum(weight for *_, weight in parts) or 1.0
+            combined = sum(v * w for v, (*_, w) in zip(values, parts, strict=True)) / tokens
+        torch.testing.assert_close(torch.as_tensor(combined, dtype=value.dtype), value, msg=name)
+
+
+def test_bnpo_weighs_micro_batches_by_their_sequences() -> None:
+    batch = random_batch()
+    batch["mask"][:, 0] = True  # no empty sequence
+    parts = [
+        {name: value[rows] for name, value in batch.items()} for rows in (slice(4), slice(4, 6))
+    ]
+    means = [policy_loss(**part, loss_type="bnpo").loss for part in parts]
+    shares = [policy_loss(**part, loss_type="bnpo", step_sequences=6).loss for part in parts]
+    torch.testing.assert_close(sum(shares), (4 * means[0] + 2 * means[1]) / 6)
+
+
+@every_loss
+def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
+    batch = random_batch()
+    before = {name: value.clone() for name, value in batch.items()}
+    output, _ = gradient(batch, **extra(loss_type))
+    torch.testing.assert_close(batch, before, rtol=0, atol=0)
+    assert output.loss.dim() == 0
+    assert all(v.dim() == 0 and not v.requires_grad for v in output.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "ppo"}, "`loss_type='ppo'` is unknown. Use one of"),
+        ({"importance_sampling_level": "word"}, "`importance_sampling_level='word'` is unknown"),
+        ({"importance_sampling_mode": "token"}, "`importance_sampling_mode='token'` is unknown"),
+        ({"importance_sampling_clip_max": 0.0}, "`importance_sampling_mode=None` to switch"),
+        ({"epsilon": -0.1}, "must not be negative"),
+        ({"epsilon_high": -0.1}, "must not be negative"),
+        ({"beta": -0.1}, "must not be negative"),
+        ({"delta": 1.2}, "`delta=1.2` must exceed"),
+        ({"delta": 1.25, "epsilon_high": 0.28}, "`delta=1.25` must exceed"),
+        ({"delta": 4.0, "loss_type": "rloo"}, "has no effect on `loss_type='rloo'`"),
+        ({"loss_type": "cispo"}, "Set it, for example to 5.0"),
+        ({"loss_type": "cispo", "epsilon_high": 0.28}, "Set it, for example to 5.0"),
+        ({"loss_type": "gspo", "importance_sampling_level": "token"}, "Remove"),
+        ({"loss_type": "rloo", "importance_sampling_level": "sequence"}, "Remove"),
+        ({"loss_type": "rloo", "importance_sampling_mode": "token_mask"}, "Use 'sequence_mask'"),
+    ],
+)
+def test_refused_settings(settings: dict[str, Any], message: str) -> None:
+    settings = {"loss_type": "dapo", **settings}
+    with pytest.raises(ValueError, match=message):
+        check_loss_settings(**settings)
+    with pytest.raises(ValueError, match=message):
+        policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.1}, "needs `ref_logp`"),
+        ({"loss_type": "dr_grpo"}, "divides by `max_completion_length`"),
+        ({"loss_type": "rloo", "beta": 0.1}, "KL penalty in the reward"),
+    ],
+)
+def test_missing_arguments(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
+
+
+@every_loss
+def test_accepted_settings(loss_type: str) -> None:
+    settings = extra(loss_type)
+    settings.pop("max_completion_length", None)
+    check_loss_settings(**settings)

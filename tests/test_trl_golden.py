@@ -1,0 +1,319 @@
+"""Our advantages, losses, gradients and metrics against TRL's own methods on the same tensors."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_trl import (
+    MAX_COMPLETION_LENGTH,
+    NUM_GENERATIONS,
+    REWARD_WEIGHTS,
+    TRL,
+    Sample,
+    build_trainer,
+    make_sample,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import split_tensor_dict
+
+from lit_rlsched.advantages import combine_rewards, group_relative, kl_in_reward, leave_one_out
+from lit_rlsched.logprobs import completion_logprobs
+from lit_rlsched.losses import LossOutput, policy_loss
+
+MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CLIP_MAX = 1.3
+# fp64 but for two factors that TRL computes in fp32.
+close = {"rtol": 1e-6, "atol": 1e-9}
+
+MakeTRL = Callable[..., TRL]
+
+
+@pytest.fixture
+def make_trl(tiny_model: str, tmp_path: Path) -> MakeTRL:
+    def make(kind: str, sample: Sample, mode: str | None = None, **settings: Any) -> TRL:
+        if mode is not None:
+            settings |= {
+                "vllm_importance_sampling_mode": mode,
+                "vllm_importance_sampling_clip_max": CLIP_MAX,
+            }
+        trainer = build_trainer(kind, tiny_model, tmp_path, **settings)
+        return TRL(trainer, sample, rollout_correction=mode is not None)
+
+    return make
+
+
+def settings_of(loss_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same loss in TRL's settings and in ours."""
+    if loss_type == "gspo":
+        return {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "gspo"}
+    both = {"loss_type": loss_type} | ({"epsilon_high": 1.2} if loss_type == "cispo" else {})
+    return both, both
+
+
+def our_advantages(sample: Sample, scale_rewards: str) -> Tensor:
+    rewards = combine_rewards(sample.rewards, torch.tensor(REWARD_WEIGHTS))
+    return group_relative(rewards.view(-1, NUM_GENERATIONS), scale_rewards).flatten()
+
+
+def our_loss(
+    sample: Sample, advantages: Tensor, rows: slice = slice(None), **settings: Any
+) -> tuple[LossOutput, Tensor]:
+    """Loss of some rows, and its gradient with respect to all of the log-probs."""
+    logp = sample.logp.clone().requires_grad_()
+    tensors = {"old_logp": sample.old_logp[rows]} | settings
+    tensors |= {"max_completion_length": MAX_COMPLETION_LENGTH}
+    output = policy_loss(logp[rows], advantages[rows], sample.mask[rows], **tensors)
+    return output, torch.autograd.grad(output.loss, logp)[0]
+
+
+def trl_loss(trl: TRL, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logp = trl.sample.logp.clone().requires_grad_()
+    loss = trl.loss(batch, logp)
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
+def assert_same(ours: tuple[LossOutput, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(ours[0].loss.detach(), theirs[0], **close)
+    torch.testing.assert_close(ours[1], theirs[1], **close)
+    assert ours[1].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"])
+def test_grpo_losses(
+    make_trl: MakeTRL, loss_type: str, scale_rewards: str, mode: str | None
+) -> None:
+    sample = make_sample()
+    theirs, ours = settings_of(loss_type)
+    # Two iterations, so that TRL, too, keeps the old policy's log-probs.
+    trl = make_trl("grpo", sample, mode, scale_rewards=scale_rewards, num_iterations=2, **theirs)
+    batch = trl.score()
+    advantages = our_advantages(sample, scale_rewards)
+    torch.testing.assert_close(advantages, batch["advantages"], **close)
+    ours |= {
+        "rollout_logp": sample.rollout_logp,
+        "importance_sampling_mode": mode,
+        "importance_sampling_clip_max": CLIP_MAX,
+    }
+    assert_same(our_loss(sample, advantages, **ours), trl_loss(trl, batch))
+
+
+OPTIONS = [
+    {"epsilon": 0.1, "epsilon_high": 0.28},
+    {"delta": 1.4},
+    {"beta": 0.1},
+    {"epsilon_high": 0.28, "delta": 1.5, "beta": 0.3},
+    {"importance_sampling_level": "sequence", "beta": 0.1, "delta": 1.25},
+]
+
+
+@pytest.mark.parametrize("mode", [None, "token_mask", "sequence_truncate"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_options(
+    make_trl: MakeTRL, loss_type: str, options: dict[str, Any], mode: str | None
+) -> None:
+    sample = make_sample(seed=1)
+    trl = make_trl("grpo", sample, mode, loss_type=loss_type, num_iterations=2, **options)
+    ours = our_loss(
+        sample,
+        our_advantages(sample, "group"),
+        loss_type=loss_type,
+        ref_logp=sample.ref_logp,
+        rollout_logp=sample.rollout_logp,
+        importance_sampling_mode=mode,
+        importance_sampling_clip_max=CLIP_MAX,
+        **options,
+    )
+    assert_same(ours, trl_loss(trl, trl.score()))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_cispo_with_kl(make_trl: MakeTRL, level: str) -> None:
+    sample = make_sample(seed=2)
+    options = {
+        "loss_type": "cispo",
+        "epsilon_high": 1.1,
+        "beta": 0.2,
+        "importance_sampling_level": level,
+    }
+    trl = make_trl("grpo", sample, num_iterations=2, **options)
+    ours = our_loss(sample, our_advantages(sample, "group"), ref_logp=sample.ref_logp, **options)
+    assert_same(ours, trl_loss(trl, trl.score()))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "gspo"])
+def test_on_policy(make_trl: MakeTRL, loss_type: str) -> None:
+    """TRL leaves the old log-probs out when rollout and update are of one policy."""
+    sample = make_sample()
+    theirs, ours = settings_of(loss_type)
+    trl = make_trl("grpo", sample, **theirs)
+    batch = trl.score()
+    assert "old_per_token_logps" not in batch
+    advantages = our_advantages(sample, "group")
+    assert_same(our_loss(sample, advantages, old_logp=None, **ours), trl_loss(trl, batch))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_rloo(make_trl: MakeTRL, beta: float, normalize: bool) -> None:
+    sample = make_sample()
+    trl = make_trl("rloo", sample, beta=beta, normalize_advantages=normalize)
+    batch = trl.score()
+    rewards = combine_rewards(sample.rewards, torch.tensor(REWARD_WEIGHTS))
+    rewards = kl_in_reward(rewards, sample.old_logp, sample.ref_logp, sample.mask, beta=beta)
+    advantages = leave_one_out(rewards.view(-1, NUM_GENERATIONS), normalize).flatten()
+    torch.testing.assert_close(advantages, batch["advantages"], **close)
+    assert_same(our_loss(sample, advantages, loss_type="rloo"), trl_loss(trl, batch))
+
+
+NAN = torch.nan
+HARD_GROUPS = [
+    [[1.0, NAN, NAN, NAN], [NAN] * 4, [0.0, 1.0, 1.0, NAN]],
+    [[1.0] * 4, [0.0] * 4, [0.0, 0.0, 0.0, 1.0]],
+    [[3.0, NAN, NAN, NAN], [NAN] * 4, [NAN] * 4],
+    [[1e4, -1e4, 0.0, 1.0], [NAN, 1.0, 1.0, 1.0], [NAN, NAN, 2.0, 3.0]],
+]
+
+
+@pytest.mark.parametrize("rewards", HARD_GROUPS)
+def test_advantages_of_hard_groups(make_trl: MakeTRL, rewards: list[list[float]]) -> None:
+    sample = make_sample()
+    groups = torch.tensor(rewards, dtype=torch.float64)
+    sample.rewards = torch.stack([groups.flatten(), torch.full((groups.numel(),), NAN)], dim=1)
+    for scale in ("group", "batch", "none"):
+        theirs = make_trl("grpo", sample, scale_rewards=scale).score()["advantages"]
+        torch.testing.assert_close(our_advantages(sample, scale), theirs, **close)
+    for normalize in (False, True):
+        trl = make_trl("rloo", sample, beta=0.0, normalize_advantages=normalize)
+        ours = leave_one_out(groups, normalize).flatten()
+        torch.testing.assert_close(ours, trl.score()["advantages"], **close)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
+def test_wholly_masked_rows(make_trl: MakeTRL, loss_type: str) -> None:
+    sample = make_sample()
+    theirs, ours = settings_of(loss_type)
+    kind = "rloo" if loss_type == "rloo" else "grpo"
+    theirs = {"beta": 0.0} if kind == "rloo" else {**theirs, "num_iterations": 2}
+    trl = make_trl(kind, sample, mask_truncated_completions=True, **theirs)
+    batch = trl.score()
+    finished = torch.tensor(sample.lengths) < MAX_COMPLETION_LENGTH
+    assert 0 < finished.sum() < len(finished)
+    sample.mask = sample.mask & finished.unsqueeze(1)
+    assert_same(our_loss(sample, batch["advantages"], **ours), trl_loss(trl, batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({"loss_type": "dapo", "beta": 0.1, "delta": 1.4}, ["kl"]),
+        ({"loss_type": "cispo", "epsilon_high": 1.1}, ["cispo_clip_ratio"]),
+    ],
+)
+def test_metrics(make_trl: MakeTRL, options: dict[str, Any], keys: list[str]) -> None:
+    sample = make_sample(seed=3)
+    mode, prefix = "token_truncate", "sampling/importance_sampling_ratio"
+    trl = make_trl("grpo", sample, mode, num_iterations=2, **options)
+    # TRL logs the truncated ratios and we the raw ones: they agree where nothing is truncated.
+    trl.trainer.vllm_importance_sampling_clip_max = 1e9
+    trl_loss(trl, trl.score())
+    theirs = trl.metrics()
+    ours = our_loss(
+        sample,
+        our_advantages(sample, "group"),
+        ref_logp=sample.ref_logp,
+        rollout_logp=sample.rollout_logp,
+        importance_sampling_mode=mode,
+        importance_sampling_clip_max=1e9,
+        **options,
+    )[0].metrics
+    keys = keys + [f"{prefix}/{name}" for name in ("min", "mean", "max")]
+    keys += [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
+    keys += [key for key in theirs if key.startswith("clip_ratio/")]
+    for key in keys:
+        assert ours[key].item() == pytest.approx(theirs[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
+def test_sum_over_ragged_micro_batches(make_trl: MakeTRL, loss_type: str) -> None:
+    """TRL over three equal micro-batches, ours over three unequal ones, and ours in one piece."""
+    sample = make_sample(seed=4)
+    theirs, ours = settings_of(loss_type)
+    kind = "rloo" if loss_type == "rloo" else "grpo"
+    theirs = {"beta": 0.0} if kind == "rloo" else {**theirs, "num_iterations": 2}
+    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    trl = make_trl(kind, sample, **size, **theirs)
+    batch = trl.score()
+
+    step = {
+        "step_sequences": len(sample.lengths),
+        "step_tokens": sum(sample.lengths),
+        "importance_sampling_mode": None,
+        **ours,
+    }
+
+    def in_pieces(bounds: list[int]) -> tuple[Tensor, Tensor]:
+        outputs = [
+            our_loss(
+                sample, batch["advantages"], slice(a, b), **step, old_logp=sample.old_logp[a:b]
+            )
+            for a, b in pairwise(bounds)
+        ]
+        return sum(o.loss.detach() for o, _ in outputs), sum(g for _, g in outputs)
+
+    logp = sample.logp.clone().requires_grad_()
+    losses = [
+        trl.loss(part, logp[4 * i : 4 * i + 4])
+        for i, part in enumerate(split_tensor_dict(batch, 3))
+    ]
+    # RLOO's loss is divided by the number of micro-batches in transformers' `training_step`.
+    expected = sum(losses) / (3 if kind == "rloo" else 1)
+    gradient = torch.autograd.grad(expected, logp)[0]
+
+    same = [[0, 4, 8, 12]] if loss_type == "bnpo" else [[0, 4, 8, 12], [0, 5, 6, 12], [0, 12]]
+    for bounds in same:
+        total, total_gradient = in_pieces(bounds)
+        torch.testing.assert_close(total, expected.detach(), **close)
+        torch.testing.assert_close(total_gradient, gradient, **close)
+
+
+def test_model_gradients(make_trl: MakeTRL, tiny_model: str) -> None:
+    """From token ids to parameter gradients: TRL pads prompts on the left, we have none inside."""
+    sample = make_sample()
+    trl = make_trl("grpo", sample, temperature=0.7)
+    batch = trl.score()
+    del trl.trainer._get_per_token_logps_and_entropies  # the real one
+    prompts = torch.randint(4, 60, (len(sample.lengths), 3), generator=torch.Generator())
+    prompt_lengths = torch.tensor([1, 2, 3] * 4)
+    batch["prompt_mask"] = (torch.arange(3) >= 3 - prompt_lengths.unsqueeze(1)).long()
+    batch["prompt_ids"] = prompts * batch["prompt_mask"]
+    batch["advantages"] = batch["advantages"].float()
+    theirs = trl.trainer._compute_loss(trl.trainer.model, batch)
+    theirs.backward()
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    lengths = torch.tensor(sample.lengths)
+    rows = [
+        torch.cat([prompts[i, 3 - p :], batch["completion_ids"][i, :n]])
+        for i, (p, n) in enumerate(zip(prompt_lengths, lengths, strict=True))
+    ]
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    logp, entropy = completion_logprobs(
+        model, input_ids, prompt_lengths, lengths, temperature=0.7, entropy=True, chunk_tokens=7
+    )
+    ours = policy_loss(logp, batch["advantages"], sample.mask).loss
+    ours.backward()
+
+    torch.testing.assert_close(ours, theirs)
+    assert entropy is not None
+    mean_entropy = (entropy.sum() / sample.mask.sum()).item()
+    assert mean_entropy == pytest.approx(trl.metrics()["entropy"], rel=1e-5)
+    reference = dict(trl.trainer.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-4, atol=1e-6)
