@@ -3,19 +3,23 @@
 import os
 import sys
 
+# Before torch is loaded. As torchrun does: threads of several processes (trainer, reward workers)
+# that wait for each other by spinning stall each other on a machine of few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RolloutProgressBar
-from lit_rlsched.data import tasks
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.module import GRPOModule, PolicyModule, RLOOModule
+from lit_rlsched.module import PolicyModule
 
 for _package in (callbacks, engines):  # short class names resolve among what is imported
     for _name in _package.__all__:
         getattr(_package, _name)
-__all__ = ["GRPOModule", "RLOOModule", "RolloutCLI", "RolloutDataModule", "main", "tasks"]
 
 
 class RolloutCLI(LightningCLI):
@@ -34,10 +38,21 @@ class RolloutCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would let the checkpoint's hyperparameters win over the config."""
 
+    def _instantiate_trainer(self, config: dict, callbacks: list[Callback]) -> Trainer:
+        given = config["callbacks"] or []
+        given = [*(given if isinstance(given, list) else [given]), *callbacks]
+        if not any(isinstance(c, RNGState) for c in given):
+            callbacks.append(RNGState())
+        if config.get("enable_progress_bar") is not False and not any(
+            isinstance(c, ProgressBar) for c in given
+        ):
+            callbacks.append(RolloutProgressBar())
+        return super()._instantiate_trainer(config, callbacks)
+
     def after_fit(self) -> None:
         """Close W&B, which prints on exit, so that the summary is the last line."""
         if "wandb" in sys.modules:
-            sys.modules["wandb"].finish(quiet=True)
+            sys.modules["wandb"].finish()
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutLogger):
                 print(callback.summary(self.trainer), flush=True)
@@ -53,7 +68,6 @@ def main(args: ArgsType = None) -> None:
         subclass_mode_model=True,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [RNGState(), RolloutProgressBar()]},
         auto_configure_optimizers=False,
         args=args,
     )

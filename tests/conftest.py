@@ -92,3 +92,61 @@ def tiny_policy(tiny_model: str) -> PreTrainedModel:
 def make_policy() -> Callable[[str], PreTrainedModel]:
     """Load a fresh policy from a folder, for fixtures that outlive one test."""
     return load_policy
+
+
+@pytest.fixture(scope="session")
+def digits() -> Callable:
+    """A reward function: the share of digits, 1.0 where the answer stands at the front."""
+
+    def digits(prompts, completions, completion_ids, answer, **kwargs):
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [
+            1.0 if text.startswith(a) else sum(c.isdigit() for c in text) / max(1, len(text))
+            for text, a in zip(texts, answer, strict=True)
+        ]
+
+    return digits
+
+
+@pytest.fixture(scope="session")
+def sums() -> list[dict[str, str]]:
+    """A hundred prompts."""
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+@pytest.fixture
+def fit(tmp_path: Path, tiny_model: str, digits: Callable, sums: list) -> Callable:
+    """Train the tiny model for a moment; returns trainer, module and data module."""
+    from lightning import Trainer
+
+    from lit_rlsched import GRPOModule, RolloutDataModule
+    from lit_rlsched.engines import TransformersEngine
+
+    def fit(module=None, callbacks=(), trainer=None, ckpt_path=None, **data):
+        module = module or GRPOModule(tiny_model, learning_rate=1e-3)
+        settings = {
+            "train_data": sums[:80],
+            "reward_funcs": [digits],
+            "engine": TransformersEngine(),
+            "prompts_per_round": 4,
+            "num_generations": 4,
+            "max_completion_length": 24,
+            "micro_batch_tokens": 256,
+            "seed": 3,
+        }
+        datamodule = RolloutDataModule(**{**settings, **data})
+        defaults = {
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "num_sanity_val_steps": 0,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+        }
+        trainer = Trainer(callbacks=list(callbacks), **{**defaults, **(trainer or {})})
+        trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
+        return trainer, module, datamodule
+
+    return fit

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.data.source import make_prompts
@@ -32,6 +37,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 CONTEXT = 1024
+BATCH_TOKENS = 2048
 MAX_COMPLETION_LENGTH = 512
 GIVE_UP = 0.4
 """Chance that the teacher stops searching after a miss."""
@@ -94,7 +100,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         **special,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config.update(do_sample=True, **special)
+    model.generation_config = GenerationConfig(do_sample=True, **special)
     return model
 
 
@@ -120,11 +126,8 @@ def search(row: Row, rng: random.Random) -> str:
 class Demonstrations:
     """Endless batches of tokenised demonstrations, sizes mixed as in the task."""
 
-    def __init__(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerFast, batch_tokens: int, seed: int
-    ) -> None:
+    def __init__(self, rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.tokenizer = tokenizer
-        self.batch_tokens = batch_tokens
         self.rng = random.Random(seed)
         prompts = make_prompts(rows, tokenizer, max_prompt_length=CONTEXT)
         self.by_size: dict[int, list[tuple[Row, list[int]]]] = {n: [] for n in COUNTDOWN_MIX}
@@ -139,7 +142,7 @@ class Demonstrations:
             yield from map(self._collate, batches)
 
     def _bucket(self, count: int) -> list[list[tuple[list[int], int]]]:
-        """Draw demonstrations; pack those of like length up to `batch_tokens`, padding included."""
+        """Draw demonstrations; pack those of like length up to `BATCH_TOKENS`, padding included."""
         sizes = self.rng.choices(list(COUNTDOWN_MIX), list(COUNTDOWN_MIX.values()), k=count)
         drawn = [self.rng.choice(self.by_size[size]) for size in sizes]
         texts = [search(row, self.rng) + EOS for row, _ in drawn]
@@ -148,7 +151,7 @@ class Demonstrations:
         sequences = [(prompt + answer, len(prompt)) for (_, prompt), answer in pairs]
         batches: list[list[tuple[list[int], int]]] = [[]]
         for sequence in sorted(sequences, key=lambda s: len(s[0])):
-            if batches[-1] and len(sequence[0]) * (len(batches[-1]) + 1) > self.batch_tokens:
+            if batches[-1] and len(sequence[0]) * (len(batches[-1]) + 1) > BATCH_TOKENS:
                 batches.append([])
             batches[-1].append(sequence)
         return batches
@@ -226,7 +229,6 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch_tokens", type=int, default=2048)
     args = parser.parse_args()
 
     keep_heap()
@@ -236,7 +238,7 @@ def main() -> None:
     tokenizer = make_tokenizer([row["question"] for row in rows[:3000]])
     model = make_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters", flush=True)
-    train(model, Demonstrations(rows, tokenizer, args.batch_tokens, args.seed), args.steps)
+    train(model, Demonstrations(rows, tokenizer, args.seed), args.steps)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 

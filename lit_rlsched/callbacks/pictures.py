@@ -118,7 +118,7 @@ def slot_timeline(round: Round) -> Figure:
 def length_histogram(round: Round) -> Figure:
     """How long the round's completions are, on a logarithmic axis where few are far longer."""
     lengths = np.array([len(c.token_ids) for c in round.completions])
-    p50, p90, p99 = (math.ceil(q) for q in np.percentile(lengths, [50, 90, 99]))
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").tolist()
     skewed = lengths.min() > 0 and p99 > 5 * p50
     low, high = lengths.min(), max(lengths.max(), lengths.min() + 1)
     edges = np.geomspace(low, high, 41) if skewed else np.linspace(low, high, 41)

@@ -42,6 +42,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         super().__init__(refresh_rate, process_position)
         self._rollout_bar: Tqdm | None = None
         self._figures: dict[str, float] = {}
+        self._speed: dict[str, float] = {}
         self._plan: Sequence[Group] = ()
         self._done = self._tokens_before = 0
         self._shown = 0.0
@@ -79,7 +80,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         rounds = trainer.current_epoch + 1
         self._advance(trainer, pl_module, rounds)
         of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
-        figures = self.get_metrics(trainer, pl_module)
+        figures = {**self.get_metrics(trainer, pl_module), **self._speed}
         if self._round_began is not None:
             figures["seconds"] = time.monotonic() - self._round_began
         last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
@@ -89,14 +90,18 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the headline figure in sight."""
-        if (accuracy := trainer.callback_metrics.get("val/accuracy")) is not None:
+        accuracy = trainer.callback_metrics.get("val/accuracy")
+        if trainer.state.fn == "fit" and accuracy is not None:
             self._figures["val/accuracy"] = float(accuracy)
-            self._print(f"validation at step {trainer.global_step}", {"val/accuracy": accuracy})
+            self._print(
+                f"validation at step {trainer.global_step}", {"val/accuracy": float(accuracy)}
+            )
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Reward, accuracy, and what was logged with `prog_bar=True`."""
-        figures = {**self._figures, **super().get_metrics(trainer, pl_module)}
+        ours = sorted(self._figures.items())  # the reward first
+        figures: dict[str, Any] = {**dict(ours), **super().get_metrics(trainer, pl_module)}
         figures.pop("v_num", None)
         return figures
 
@@ -153,8 +158,8 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         if self._rollout_bar is not None:
             self._rollout_bar.close()
             self._rollout_bar = None
-        self._figures |= {
-            "reward": round.metrics["reward"],
+        self._figures["reward"] = round.metrics["reward"]
+        self._speed = {
             "tok/s": int(round.metrics["rollout/tokens_per_second"]),
             "bubble": round.metrics["rollout/bubble_ratio"],
         }

@@ -9,7 +9,8 @@ from lit_rlsched.data.tasks import HubDataset, PromptTask
 
 Row = dict[str, Any]
 
-Rows = str | Path | list[dict[str, Any]] | PromptTask
+# Not `dict[str, Any]`: jsonargparse (4.53) would turn the answer "2" of a row in a config into 2.
+Rows = str | Path | list[dict] | PromptTask
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
@@ -30,10 +31,10 @@ def load_rows(spec: Rows | Any, *, split: str | None = None) -> list[Row]:
         rows = spec.rows()
     elif isinstance(spec, str | Path):
         rows, name = _read(str(spec), split), str(spec)
+    elif isinstance(spec, list | tuple):
+        rows, name = list(spec), "rows"
     elif hasattr(spec, "to_list"):
         rows = spec.to_list()
-    elif isinstance(spec, Sequence):
-        rows, name = list(spec), "rows"
     else:
         raise TypeError(
             f"Cannot read prompts from a {name}. Use a path to a .jsonl, .json or "

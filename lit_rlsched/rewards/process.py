@@ -88,6 +88,8 @@ class WorkerProcess:
             [sys.executable, "-P", str(_SCRIPT), *map(str, descriptors), str(os.getpid())],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
+            # the same hash order in every worker: what walks through a set (sympy) scores the same
+            env={"PYTHONHASHSEED": "0", **os.environ},
             start_new_session=True,
         )
         theirs.close()
@@ -107,7 +109,7 @@ class WorkerProcess:
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def assign(self, batch: list[Job], is_async: list[bool]) -> None:
+    def assign(self, batch: list[Job]) -> None:
         """Send these jobs; the worker must be waiting for some."""
         message = []
         self.begun = False
@@ -116,8 +118,8 @@ class WorkerProcess:
         for job in batch:
             todo = [index for index, result in enumerate(job.results) if result is None]
             message.append((job.key, job.payload, [(index, job.timeout) for index in todo]))
-            self.calls.extend((job.key, index) for index in todo if not is_async[index])
-            self.coroutines.update((job.key, index) for index in todo if is_async[index])
+            self.calls.extend((job.key, index) for index in todo if not self.is_async[index])
+            self.coroutines.update((job.key, index) for index in todo if self.is_async[index])
         self._send(message)
         self._started(time.monotonic())
 
@@ -158,7 +160,8 @@ class WorkerProcess:
         os.close(self.lifeline)
         code = self.process.returncode
         if code is not None and code < 0:
-            return f"died of {signal.Signals(-code).name}"
+            names = {number.value: number.name for number in signal.Signals}
+            return f"died of {names.get(-code, f'signal {-code}')}"
         return f"exited with code {code}"
 
     def _started(self, stamp: float) -> None:

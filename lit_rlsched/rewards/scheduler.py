@@ -258,7 +258,7 @@ class RewardScheduler:
     def _feed(self) -> None:
         for worker in self._workers:
             if self._queue and worker.ready and not worker.busy:
-                worker.assign(self._next_batch(), self._is_async)
+                worker.assign(self._next_batch())
 
     def _next_batch(self) -> list[Job]:
         size = min(MAX_BATCH, math.ceil(len(self._queue) / len(self._workers)))
@@ -270,7 +270,7 @@ class RewardScheduler:
     def _receive(self, worker: WorkerProcess) -> None:
         try:
             kind, *message = json.loads(worker.connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # ValueError: a function wrote to our pipe
             self._replace(worker, overdue=False)
             return
         if kind == "score":

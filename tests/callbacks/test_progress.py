@@ -1,0 +1,165 @@
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import LightningDataModule, LightningModule, Trainer
+
+from lit_rlsched.callbacks import RolloutProgressBar, progress
+from lit_rlsched.rollout.round import Round
+from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+
+METRICS = {"reward": 0.5, "rollout/tokens_per_second": 1234.5, "rollout/bubble_ratio": 0.25}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Data(LightningDataModule):
+    """Stands in for the rollout data module: only its session is looked at."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(self.batches, 1))
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(3, 1))
+
+
+class Module(LightningModule):
+    """Each step of training is a round of four completions of two tokens in two slots."""
+
+    def __init__(self, bar: RolloutProgressBar) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.bar = bar
+        self.postfixes: list[str] = []
+
+    def training_step(self, batch, batch_idx):
+        self.roll_out()
+        loss = (self.weight * batch).sum()
+        self.log("loss", loss, prog_bar=True)
+        self.print("from the module")
+        return loss
+
+    def roll_out(self) -> None:
+        trainer, trace = self.trainer, RolloutTrace(2)
+        trainer.datamodule.session = SimpleNamespace(trace=trace)
+        group = Group("p@0", Prompt("p", "p", (1,)), Sampling(9), [Completion(i) for i in range(4)])
+        self.bar.on_round_start(trainer, self, [group])
+        for i, completion in enumerate(group.completions):
+            completion.token_ids = [5, 5]
+            trace.admitted(str(i), 2.0 * i)
+            trace.stepped(2.0 * i, 2.0 * i + 2, 1, 0)
+            trace.left(str(i), 2.0 * i + 2, 2)
+            self.bar.on_completion_end(trainer, self, completion)
+        self.postfixes.append(getattr(self.bar._rollout_bar, "postfix", None))
+        self.bar.on_round_end(trainer, self, Round(0, 0, [group], metrics=METRICS))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/accuracy", 0.75, prog_bar=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Let the bars take the output for a terminal, and refresh on every completion."""
+    monkeypatch.setattr(progress, "_interactive", lambda: True)
+    monkeypatch.setattr(progress, "SECONDS_PER_FRAME", 0.0)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    monkeypatch.setattr(progress, "_interactive", lambda: False)
+
+
+def fit(folder, bar: RolloutProgressBar, batches: int = 1, **settings):
+    module = Module(bar)
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[bar],
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **settings,
+    )
+    trainer.fit(module, datamodule=Data(batches))
+    return module
+
+
+def test_terminal_shows_one_bar_for_the_run(tmp_path, capsys, terminal):
+    bar = RolloutProgressBar()
+    fit(tmp_path, bar, max_epochs=3)
+    main, out = bar.train_progress_bar, capsys.readouterr().out
+    assert (main.n, main.total, main.unit) == (3, 3, "round")
+    assert "reward=0.500, val/accuracy=0.750, loss=" in main.postfix
+    assert "Epoch" not in out and re.search(r"Rounds: 100%.*3/3", out)
+    assert "Validation DataLoader 0: 100%" in out
+    assert "from the module" in out
+
+
+def test_terminal_counts_steps_where_they_end_the_run(tmp_path, capsys, terminal):
+    bar = RolloutProgressBar()
+    fit(tmp_path, bar, batches=2, max_steps=5)
+    main = bar.train_progress_bar
+    assert (main.n, main.total, main.unit) == (5, 5, "step")
+
+
+def test_rollout_bar_moves_with_completions(tmp_path, capsys, terminal):
+    module = fit(tmp_path, RolloutProgressBar(), max_epochs=1)
+    assert module.postfixes == ["tok/s=1, bubble=0.500"]  # 8 tokens in 8 s, 1 of 2 slots
+    out = capsys.readouterr().out
+    assert all(f"{n}/4" in out for n in range(5)) and "rollout" in out
+
+
+def test_log_gets_a_line_for_each_round_and_validation(tmp_path, capsys, log, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
+    fit(tmp_path, RolloutProgressBar(), max_epochs=2)
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith(("round", "validation"))]
+    assert lines[0] == "validation at step 0: val/accuracy 0.75"  # the sanity check
+    assert lines[1] == "validation at step 1: val/accuracy 0.75"
+    figures = "reward 0.5, val/accuracy 0.75, loss 1, tok/s 1234, bubble 0.25"
+    head, rest = lines[2].split(": ")
+    *shown, seconds = rest.split(", ")
+    assert (head, sorted(shown)) == ("round 1/2", sorted(figures.split(", ")))
+    assert re.fullmatch(r"seconds [\d.e-]+", seconds)
+    assert lines[4].startswith("round 2/2: ")
+    assert "\r" not in out and "from the module" in out
+
+
+def test_log_of_quick_rounds_is_short(tmp_path, capsys, log):
+    fit(tmp_path, RolloutProgressBar(), max_epochs=20, limit_val_batches=0)
+    rounds = re.findall(r"^round (\d+)/20", capsys.readouterr().out, re.MULTILINE)
+    assert rounds[0] == "1" and rounds[-1] == "20" and len(rounds) < 10
+
+
+def test_log_of_a_long_rollout_shows_that_it_moves(tmp_path, capsys, log, monkeypatch):
+    clock = iter(range(0, 10**6, 20))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    bar, trainer = RolloutProgressBar(), SimpleNamespace(datamodule=SimpleNamespace())
+    Module.roll_out(SimpleNamespace(bar=bar, trainer=trainer, postfixes=[]))
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["  rollout 2/4: tok/s 1, bubble 0.5", "  rollout 4/4: tok/s 1, bubble 0.5"]
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_refresh_rate_zero_is_silent(tmp_path, capsys, monkeypatch, interactive):
+    monkeypatch.setattr(progress, "_interactive", lambda: interactive)
+    fit(tmp_path, RolloutProgressBar(refresh_rate=0), max_epochs=1)
+    out = capsys.readouterr().out
+    assert "round" not in out.lower() and "rollout" not in out
+
+
+def test_validate_alone_shows_lightnings_bar(tmp_path, capsys, terminal):
+    bar = RolloutProgressBar()
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, callbacks=[bar])
+    trainer.validate(Module(bar), torch.utils.data.DataLoader(torch.ones(3, 1)))
+    assert "Validation DataLoader 0: 100%" in capsys.readouterr().out

@@ -1,0 +1,457 @@
+import io
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from matplotlib.figure import Figure
+
+from lit_rlsched.callbacks import RolloutLogger, pictures
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.rollout.round import Round
+from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+
+LIMIT = 40
+
+
+def make_round(number: int = 0, prompts: int = 3, size: int = 4, slots: int = 5, seed: int = 0):
+    """A round on a clock of one second a step."""
+    rng = random.Random(f"{seed}/{number}")
+    groups = [
+        Group(
+            f"p{p}@0",
+            Prompt(f"p{p}", f"prompt {p}", (1, 2)),
+            Sampling(LIMIT),
+            [make_completion(i, min(LIMIT, rng.randint(1, 60))) for i in range(size)],
+        )
+        for p in range(prompts)
+    ]
+    trace = make_trace(groups, slots)
+    metrics = {"reward": 0.1 * number, "rollout/bubble_ratio": trace.bubble_ratio}
+    return Round(number=number, version=2 * number, groups=groups, trace=trace, metrics=metrics)
+
+
+def make_completion(index: int, length: int) -> Completion:
+    return Completion(
+        index,
+        token_ids=[5] * length,
+        logprobs=[-1.0] * length,
+        finish_reason="length" if length == LIMIT else "stop",
+        text=f"text {index}",
+        scores=[1.0, None],
+        advantage=0.5 if index else float("nan"),
+    )
+
+
+def make_trace(groups: list[Group], slots: int) -> RolloutTrace:
+    trace = RolloutTrace(slots)
+    lengths = {f"{g.id}/{c.index}": len(c.token_ids) for g in groups for c in g.completions}
+    waiting, left, now = list(lengths), {}, 0.0
+    while waiting or left:
+        while waiting and len(left) < slots:
+            left[waiting[0]] = lengths[waiting[0]]
+            trace.admitted(waiting.pop(0), now)
+        trace.stepped(now, now + 1, len(left), 0)
+        now += 1
+        left = {name: n - 1 for name, n in left.items()}
+        for name in [name for name, n in left.items() if n == 0]:
+            trace.left(name, now, lengths[name])
+            del left[name]
+    return trace
+
+
+def make_trainer(folder: Path, *loggers):
+    """What the callback asks a Trainer for, so that no engine is needed."""
+    datamodule = RolloutDataModule.__new__(RolloutDataModule)
+    datamodule.rewards = SimpleNamespace(names=["accuracy", "format"])
+    datamodule.counters = {"num_completions": 24}
+    return SimpleNamespace(
+        default_root_dir=str(folder),
+        datamodule=datamodule,
+        loggers=list(loggers),
+        is_global_zero=True,
+        fast_dev_run=False,
+        sanity_checking=False,
+        callback_metrics={},
+        state=SimpleNamespace(fn="fit"),
+        global_step=0,
+    )
+
+
+def run(callback: RolloutLogger, trainer, rounds) -> None:
+    callback.setup(trainer, None, "fit")
+    for number in rounds:
+        callback.on_round_end(trainer, None, make_round(number))
+
+
+def read_rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "completions.jsonl").open()]
+
+
+# Completions.
+
+
+def test_rows_have_trls_columns_and_whole_groups(tmp_path):
+    run(RolloutLogger(num_completions=8), make_trainer(tmp_path), [0, 1])
+    rows = read_rows(tmp_path)
+    assert [*rows[0]] == [
+        *("step", "prompt", "completion", "accuracy", "format", "advantage"),
+        *("completion_length", "finish_reason", "round"),
+    ]
+    assert [r["prompt"] for r in rows] == 2 * (["prompt 0"] * 4 + ["prompt 1"] * 4)
+    assert [r["round"] for r in rows] == [0] * 8 + [1] * 8
+    assert rows[9] == {
+        "step": 2,
+        "prompt": "prompt 0",
+        "completion": "text 1",
+        "accuracy": 1.0,
+        "format": None,
+        "advantage": 0.5,
+        "completion_length": len(make_round(1).completions[1].token_ids),
+        "finish_reason": make_round(1).completions[1].finish_reason,
+        "round": 1,
+    }
+    assert rows[0]["advantage"] is None  # NaN is not JSON
+
+
+def test_chat_messages_become_text(tmp_path):
+    round = make_round()
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi\u2028there"},
+    ]
+    round.groups[0].prompt = Prompt("p0", chat, (1,))
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    callback.setup(trainer, None, "fit")
+    callback.on_round_end(trainer, None, round)
+    assert read_rows(tmp_path)[0]["prompt"] == "system: Be brief.\nuser: Hi\u2028there"
+
+
+def test_resumed_run_replaces_the_rounds_it_redoes(tmp_path):
+    first = RolloutLogger(num_completions=4)
+    run(first, make_trainer(tmp_path), [0, 1])
+    state = first.state_dict()  # the checkpoint
+    whole = (tmp_path / "completions.jsonl").read_text()
+    run(first, make_trainer(tmp_path), [2, 3])
+    with (tmp_path / "completions.jsonl").open("a") as file:
+        file.write('{"step": 8, "prom')  # killed while it wrote
+
+    resumed = RolloutLogger(num_completions=4)
+    resumed.load_state_dict(state)
+    run(resumed, make_trainer(tmp_path), [2, 3, 4])
+    assert (tmp_path / "completions.jsonl").read_text().startswith(whole)
+    assert [r["round"] for r in read_rows(tmp_path)] == [n for n in range(5) for _ in range(4)]
+    assert [r["round"] for r in resumed.rounds] == [0, 1, 2, 3, 4]
+
+
+def test_resumed_run_drops_later_rows_though_it_writes_fewer(tmp_path):
+    run(RolloutLogger(num_completions=1), make_trainer(tmp_path), range(6))
+    run(RolloutLogger(num_completions=1, every_n_rounds=4), make_trainer(tmp_path), range(3, 9))
+    assert [r["round"] for r in read_rows(tmp_path)] == [0, 1, 2, 4, 8]
+
+
+def test_new_run_starts_a_new_file(tmp_path):
+    (tmp_path / "completions.jsonl").write_text("not ours")
+    run(RolloutLogger(num_completions=1), make_trainer(tmp_path), [0])
+    assert [r["round"] for r in read_rows(tmp_path)] == [0]
+
+
+def test_writes_nothing_on_fast_dev_run_and_other_ranks(tmp_path):
+    for change in ({"fast_dev_run": 1}, {"is_global_zero": False}):
+        trainer = make_trainer(tmp_path)
+        vars(trainer).update(change)
+        run(RolloutLogger(), trainer, [0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_traces_are_kept_as_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run(RolloutLogger(save_trace=True), make_trainer(tmp_path), [7])
+    spans = parquet.read_table(tmp_path / "traces" / "round_00007_spans.parquet")
+    assert spans.num_rows == 12
+    steps = parquet.read_table(tmp_path / "traces" / "round_00007_steps.parquet")
+    assert steps.num_rows == make_round(7).trace.decode_steps
+
+
+# Loggers.
+
+
+def test_wandb_gets_each_rounds_rows_and_the_pictures(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    logger = WandbLogger(save_dir=tmp_path, project="test", offline=True)
+    trainer = make_trainer(tmp_path, logger)
+    callback = RolloutLogger(num_completions=4, pictures_every_n_rounds=2)
+    run(callback, trainer, [0, 1, 2])
+    assert callback._tables[logger.experiment].log_mode == "INCREMENTAL"
+    folder = Path(logger.experiment.dir)
+    wandb.finish()
+    tables = [json.loads(p.read_text()) for p in folder.glob("media/table/*.table.json")]
+    steps = sorted(tuple(row[0] for row in table["data"]) for table in tables)
+    assert steps == [(0,) * 4, (2,) * 4, (4,) * 4]  # rows are sent once, and all of them stay
+    assert tables[0]["columns"] == [*read_rows(tmp_path)[0]]
+    images = sorted(p.name.split("_")[0] for p in folder.glob("media/images/pictures/*.png"))
+    assert images == ["learning", "lengths", "timeline"]
+
+
+def test_tensorboard_gets_the_pictures(tmp_path):
+    shown = {}
+
+    class Board(TensorBoardLogger):
+        def __init__(self) -> None:
+            pass  # tensorboard need not be installed
+
+        @property
+        def experiment(self):
+            return SimpleNamespace(
+                add_figure=lambda name, figure, step: shown.update({name: figure})
+            )
+
+    run(RolloutLogger(pictures_every_n_rounds=1), make_trainer(tmp_path, Board()), [0])
+    assert sorted(shown) == ["pictures/learning", "pictures/lengths", "pictures/timeline"]
+    assert all(isinstance(figure, Figure) for figure in shown.values())
+
+
+def test_pictures_are_drawn_at_the_end_and_without_a_trace(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    callback.setup(trainer, None, "fit")
+    round = make_round()
+    round.trace = None
+    callback.on_round_end(trainer, None, round)
+    assert not list(tmp_path.glob("*.png"))
+    callback.on_fit_end(trainer, None)
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["learning.png", "lengths.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
+
+
+# Summary.
+
+
+def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path / "quickstart")
+    run(callback, trainer, [0, 1])
+    callback.validations = [{"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))]
+    callback._seconds, callback._started = 213.7, None
+    assert callback.summary(trainer) == (
+        "quickstart: held-out accuracy 0.39 -> 0.86 (2 rounds, 24 completions, 214 s); "
+        f"pictures and metrics in {tmp_path / 'quickstart'}"
+    )
+
+
+def test_summary_without_validation_and_without_rounds(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    assert ": nothing trained (0 rounds" in callback.summary(trainer)
+    run(callback, trainer, [0, 1, 2])
+    assert ": reward 0.00 -> 0.20 (3 rounds" in callback.summary(trainer)
+
+
+def test_time_adds_up_over_resumes(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    first, trainer = RolloutLogger(), make_trainer(tmp_path)
+    first.setup(trainer, None, "fit")
+    now[0] += 7
+    state = first.state_dict()
+    now[0] += 1000  # killed; what came after the checkpoint is done again
+    resumed = RolloutLogger()
+    resumed.setup(trainer, None, "fit")
+    resumed.load_state_dict(state)
+    now[0] += 3
+    resumed.on_fit_end(trainer, None)
+    now[0] += 50
+    assert resumed.seconds == 10
+
+
+# With Lightning.
+
+
+class Module(LightningModule):
+    """Logs accuracy 0.5 before training, then 0.6, 0.7, ... as the package's modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch, batch_idx):
+        return (self.weight * batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        accuracy = 0.5 + 0.1 * self.global_step
+        if self.trainer.sanity_checking:
+            self.trainer.callback_metrics["val/accuracy"] = torch.tensor(accuracy)
+        else:
+            self.log("val/accuracy", accuracy)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    folder: Path, callback: RolloutLogger, epochs: int, ckpt: str | None = None, sanity: int = -1
+):
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_epochs=epochs,
+        num_sanity_val_steps=sanity,
+        logger=False,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.utils.data.DataLoader(torch.ones(2, 1), batch_size=2)
+    held_out = torch.utils.data.DataLoader(torch.ones(3, 1), batch_size=1)
+    trainer.fit(Module(), data, held_out, ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.fixture
+def no_rollouts(monkeypatch):
+    """Let the callback run where there is no rollout data module."""
+    monkeypatch.setattr(
+        "lit_rlsched.callbacks.rollout_logger.rollout_datamodule", lambda trainer, callback: None
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_validations_are_kept_from_the_baseline_on_and_over_a_resume(tmp_path, no_rollouts):
+    callback = RolloutLogger()
+    trainer = fit(tmp_path, callback, epochs=2)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = RolloutLogger()
+    fit(tmp_path, resumed, epochs=3, ckpt=str(tmp_path / "run.ckpt"))
+    assert [v["step"] for v in resumed.validations] == [0, 1, 2, 3]
+    accuracies = [v["val/accuracy"] for v in resumed.validations]
+    assert accuracies == pytest.approx([0.5, 0.6, 0.7, 0.8])
+    assert resumed.seconds > callback.seconds > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sanity_check_on_a_part_is_no_baseline(tmp_path, no_rollouts):
+    callback = RolloutLogger()
+    fit(tmp_path, callback, epochs=1, sanity=2)
+    assert [v["step"] for v in callback.validations] == [1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_refuses_data_without_rollouts(tmp_path):
+    with pytest.raises(MisconfigurationException, match="RolloutLogger"):
+        fit(tmp_path, RolloutLogger(), epochs=1)
+
+
+@pytest.mark.parametrize("name", ["every_n_rounds", "pictures_every_n_rounds"])
+def test_refuses_numbers_out_of_range(name):
+    with pytest.raises(ValueError, match=name):
+        RolloutLogger(**{name: 0})
+
+
+# Pictures.
+
+
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def test_learning_curve_shows_every_curve():
+    rounds = [{"step": i, "reward": 0.01 * i} for i in range(40)]
+    validations = [
+        {"step": s, "val/mean@4": 0.3 + s / 100, "val/greedy_accuracy": 0.4, "val/accuracy": 0.3}
+        for s in (0, 20, 40)
+    ]
+    figure = pictures.learning_curve(rounds, validations)
+    accuracy, reward = figure.axes
+    curves = {line.get_label(): line for line in accuracy.lines}
+    assert sorted(curves) == ["greedy", "sampled (mean@4)"]
+    assert list(curves["sampled (mean@4)"].get_xdata()) == [0, 20, 40]
+    assert accuracy.get_title(loc="left") == "Held-out accuracy: 0.30 to 0.70"
+    points, mean = reward.lines
+    assert len(points.get_xdata()) == 40 and mean.get_label() == "mean of 5 rounds"
+    assert mean.get_ydata()[10] == pytest.approx(0.10)
+    assert len(png(figure)) > 10_000
+
+
+def test_learning_curve_without_validation_or_with_a_round_without_reward():
+    rounds = [{"step": 0, "reward": math.nan}, {"step": 1, "reward": 0.5}]
+    (axes,) = pictures.learning_curve(rounds, [{"step": 0, "val/loss": 1.0}]).axes
+    assert list(axes.lines[0].get_xdata()) == [1]
+    assert png(pictures.learning_curve([{"step": 0, "reward": math.nan}], []))
+
+
+def test_timeline_has_a_bar_for_each_completion():
+    round = make_round(prompts=6)
+    del round.groups[-1]  # its completions were aborted, so to speak: not in the round
+    figure = pictures.slot_timeline(round)
+    slots, count = figure.axes
+    bars = [path for group in slots.collections for path in group.get_paths()]
+    assert len(bars) == 24
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[-1] == "not finished (4)" and sum(int(x.split("(")[1][:-1]) for x in labels) == 24
+    trace = round.trace
+    ends = {max(path.vertices[:, 0]) for path in bars}
+    assert max(ends) == trace.seconds == count.get_xlim()[1]
+    title = (
+        f"24 completions, Q = 5 slots, {trace.seconds:.3g} s, bubble ratio {trace.bubble_ratio:.2f}"
+    )
+    assert title in slots.get_title(loc="left")
+    assert len(png(figure)) > 10_000
+
+
+def test_timeline_needs_a_trace():
+    round = make_round(3)
+    round.trace = None
+    with pytest.raises(ValueError, match="Round 3 has no trace"):
+        pictures.slot_timeline(round)
+
+
+def histogram_of(lengths: list[int], limit: int = 10**6) -> Figure:
+    completions = [make_completion(i, n) for i, n in enumerate(lengths)]
+    for completion in completions:
+        cut = len(completion.token_ids) >= limit
+        completion.finish_reason = "length" if cut else "stop"
+    prompt = Prompt("p", "p", (1,))
+    return pictures.length_histogram(
+        Round(0, 0, [Group("p", prompt, Sampling(limit), completions)])
+    )
+
+
+def test_histogram_counts_all_and_marks_percentiles():
+    figure = histogram_of([*range(1, 101)], limit=100)
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "linear"
+    assert max(bar.get_y() + bar.get_height() for bar in axes.patches) >= 2
+    assert sum(bar.get_height() for bar in axes.patches) == 100
+    assert [t.get_text() for t in axes.texts] == ["p50 = 50", "p90 = 90", "p99 = 99"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["ended by itself (99)", "cut at the limit (1)"]
+    assert len(png(figure)) > 5_000
+
+
+def test_histogram_is_logarithmic_where_lengths_are_skewed():
+    (axes,) = histogram_of([10] * 89 + [200] * 5 + [1000] * 6).axes
+    assert axes.get_xscale() == "log"
+    assert [t.get_text() for t in axes.texts] == ["p50 = 10", "p90 = 200", "p99 = 1000"]
+
+
+def test_histogram_of_one_length_and_of_none():
+    assert [t.get_text() for t in histogram_of([7] * 4).axes[0].texts] == ["p50, p90, p99 = 7"]
+    assert png(histogram_of([0, 0]))
+
+
+def test_pictures_leave_no_global_figure_behind():
+    import matplotlib as mpl
+    from matplotlib import pyplot
+
+    before = dict(mpl.rcParams)
+    png(pictures.slot_timeline(make_round()))
+    assert not pyplot.get_fignums() and dict(mpl.rcParams) == before

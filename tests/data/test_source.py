@@ -1,0 +1,312 @@
+import json
+import warnings
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import datasets
+import jsonargparse
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from lit_rlsched.data.source import PromptSource, Rows, load_rows, make_prompts, unique_rows
+from lit_rlsched.data.tasks import Countdown, HubDataset, PromptTask
+from lit_rlsched.rollout.types import Prompt
+
+Tokenizer = Any
+
+ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}]
+
+
+class Fixed(PromptTask):
+    def rows(self) -> list[dict[str, Any]]:
+        return ROWS
+
+
+@pytest.fixture
+def tokenizer(tiny_model: str) -> Tokenizer:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", str(i), (i,)) for i in range(count)]
+
+
+def written(tmp_path: Path, kind: str) -> Any:
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    elif kind == "saved":
+        datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
+    elif kind == "saved splits":
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(path))
+    elif kind == "dataset":
+        return datasets.Dataset.from_list(ROWS)
+    elif kind == "list":
+        return ROWS
+    else:
+        return Fixed()
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "parquet", "saved", "saved splits", "dataset", "list", "task"]
+)
+def test_every_container_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    assert load_rows(written(tmp_path, kind)) == ROWS
+
+
+def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> datasets.Dataset:
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list([{"question": "1+1"}, {"question": "2"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = load_rows(HubDataset("openai/gsm8k", "main", "test[:2]", prompt_column="question"))
+    assert [row["prompt"] for row in rows] == ["1+1", "2"]
+    for spec, split in [("org/name", None), ("org/name:test", None), ("org/name", "val")]:
+        with pytest.raises(ValueError, match="no column `prompt`"):
+            load_rows(spec, split=split)
+    assert asked[1:] == [("org/name", None, s) for s in ("train", "test", "val")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"prompt": "a"}\n{"question": "b"}',
+            r"bad\.jsonl`, row 1 .*no column `prompt`.*question",
+        ),
+        ('{"prompt": "a"}\n{', r"bad\.jsonl`, line 2 is not JSON"),
+        ('{"prompt": " "}', r"bad\.jsonl`, row 0 .*empty `prompt`"),
+        ('{"prompt": []}', r"row 0 .*empty `prompt`"),
+        ('{"prompt": 3}', r"row 0 .*neither a string nor chat messages"),
+        ('{"prompt": [{"role": "user"}]}', r"row 0 .*`role` and `content`"),
+        ("3", "row 0 .*must be a dict"),
+        ("", r"bad\.jsonl` is empty"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_rows(path)
+
+
+def test_bad_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing\.parquet"):
+        load_rows(tmp_path / "missing.parquet")
+    with pytest.raises(ValueError, match=r"x\.csv` does not exist"):
+        load_rows(str(tmp_path / "x.csv"))
+    with pytest.raises(ValueError, match=r"not one that `datasets.save_to_disk` wrote"):
+        load_rows(tmp_path)
+    (tmp_path / "rows.json").write_text('{"prompt": "a"}')
+    with pytest.raises(ValueError, match="It must hold a list of rows"):
+        load_rows(tmp_path / "rows.json")
+    with pytest.raises(ValueError, match=r"has no split `test`. It has \['train'\]"):
+        load_rows(written(tmp_path, "saved splits"), split="test")
+    with pytest.raises(TypeError, match="Cannot read prompts from a int"):
+        load_rows(3)
+
+
+def test_jsonargparse_reads_every_kind_of_rows() -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--data", type=Rows)
+    assert parser.parse_args(["--data", "org/name:test"]).data == "org/name:test"
+    assert parser.parse_object({"data": deepcopy(ROWS)}).data == ROWS
+    task = {"class_path": "Countdown", "init_args": {"split": "heldout", "numbers": {3: 1.0}}}
+    built = parser.instantiate_classes(parser.parse_object({"data": task})).data
+    assert isinstance(built, Countdown)
+    assert (built.split, built.size, built.numbers) == ("heldout", 4000, {3: 1.0})
+
+
+def test_strings_and_chats_are_tokenised_as_trl_does(tokenizer: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "2+2"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+1", "uid": 7, "answer": "2"},
+        {"prompt": chat},
+        {"prompt": "x"},
+    ]
+    string, messages, _ = make_prompts(rows, tokenizer, max_prompt_length=64)
+    assert (string.uid, string.text, string.columns) == ("7", "1+1", {"answer": "2"})
+    assert list(string.token_ids) == tokenizer(text=["1+1"])["input_ids"][0]
+    assert tokenizer.decode(messages.token_ids) == "user: 2+2\nassistant: "
+    assert messages.text == chat
+
+
+def test_special_tokens_of_the_tokenizer_are_kept(tokenizer: Tokenizer) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", None, bos)
+    (prompt,) = make_prompts([{"prompt": "a"}], tokenizer, max_prompt_length=2)
+    assert prompt.token_ids[0] == tokenizer.bos_token_id
+
+
+def test_template_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if think %} think{% endif %}"
+    rows = [{"prompt": [{"role": "user", "content": "a"}]}]
+    (prompt,) = make_prompts(
+        rows, tokenizer, max_prompt_length=64, chat_template_kwargs={"think": True}
+    )
+    assert tokenizer.decode(prompt.token_ids) == "a think"
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        make_prompts(rows, tokenizer, max_prompt_length=64)
+
+
+def test_each_text_is_tokenised_once(tokenizer: Tokenizer) -> None:
+    seen: list[str] = []
+
+    def spy(text: list[str]) -> Any:
+        seen.extend(text)
+        return tokenizer(text=text)
+
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "2"}, {"prompt": "b"}]
+    one, two, _ = make_prompts(rows, spy, max_prompt_length=64)
+    assert seen == ["a", "b"]
+    assert one.uid != two.uid
+    assert one.token_ids is two.token_ids
+
+
+def test_equal_rows_are_kept_once_and_counted(tokenizer: Tokenizer) -> None:
+    rows = [*ROWS, ROWS[0], {**ROWS[0], "answer": "11"}, {"answer": "4", "prompt": "2+2"}]
+    assert unique_rows(rows)[1] == [2, 4]
+    with pytest.warns(UserWarning, match=r"2 of 5 rows .*row 2: '1\+1'"):
+        prompts = make_prompts(rows, tokenizer, max_prompt_length=64)
+    assert [(p.text, p.columns["answer"]) for p in prompts] == [
+        ("1+1", "2"), ("2+2", "4"), ("1+1", "11"),
+    ]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_prompts(ROWS, tokenizer, max_prompt_length=64)
+
+
+def test_a_row_keeps_its_name_in_other_company(tokenizer: Tokenizer) -> None:
+    alone = make_prompts(ROWS[:1], tokenizer, max_prompt_length=64)[0].uid
+    more = make_prompts([{"prompt": "1+1"}, *ROWS[::-1]], tokenizer, max_prompt_length=64)
+    assert alone == more[2].uid == "47a205f4b3752022"
+
+
+def test_a_uid_twice_is_refused(tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "a", "uid": "q1"}, {"prompt": "b"}, {"prompt": "a", "uid": "q1"}]
+    with pytest.raises(ValueError, match="Rows 0 and 2 have the same `uid` 'q1'"):
+        make_prompts(rows, tokenizer, max_prompt_length=64)
+
+
+def test_a_row_without_a_stable_name_is_refused(tokenizer: Tokenizer) -> None:
+    row = {"prompt": "a", "checker": object()}
+    with pytest.raises(ValueError, match=r"Row 0 has a object in its columns.*Add a column `uid`"):
+        make_prompts([row], tokenizer, max_prompt_length=64)
+    assert make_prompts([row | {"uid": "a"}], tokenizer, max_prompt_length=64)
+
+
+def test_long_and_empty_prompts_are_refused_and_never_cut(tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "abc"}, {"prompt": "abcde", "uid": "five"}, {"prompt": "abcdefg"}]
+    message = r"row 1 \(uid five\) has 5 tokens.*`max_prompt_length=4`.*2 of 3 .*longest with 7"
+    with pytest.raises(ValueError, match=message):
+        make_prompts(rows, tokenizer, max_prompt_length=4)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    prompts = make_prompts(rows, tokenizer, max_prompt_length=7)
+    assert [len(prompt.token_ids) for prompt in prompts] == [3, 5, 7]
+    tokenizer.chat_template = "{# nothing #}"
+    chats = [{"prompt": [{"role": "user", "content": "a"}]}]
+    with pytest.raises(ValueError, match=r"row 0 .* has no tokens"):
+        make_prompts(chats, tokenizer, max_prompt_length=7)
+
+
+@given(
+    size=st.integers(1, 12),
+    draws=st.lists(st.floats(0, 1), max_size=20),
+    stop=st.integers(0, 20),
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
+)
+def test_draws_conserve_prompts_and_resume_where_they_stopped(
+    size: int, draws: list[float], stop: int, seed: int, shuffle: bool
+) -> None:
+    source = PromptSource(prompts_of(size), seed, shuffle)
+    counts = [round(share * size) for share in draws]
+    seen = []
+    for turn, count in enumerate(counts):
+        if turn == stop:
+            state = json.loads(json.dumps(source.state_dict()))
+            source = PromptSource(prompts_of(size), seed, shuffle)
+            source.load_state_dict(state)
+        drawn = source.draw(count)
+        assert len({draw.prompt.uid for draw in drawn}) == len(drawn) == count
+        seen += drawn
+
+    never_stopped = PromptSource(prompts_of(size), seed, shuffle)
+    assert [draw for count in counts for draw in never_stopped.draw(count)] == seen
+    assert len({draw.key for draw in seen}) == len(seen)
+    per_pass = Counter(draw.epoch for draw in seen)
+    assert all(per_pass[epoch] == size for epoch in range(source.epoch))
+    assert set(per_pass) <= set(range(source.epoch + 1))
+    assert [draw.epoch for draw in seen] == sorted(draw.epoch for draw in seen)
+
+
+def test_a_draw_over_the_end_of_a_pass_by_hand() -> None:
+    source = PromptSource(prompts_of(4), seed=0, shuffle=False)
+    keys = [[draw.key for draw in source.draw(3)] for _ in range(4)]
+    assert keys == [
+        ["p0@0", "p1@0", "p2@0"],
+        ["p3@0", "p0@1", "p1@1"],
+        ["p2@1", "p3@1", "p0@2"],
+        ["p1@2", "p2@2", "p3@2"],
+    ]
+    source = PromptSource(prompts_of(3), seed=0, shuffle=False)
+    source.draw(2)
+    source.load_state_dict(source.state_dict() | {"offset": 1, "deferred": [0]})
+    assert [draw.key for draw in source.draw(3)] == ["p0@0", "p1@0", "p2@0"]
+
+
+def test_each_pass_has_its_own_order_fixed_by_the_seed() -> None:
+    source = PromptSource(prompts_of(50), seed=3)
+    orders = [[draw.prompt.uid for draw in source.draw(50)] for _ in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert PromptSource(prompts_of(6), seed=0).order(1).tolist() == [4, 0, 3, 2, 5, 1]
+    assert orders[0] != [draw.prompt.uid for draw in PromptSource(prompts_of(50), 4).draw(50)]
+
+
+def test_the_state_is_small_and_plain() -> None:
+    source = PromptSource(prompts_of(1000), seed=0)
+    source.draw(999)
+    source.draw(999)
+    state = source.state_dict()
+    assert set(state) == {"epoch", "offset", "deferred", "seed", "shuffle", "fingerprint"}
+    assert (state["epoch"], len(state["deferred"])) in {(1, 0), (1, 1)}
+
+
+def test_more_than_there_are_is_refused() -> None:
+    source = PromptSource(prompts_of(3), seed=0)
+    with pytest.raises(ValueError, match=r"`prompts_per_round=4`.*Use 3 or less"):
+        source.draw(4)
+    assert source.draw(0) == []
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptSource([], seed=0)
+    with pytest.raises(ValueError, match="same uid"):
+        PromptSource(prompts_of(2) * 2, seed=0)
+
+
+def test_a_position_in_other_prompts_or_another_order_is_refused() -> None:
+    state = PromptSource(prompts_of(3), seed=0).state_dict()
+    for other in (prompts_of(4), prompts_of(3)[::-1]):
+        with pytest.raises(ValueError, match="another data set"):
+            PromptSource(other, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="`seed=0`, this run has `seed=1`"):
+        PromptSource(prompts_of(3), seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="`shuffle=True`, this run has `shuffle=False`"):
+        PromptSource(prompts_of(3), seed=0, shuffle=False).load_state_dict(state)

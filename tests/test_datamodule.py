@@ -1,0 +1,265 @@
+import math
+
+import pytest
+import torch
+from lightning import Callback
+
+from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
+
+
+class Recorder(RolloutCallback):
+    """Writes down which hooks fired, and keeps the rounds."""
+
+    def __init__(self):
+        self.calls, self.rounds, self.steps = [], [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.calls.append("epoch")
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self.calls.append(f"start {len(plan)}")
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        self.calls.append("completion")
+
+    def on_group_end(self, trainer, pl_module, group):
+        self.calls.append("group")
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.calls.append("end")
+        self.rounds.append(round)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.calls.append("step")
+        self.steps.append(batch)
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_one_epoch_is_one_round(fit):
+    recorder = Recorder()
+    trainer, _, data = fit(
+        callbacks=[recorder], steps_per_round=2, num_iterations=2, trainer={"max_epochs": 3}
+    )
+    one = ["epoch", "start 4", *["completion"] * 16, *["group"] * 4, "end", *["step"] * 4]
+    assert [c for c in recorder.calls if c not in ("completion", "group")] == [
+        c for c in one * 3 if c not in ("completion", "group")
+    ]
+    assert recorder.calls.count("completion") == 48 and recorder.calls.count("group") == 12
+    assert trainer.global_step == 12
+    assert [r.number for r in recorder.rounds] == [0, 1, 2]
+    assert [r.version for r in recorder.rounds] == [0, 4, 8]
+    assert data.counters["num_completions"] == 48
+
+
+def test_every_trained_token_is_on_policy(fit):
+    recorder = Recorder()
+    fit(callbacks=[recorder], trainer={"max_epochs": 3})
+    for round in recorder.rounds:
+        for completion in round.completions:
+            assert completion.version_spans == [(round.version, len(completion.token_ids))]
+
+
+def test_every_prompt_once_before_any_twice(fit):
+    recorder = Recorder()
+    fit(callbacks=[recorder], prompts_per_round=20, num_generations=2, trainer={"max_epochs": 5})
+    uids = [g.prompt.uid for r in recorder.rounds for g in r.groups]
+    assert len(set(uids[:80])) == 80  # the data set, once through
+    assert set(uids[80:]) <= set(uids[:80])
+
+
+@pytest.mark.parametrize("setting", [{"slots": 1}, {"slots": 3, "refill": "rounds"}, {"slots": 7}])
+def test_slots_change_nothing_that_is_learned(fit, setting):
+    recorder, plain, double = Recorder(), Recorder(), {"precision": "64-true"}
+    _, module, _ = fit(callbacks=[recorder, MicroGroupSampling(**setting)], trainer=double)
+    _, reference, _ = fit(callbacks=[plain], trainer=double)
+    for a, b in zip(recorder.rounds, plain.rounds, strict=True):
+        assert [c.token_ids for c in a.completions] == [c.token_ids for c in b.completions]
+        assert [c.advantage for c in a.completions] == [c.advantage for c in b.completions]
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-9)
+    assert max(recorder.rounds[0].trace.steps["running"]) == setting["slots"]
+
+
+def test_slots_from_a_memory_budget(fit):
+    recorder = Recorder()
+    # 2 layers, 1 head of 32, keys and values, fp32: 512 bytes a token; 4 + 24 tokens a completion
+    fit(callbacks=[recorder, MicroGroupSampling(memory_budget=3 * 512 * 28)])
+    assert recorder.rounds[0].metrics["rollout/peak_running"] == 3
+
+
+def test_figures_of_a_round(fit):
+    recorder = Recorder()
+    fit(callbacks=[recorder, MicroGroupSampling(slots=4)], num_iterations=2)
+    round = recorder.rounds[0]
+    lengths = [len(c.token_ids) for c in round.completions]
+    rewards = torch.tensor([c.scores[0] for c in round.completions]).view(4, 4)
+    figures = round.metrics
+    assert figures["completions/mean_length"] == sum(lengths) / 16
+    assert figures["completions/max_length"] == max(lengths)
+    assert figures["reward"] == pytest.approx(rewards.mean().item())
+    assert figures["reward_std"] == pytest.approx(rewards.std(1).mean().item())
+    assert figures["rewards/digits/mean"] == pytest.approx(rewards.mean().item())
+    assert figures["rollout/tokens"] == sum(lengths)
+    assert figures["rollout/slot_steps"] == 4 * figures["rollout/decode_steps"]
+    assert 0 < figures["rollout/bubble_ratio"] < 1
+    assert 0 <= figures["batch/pad_frac"] < 0.3
+    assert figures["rollout/trained_over_drawn_length"] == 1.0
+    assert figures["sync/max_logp_diff"] < 1e-4
+
+
+def test_log_probs_of_the_trainer_are_taken_before_the_first_step(fit, tiny_model, make_policy):
+    recorder = Recorder()
+    fit(callbacks=[recorder], num_iterations=2)
+    for completion in recorder.rounds[0].completions:
+        torch.testing.assert_close(
+            torch.tensor(completion.old_logprobs), torch.tensor(completion.logprobs), atol=1e-5, rtol=0
+        )
+    recorder = Recorder()
+    fit(callbacks=[recorder])
+    assert all(c.old_logprobs is None for c in recorder.rounds[0].completions)
+
+
+def test_a_limit_on_batches_still_means_a_round_an_epoch(fit):
+    recorder = Recorder()
+    trainer, _, _ = fit(
+        callbacks=[recorder],
+        steps_per_round=2,
+        trainer={"max_epochs": 3, "limit_train_batches": 1},
+    )
+    assert len(recorder.rounds) == 3
+    assert trainer.global_step == 3
+
+
+def test_leaving_zero_advantage_out_changes_no_gradient(fit, tiny_model, sums):
+    def flat(prompts, completions, completion_ids, answer, **kwargs):
+        return [float(c.startswith(a)) for c, a in zip(completions, answer, strict=True)]
+
+    class Everything(GRPOModule):
+        skip_zero_advantage = False
+
+    recorder = Recorder()
+    settings = {"reward_funcs": [flat], "num_generations": 8}
+    _, module, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3), [recorder], **settings)
+    _, reference, _ = fit(Everything(tiny_model, learning_rate=1e-3), **settings)
+    trained = sum(len(rows) for rows in recorder.steps[0].micro_batches)
+    assert trained < 32
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-6)
+
+
+def test_a_round_without_any_signal_still_counts_its_steps(fit):
+    def same(prompts, completions, completion_ids, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer, module, _ = fit(reward_funcs=[same], trainer={"max_epochs": 3})
+    assert trainer.global_step == 3
+    assert trainer.callback_metrics["frac_reward_zero_std"] == 1.0
+    assert torch.isfinite(weights(module)).all()
+
+
+def test_a_reward_of_none_leaves_the_baseline(fit):
+    def half(prompts, completions, completion_ids, **kwargs):
+        return [None if len(ids) % 2 else float(len(ids)) for ids in completion_ids]
+
+    recorder = Recorder()
+    trainer, _, _ = fit(callbacks=[recorder], reward_funcs=[half])
+    completions = recorder.rounds[0].completions
+    unscorable = [c for c in completions if c.scores == [None]]
+    assert unscorable and all(c.advantage == 0.0 for c in unscorable)
+    assert recorder.rounds[0].metrics["rewards/unscorable"] == len(unscorable)
+    assert math.isfinite(trainer.callback_metrics["reward"])
+
+
+def test_weights_of_several_rewards(fit, digits):
+    def length(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    async def later(prompts, completions, completion_ids, **kwargs):
+        return [2.0 for _ in completions]
+
+    recorder = Recorder()
+    fit(callbacks=[recorder], reward_funcs=[digits, length, later], reward_weights=[1.0, 0.5, 0.0])
+    round = recorder.rounds[0]
+    expected = [c.scores[0] + 0.5 * len(c.token_ids) for c in round.completions]
+    assert round.metrics["reward"] == pytest.approx(sum(expected) / 16)
+    assert round.metrics["rewards/later/mean"] == 2.0
+
+
+@pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
+def test_validation(fit, sums, engine):
+    class Baseline(Callback):
+        def on_sanity_check_end(self, trainer, pl_module):
+            self.before = dict(trainer.callback_metrics)
+
+    baseline = Baseline()
+    trainer, _, _ = fit(
+        callbacks=[baseline],
+        engine=engine(),
+        val_data=sums[80:],
+        val_num_generations=2,
+        trainer={"num_sanity_val_steps": -1},
+    )
+    figures = trainer.callback_metrics
+    for name in ("accuracy", "greedy_accuracy", "mean@2", "pass@2", "reward"):
+        assert 0 <= baseline.before[f"val/{name}"] <= 1
+        assert 0 <= figures[f"val/{name}"] <= 1
+    assert figures["val/accuracy"] == figures["val/mean@2"] <= figures["val/pass@2"]
+
+
+def test_validation_does_not_change_training(fit, sums):
+    _, module, _ = fit(val_data=sums[80:], val_num_generations=1)
+    _, reference, _ = fit()
+    assert torch.equal(weights(module), weights(reference))
+
+
+def test_a_limit_on_validation_takes_the_first_prompts(fit, sums):
+    class Held(Callback):
+        uids = []
+
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            self.uids.append(batch.greedy.prompt.uid)
+
+    rows = [{**row, "uid": str(i)} for i, row in enumerate(sums[80:])]
+    fit(callbacks=[Held()], val_data=rows, trainer={"limit_val_batches": 3, "max_epochs": 1})
+    assert Held.uids == ["0", "1", "2"]
+
+
+def test_rloo_with_the_kl_in_the_reward(fit, tiny_model):
+    recorder = Recorder()
+    module = RLOOModule(tiny_model, learning_rate=1e-3, beta=0.5)
+    fit(module, [recorder], trainer={"max_epochs": 2})
+    first, second = recorder.rounds
+    for completion in first.completions:  # nothing trained yet: policy and reference are one
+        torch.testing.assert_close(completion.old_logprobs, completion.ref_logprobs)
+    kl = torch.tensor([sum(c.old_logprobs) - sum(c.ref_logprobs) for c in second.completions])
+    assert kl.abs().max() > 1e-3
+    rewards = torch.tensor([c.scores[0] for c in second.completions]) - 0.5 * kl
+    rewards = rewards.view(4, 4)
+    expected = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 3).flatten()
+    got = torch.tensor([c.advantage for c in second.completions])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_grpo_with_a_reference_logs_the_kl(fit, tiny_model):
+    trainer, module, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3, beta=0.1))
+    assert trainer.callback_metrics["kl"] > 0
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_chat_prompts(fit, digits):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)}
+        for i in range(8)
+    ]
+    recorder = Recorder()
+    fit(callbacks=[recorder], train_data=rows, max_completion_length=8, trainer={"max_epochs": 1})
+    assert recorder.rounds[0].groups[0].prompt.text[0]["role"] == "user"
+
+
+def test_log_probs_of_the_engine_and_of_the_update_agree_on_vllm(fit):
+    trainer, _, _ = fit(engine=VLLMEngine(), trainer={"max_epochs": 3})
+    assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-4
