@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
@@ -37,6 +38,13 @@ class RolloutCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would let the checkpoint's hyperparameters win over the config."""
+
+    def instantiate_classes(self) -> None:
+        """Say what is wrong with the configuration without a traceback."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+            self._parser(self.subcommand).error(str(error))
 
     def _instantiate_trainer(self, config: dict, callbacks: list[Callback]) -> Trainer:
         given = config["callbacks"] or []

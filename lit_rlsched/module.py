@@ -1,5 +1,6 @@
 """GRPO and RLOO as LightningModules: two presets of one policy-gradient module."""
 
+import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -25,6 +26,15 @@ from lit_rlsched.losses import (
 )
 from lit_rlsched.policy import add_lora, load_policy
 from lit_rlsched.rollout.learner import RoundLogprobs
+
+# Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
+# engine's; a checkpoint is of the weights after the step; there may be no validation.
+for _expected in (
+    r"Found \d+ module\(s\) in eval mode",
+    "Using ModelCheckpoint with manual optimization",
+    r"Total length of `list` across ranks is zero",
+):
+    warnings.filterwarnings("ignore", _expected)
 
 
 class PolicyModule(LightningModule):

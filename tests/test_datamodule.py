@@ -116,7 +116,10 @@ def test_log_probs_of_the_trainer_are_taken_before_the_first_step(fit, tiny_mode
     fit(callbacks=[recorder], num_iterations=2)
     for completion in recorder.rounds[0].completions:
         torch.testing.assert_close(
-            torch.tensor(completion.old_logprobs), torch.tensor(completion.logprobs), atol=1e-5, rtol=0
+            torch.tensor(completion.old_logprobs),
+            torch.tensor(completion.logprobs),
+            atol=1e-5,
+            rtol=0,
         )
     recorder = Recorder()
     fit(callbacks=[recorder])
@@ -251,8 +254,7 @@ def test_grpo_with_a_reference_logs_the_kl(fit, tiny_model):
 
 def test_chat_prompts(fit, digits):
     rows = [
-        {"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)}
-        for i in range(8)
+        {"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(8)
     ]
     recorder = Recorder()
     fit(callbacks=[recorder], train_data=rows, max_completion_length=8, trainer={"max_epochs": 1})

@@ -56,12 +56,11 @@ def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    newline, space = "\u010a", "\u0120"  # as byte-level BPE writes them
     trainer = trainers.BpeTrainer(
         vocab_size=512,
         min_frequency=20,
         special_tokens=[PAD, BOS, EOS],
-        initial_alphabet=[*"0123456789+-*/=()<>xyn?,.", newline, space],
+        initial_alphabet=[*"0123456789+-*/=()<>xyn?,.\u010a\u0120"],  # the last two: newline, space
         show_progress=False,
     )
     tokenizer.train_from_iterator(questions, trainer)

@@ -153,7 +153,9 @@ class RolloutSession:
             )
 
     def _draw_probe(self) -> list[Completion]:
-        sampling = Sampling(PROBE_TOKENS, temperature=self._probe_temperature)
+        longest = max(len(prompt.token_ids) for prompt in self._probe)
+        tokens = min(PROBE_TOKENS, self.spec.max_model_len - longest)
+        sampling = Sampling(tokens, temperature=self._probe_temperature)
         drawn = {f"sync-probe/{i}": Completion(i) for i in range(len(self._probe))}
         self.engine.submit(
             [

@@ -82,9 +82,7 @@ def test_every_completion_exactly_once(scheduler, prompts, size, slots, refill, 
 
 def drawn(policy, slots, refill, scheduler, order=1):
     engine = TransformersEngine()
-    engine.start(
-        EngineSpec("", slots=slots, max_model_len=64, eos_token_ids=(1,), policy=policy)
-    )
+    engine.start(EngineSpec("", slots=slots, max_model_len=64, eos_token_ids=(1,), policy=policy))
     plan = groups(5, 3)[::order]
     list(controller(engine, scheduler, slots, refill).run(plan, FullRound(5), version=2))
     return {

@@ -1,0 +1,161 @@
+"""What both sides share: the setting, the prompts of each round, and the meter."""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_rlsched._malloc import keep_heap
+from lit_rlsched.data.tasks import Countdown
+from lit_rlsched.rollout.types import Prompt
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Of every measured process: one thread, no network, no GPU."""
+TEMPERATURE = 1.0
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+WARMUP_STEPS = 5
+CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run of one side; the defaults are the quick task's."""
+
+    model: str
+    rounds: int = 20
+    seed: int = 0
+    prompts: int = 32
+    generations: int = 8
+    limit: int = 512
+    micro_batch_tokens: int = 4096
+    engine: str = "vllm"
+    trl_backend: str = "hf"
+    trl_batch_size: int = 32
+    train_size: int = 4000
+    held_out: int = 128
+
+    @property
+    def completions(self) -> int:
+        """Completions of a round."""
+        return self.prompts * self.generations
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run did, counted and not timed."""
+
+    completions: int = 0
+    """Drawn and trained on."""
+    skipped: int = 0
+    """Of these, left out of the passes: their advantage is zero and so is their gradient."""
+    tokens: int = 0
+    """Generated."""
+    decode_steps: int = 0
+    """Forward passes of decoding; with vLLM the steps of the engine, prefill included."""
+    decode_rows: int = 0
+    """Rows of all these passes, finished ones that wait for the rest of their batch included."""
+    updates: int = 0
+    """Forward and backward passes of the updates."""
+    completion_positions: int = 0
+    """Completion columns times rows, over all passes of the updates."""
+    completion_padding: int = 0
+    positions: int = 0
+    """The same of whole sequences, prompt and completion."""
+    padding: int = 0
+
+
+@dataclass(slots=True)
+class Meter:
+    """CPU and wall seconds from the first round's start to the last optimizer step."""
+
+    counts: Counts = field(default_factory=Counts)
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each round."""
+    lengths: list[float] = field(default_factory=list)
+    """Mean completion length of each round."""
+    laps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """Seconds of each part of each round."""
+    startup: float | None = None
+    _last: tuple[float, float] = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Start the clock; only the first call counts."""
+        if self.startup is None:
+            self.startup = time.time() - _process().create_time()
+            self._last = cpu_seconds(), time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Book what has passed since the last lap on `part`, one of `rollout` and `update`."""
+        now = cpu_seconds(), time.perf_counter()
+        lap = {"cpu": now[0] - self._last[0], "wall": now[1] - self._last[1]}
+        self.laps.setdefault(part, []).append(lap)
+        self._last = now
+
+    def result(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "counts": asdict(self.counts),
+            "rewards": self.rewards,
+            "lengths": self.lengths,
+            "laps": self.laps,
+            "startup": self.startup,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+
+
+def _process() -> Any:
+    import psutil  # comes with TRL
+
+    return psutil.Process()
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of all its children, the running ones (reward workers) too."""
+    children = [sum(child.cpu_times()[:4]) for child in _process().children(recursive=True)]
+    return time.process_time() + sum(os.times()[2:4]) + sum(children)
+
+
+def training_rows(setting: Setting) -> list[dict[str, Any]]:
+    """The rows that both sides draw their prompts from."""
+    return Countdown("train", size=setting.train_size).rows()
+
+
+def rounds_of_prompts(
+    rows: list[dict[str, Any]], tokenizer: Any, setting: Setting
+) -> list[list[Prompt]]:
+    """The prompts of each round, as `RolloutDataModule` draws them."""
+    from lit_rlsched.data.source import PromptSource, make_prompts
+
+    prompts = make_prompts(rows, tokenizer, max_prompt_length=sys.maxsize)
+    source = PromptSource(prompts, setting.seed)
+    return [[d.prompt for d in source.draw(setting.prompts)] for _ in range(setting.rounds)]
+
+
+def run_side(train: Callable[[Setting, Path], Any]) -> None:
+    """Run one side as a process of its own: the setting in argv, the result into its folder."""
+    import torch
+
+    keep_heap()
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[2])
+    result = train(Setting(**json.loads(sys.argv[1])), folder)
+    (folder / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,73 @@
+import torch
+from lightning import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState
+from lit_rlsched.logprobs import completion_logprobs
+from lit_rlsched.losses import policy_loss
+from lit_rlsched.policy import load_policy
+
+
+class Plain(LightningModule):
+    """As a user may have it: automatic optimization, no notion of rollouts."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.lm = load_policy(model)
+
+    def training_step(self, batch, batch_idx):
+        logp, _ = completion_logprobs(
+            self.lm, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
+        )
+        return policy_loss(
+            logp,
+            batch.advantages,
+            batch.completion_mask,
+            old_logp=batch.old_logp,
+            rollout_logp=batch.rollout_logp,
+            step_sequences=batch.step_sequences,
+            step_tokens=batch.step_tokens,
+        ).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
+
+
+def vector(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model):
+    """Same rounds, same steps, same clipping: the same weights but for the order of sums."""
+    double = {"precision": "64-true", "max_epochs": 3}
+    clipped = {**double, "gradient_clip_val": 1.0}
+    settings = {"micro_batch_tokens": 64, "steps_per_round": 2}
+    trainer, plain, _ = fit(
+        Plain(tiny_model), [MicroBatchAccumulation()], trainer=clipped, **settings
+    )
+    ours = GRPOModule(tiny_model, learning_rate=1e-3)
+    reference, ours, _ = fit(ours, trainer=double, **settings)
+    assert trainer.global_step == reference.global_step == 6
+    torch.testing.assert_close(vector(plain.lm), vector(ours.model), rtol=0, atol=1e-6)
+    assert trainer.accumulate_grad_batches == 1
+
+
+def test_stopped_in_the_middle_of_a_round_and_resumed(fit, tiny_model, tmp_path):
+    settings = {"micro_batch_tokens": 64, "steps_per_round": 2}
+
+    def callbacks(folder):
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+        return [RNGState(), MicroBatchAccumulation(), checkpoint]
+
+    def run(folder, max_steps, ckpt_path=None):
+        trainer = {"max_steps": max_steps, "max_epochs": -1, "enable_checkpointing": True}
+        made = callbacks(folder)
+        return fit(Plain(tiny_model), made, trainer=trainer, ckpt_path=ckpt_path, **settings)
+
+    _, whole, _ = run(tmp_path / "whole", 6)
+    run(tmp_path / "part", 3)
+    trainer, resumed, data = run(tmp_path / "part", 6, ckpt_path=tmp_path / "part" / "last.ckpt")
+    assert trainer.global_step == 6
+    assert data.counters["num_completions"] == 48
+    assert torch.equal(vector(whole.lm), vector(resumed.lm))

@@ -1,0 +1,204 @@
+"""What a user gets wrong, and what they are told."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
+from lit_rlsched.callbacks import MicroBatchAccumulation, MicroGroupSampling
+from lit_rlsched.callbacks.micro_group_sampling import parse_bytes
+from lit_rlsched.engines import TransformersEngine
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, r"`num_generations=1`: use 2 or more"),
+        ({"prompts_per_round": 0}, r"`prompts_per_round=0`: use 1 or more"),
+        (
+            {"steps_per_round": 3},
+            r"`steps_per_round=3` does not divide .*=4`. Use one of \[1, 2, 4\]",
+        ),
+        ({"num_iterations": 0}, r"`num_iterations=0`"),
+        ({"max_completion_length": 0}, r"`max_completion_length=0`"),
+        ({"temperature": 0.0}, r"`temperature=0.0`: use more than 0"),
+        ({"top_p": 1.5}, r"`top_p=1.5`"),
+        ({"reward_weights": [1.0, 2.0]}, r"reward_weights"),
+        ({"reward_timeout": 0.0}, r"timeout"),
+        ({"reward_funcs": []}, r"reward_funcs"),
+        ({"train_data": []}, r"empty"),
+        ({"train_data": [{"text": "1+1="}]}, r"row 0.*`prompt`"),
+        ({"train_data": "no/such/file.jsonl"}, r"no file `no/such/file.jsonl`"),
+        (
+            {"prompts_per_round": 100},
+            r"`prompts_per_round=100` is more than `train_data` holds: 80",
+        ),
+        ({"max_completion_length": 512}, r"`max_completion_length=512` leaves no room"),
+        ({"micro_batch_tokens": 20}, r"`micro_batch_tokens=20` cannot hold .* Use 28 or more"),
+        ({"val_data": [{"prompt": "1"}], "val_greedy": False}, r"leaves nothing to validate"),
+        ({"tokenizer": "./nowhere"}, r"nowhere"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_data_that_cannot_work(fit, settings, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        fit(**settings)
+
+
+def test_two_prompts_of_one_uid(fit):
+    rows = [{"prompt": f"{i}+1=", "uid": "same" if i in (2, 5) else str(i)} for i in range(8)]
+    with pytest.raises(ValueError, match=r"Rows 2 and 5 have the same `uid` 'same'"):
+        fit(train_data=rows)
+
+
+def test_the_same_prompt_twice_is_kept_once_and_said(fit, sums):
+    with pytest.warns(UserWarning, match="5 of 25 rows repeat an earlier row"):
+        _, _, data = fit(train_data=[*sums[:20], *sums[:5]])
+    assert data._source is not None and len(data._source) == 20
+
+
+def test_a_prompt_longer_than_the_context_is_named_and_never_cut(fit, sums):
+    rows = [*sums[:8], {"prompt": "7" * 500, "answer": "7", "uid": "endless"}]
+    with pytest.raises(ValueError, match=r"endless.*500.*488"):
+        fit(train_data=rows)
+
+
+@pytest.mark.parametrize("model", ["./no/such/model", "/no/such/model", "no/such"])
+def test_a_model_that_is_not_there(fit, model):
+    with pytest.raises(ValueError, match=model):
+        fit(GRPOModule(model))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GRPOModule("m", loss_type="ppo"), "ppo"),
+        (lambda: GRPOModule("m", beta=-1.0), "beta=-1.0"),
+        (lambda: GRPOModule("m", loss_type="rloo", beta=0.1), "RLOOModule"),
+        (lambda: GRPOModule("m", loss_type="cispo"), "epsilon_high"),
+        (lambda: RLOOModule("m", learning_rate=-1.0), "learning_rate=-1.0"),
+        (lambda: GRPOModule("m", importance_sampling_mode="token"), "token"),
+        (lambda: MicroGroupSampling(slots=0), r"slots=0\)`: must be 1 or more"),
+        (lambda: MicroGroupSampling(), "exactly one"),
+        (lambda: MicroGroupSampling(slots=2, memory_budget="1GiB"), "exactly one"),
+        (lambda: MicroGroupSampling(memory_budget="much"), "memory_budget='much'"),
+        (lambda: MicroGroupSampling(slots=2, refill="sometimes"), "sometimes"),
+        (lambda: MicroGroupSampling(slots=2, order="longest_first"), "longest_first"),
+    ],
+)
+def test_settings_that_cannot_work(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_budget_smaller_than_one_completion(fit):
+    with pytest.raises(ValueError, match="less than one completion may take"):
+        fit(callbacks=[MicroGroupSampling(memory_budget="1KiB")])
+
+
+def test_sizes():
+    assert parse_bytes("2GiB") == 2 << 30
+    assert parse_bytes("1.5 MB") == 1_500_000
+    assert parse_bytes(4096) == 4096
+
+
+def test_a_callback_without_rollouts(tiny_policy):
+    from lightning import LightningModule, Trainer
+
+    class Plain(LightningModule):
+        def training_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            pass
+
+    trainer = Trainer(logger=False, callbacks=[MicroGroupSampling(2)], accelerator="cpu")
+    with pytest.raises(MisconfigurationException, match="Fit with `datamodule=RolloutDataModule"):
+        trainer.fit(Plain(), train_dataloaders=[1, 2])
+
+
+def test_accumulation_of_a_module_that_does_it_itself(fit):
+    with pytest.raises(MisconfigurationException, match="Remove `MicroBatchAccumulation`"):
+        fit(callbacks=[MicroBatchAccumulation()])
+
+
+def test_several_processes(sums, digits):
+    data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
+    data.trainer = SimpleNamespace(world_size=2)
+    with pytest.raises(MisconfigurationException, match="runs 2 processes.*Use `devices=1"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_generations": 8}, r"`num_generations=4`, this run has `num_generations=8`"),
+        ({"seed": 4}, r"`seed=3`, this run has `seed=4`"),
+    ],
+)
+def test_a_checkpoint_of_another_configuration(fit, tmp_path, change, message):
+    fit(
+        callbacks=[ModelCheckpoint(tmp_path / "c", save_last=True)],
+        trainer={"enable_checkpointing": True, "max_epochs": 1},
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(ckpt_path=tmp_path / "c" / "last.ckpt", **change)
+
+
+def test_a_checkpoint_of_other_data_or_another_model(fit, tmp_path, sums, tiny_model):
+    fit(
+        callbacks=[ModelCheckpoint(tmp_path / "c", save_last=True)],
+        trainer={"enable_checkpointing": True, "max_epochs": 1},
+    )
+    last = tmp_path / "c" / "last.ckpt"
+    with pytest.raises(ValueError, match="data set|prompts"):
+        fit(ckpt_path=last, train_data=sums[:40])
+    with pytest.raises(ValueError, match="of another configuration"):
+        fit(GRPOModule(tiny_model, lora_rank=2), ckpt_path=last)
+
+
+def spoiled(kind):
+    """A reward that goes wrong for completions of odd length, about half of them."""
+
+    def spoiled(prompts, completions, completion_ids, **kwargs):
+        if len(completion_ids[0]) % 2:
+            if kind == "raises":
+                raise RuntimeError("broken")
+            if kind == "hangs":
+                time.sleep(60)
+            if kind == "wrong number":
+                return [1.0, 2.0]
+            if kind == "not a number":
+                return ["good"]
+        return [float(len(completion_ids[0]))]
+
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    ("kind", "counter"),
+    [
+        ("raises", "raised"),
+        ("wrong number", "bad_returns"),
+        ("not a number", "bad_returns"),
+        ("hangs", "timeouts"),
+    ],
+)
+def test_a_reward_that_fails_costs_its_completion_and_not_the_run(fit, kind, counter):
+    slow = {"reward_timeout": 0.3} if kind == "hangs" else {}
+    trainer, module, data = fit(reward_funcs=[spoiled(kind)], trainer={"max_epochs": 1}, **slow)
+    assert trainer.global_step == 1
+    figures = trainer.callback_metrics
+    assert figures[f"rewards/spoiled/{counter}"] == figures["rewards/unscorable"] > 0
+    assert torch.isfinite(figures["reward"])
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_nothing_is_built_where_the_engine_would_not_start(sums, digits):
+    data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
+    data.close()
+    data.close()

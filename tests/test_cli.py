@@ -1,0 +1,98 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_rlsched.cli import main
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+
+
+def printed(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main([*args, "--print_config=skip_default"])
+    output = capsys.readouterr()
+    assert stop.value.code == 0, output.err
+    return yaml.safe_load(output.out)
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main(list(args))
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_config_parses(path, capsys):
+    overlay = "model" not in yaml.safe_load(path.read_text())
+    base = ["-c", "configs/quickstart.yaml"] if overlay else []
+    config = printed(capsys, "fit", *base, "-c", str(path))
+    assert config["model"]["class_path"].startswith("lit_rlsched.")
+    for line in path.read_text().splitlines()[:1]:
+        assert line.startswith("# "), "a config says in its first line what it is"
+
+
+def test_what_is_printed_parses_again(capsys, tmp_path):
+    config = printed(capsys, "fit", "-c", "configs/quickstart.yaml")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(config))
+    assert printed(capsys, "fit", "-c", str(tmp_path / "again.yaml")) == config
+    assert config["data"]["val_data"]["init_args"]["size"] == 128
+
+
+def test_short_names_and_flags(capsys):
+    config = printed(
+        capsys,
+        "fit",
+        "-c",
+        "configs/quickstart.yaml",
+        "--data.engine=TransformersEngine",
+        "--model.loss_type=grpo",
+        "--trainer.callbacks+=MicroGroupSampling",
+        "--trainer.callbacks.slots=64",
+    )
+    assert config["data"]["engine"]["class_path"] == "lit_rlsched.engines.TransformersEngine"
+    assert config["model"]["init_args"]["loss_type"] == "grpo"
+    assert config["trainer"]["callbacks"][-1]["init_args"]["slots"] == 64
+
+
+def test_unknown_keys_are_refused(capsys):
+    base = ["fit", "-c", "configs/quickstart.yaml"]
+    assert "num_completions" in refused(capsys, *base, "--data.num_completions=4")
+    assert "learn_rate" in refused(capsys, *base, "--model.learn_rate=1")
+
+
+def test_an_unknown_reward_is_refused(capsys):
+    base = ["fit", "-c", "configs/quickstart.yaml"]
+    error = refused(capsys, *base, "--data.reward_funcs=[my_rewards.score]")
+    assert "my_rewards" in error
+    error = refused(capsys, *base, "--data.reward_funcs=[lit_rlsched.rewards.functions.nothing]")
+    assert "nothing" in error
+
+
+def test_bad_values_are_refused_at_the_command_line(capsys):
+    base = ["fit", "-c", "configs/quickstart.yaml"]
+    assert "num_generations=1" in refused(capsys, *base, "--data.num_generations=1")
+    assert "loss_type" in refused(capsys, *base, "--model.loss_type=ppo")
+
+
+@pytest.mark.parametrize("command", [["fit"], ["validate"], ["test"], []])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert ("--data.num_generations" if command else "fit") in capsys.readouterr().out
+
+
+def test_the_command_is_installed():
+    command = Path(sys.executable).with_name("lit-rlsched")
+    shown = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=120)
+    assert "usage: lit-rlsched" in shown.stdout

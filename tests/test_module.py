@@ -1,0 +1,158 @@
+import pytest
+import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from transformers import AutoModelForCausalLM
+
+from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.policy import base_model, find_policy, named_weights
+
+
+def test_lora_is_one_flag(fit, tiny_model, tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", save_last=True)
+    trainer, module, _ = fit(
+        GRPOModule(tiny_model, learning_rate=1e-2, lora_rank=4, beta=0.05),
+        [checkpoint],
+        engine=VLLMEngine(),
+        trainer={"enable_checkpointing": True, "max_epochs": 3},
+    )
+    # the engine had the merged weights: the sync probe passed and the ratios are one
+    assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-4
+    assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    # the base is the reference: no second model, and the adapters have moved away from it
+    assert not module._reference and trainer.callback_metrics["kl"] > 0
+    saved = torch.load(tmp_path / "ckpt" / "last.ckpt", weights_only=True)["state_dict"]
+    assert saved and all("lora_" in name for name in saved)
+    # and the base never moves
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
+    frozen = dict(base_model(module.model).named_parameters())
+    name = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(frozen[f"{name}.base_layer.weight"], base[f"{name}.weight"])
+    # resume from the adapters alone
+    other = GRPOModule(tiny_model, learning_rate=1e-2, lora_rank=4, beta=0.05)
+    fit(other, trainer={"max_epochs": 3}, ckpt_path=tmp_path / "ckpt" / "last.ckpt")
+    for name, tensor in saved.items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_merged_weights_are_what_the_adapters_compute(tiny_model):
+    module = GRPOModule(tiny_model, lora_rank=4)
+    module.configure_model()
+    with torch.no_grad():
+        for name, parameter in module.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    merged = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    before = merged.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    assert {n for n, _ in named_weights(module.model)} == {n for n, _ in merged.named_parameters()}
+    merged.load_state_dict(dict(named_weights(module.model)), strict=False)
+    assert not torch.equal(before, merged.state_dict()["model.layers.0.mlp.up_proj.weight"])
+    ids = torch.tensor([[5, 9, 12, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            module.model.eval()(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_the_accuracy_can_be_monitored(fit, sums, tmp_path):
+    best = ModelCheckpoint(tmp_path / "best", monitor="val/accuracy", mode="max")
+    stop = EarlyStopping("val/accuracy", mode="max", patience=1, min_delta=2.0)
+    trainer, _, _ = fit(
+        callbacks=[best, stop],
+        val_data=sums[90:],
+        trainer={"enable_checkpointing": True, "max_epochs": 10},
+    )
+    assert best.best_model_score is not None
+    assert trainer.current_epoch < 10
+
+
+def test_learning_rate_warms_up_and_decays(fit, tiny_model):
+    class Rates(Callback):
+        seen = []
+
+        def on_train_batch_end(self, trainer, *args):
+            self.seen.append(float(trainer.callback_metrics["learning_rate"]))
+
+    module = GRPOModule(tiny_model, learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
+    fit(module, [Rates()], trainer={"max_epochs": 6})
+    assert Rates.seen == pytest.approx([5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0])
+
+
+def test_the_gradient_is_clipped(fit, tiny_model):
+    class Norm(Callback):
+        clipped = []
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            grads = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
+            self.clipped.append(float(torch.stack(grads).norm()))
+
+    trainer, _, _ = fit(GRPOModule(tiny_model, gradient_clip_val=0.01), [Norm()])
+    assert trainer.callback_metrics["grad_norm"] > 0.01
+    assert max(Norm.clipped) <= 0.01 * 1.001
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_every_loss_trains(fit, tiny_model, loss_type):
+    settings = {"loss_type": loss_type, "learning_rate": 1e-3}
+    if loss_type == "cispo":
+        settings["epsilon_high"] = 5.0
+    if loss_type == "rloo":
+        module = RLOOModule(tiny_model, beta=0.0, **settings)
+    else:
+        module = GRPOModule(tiny_model, **settings)
+    before = None
+
+    class Before(Callback):
+        def on_train_start(self, trainer, pl_module):
+            nonlocal before
+            before = [p.detach().clone() for p in pl_module.parameters()]
+
+    trainer, module, _ = fit(module, [Before()], num_iterations=2)
+    assert torch.isfinite(trainer.callback_metrics["loss"])
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_gradient_checkpointing_changes_nothing(fit, tiny_model):
+    _, a, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3))
+    _, b, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3, gradient_checkpointing=True))
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+
+
+def test_bf16_mixed(fit, tiny_model):
+    trainer, module, _ = fit(
+        GRPOModule(tiny_model), engine=VLLMEngine(), trainer={"precision": "bf16-mixed"}
+    )
+    assert next(module.parameters()).dtype == torch.float32
+    assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
+
+
+def test_an_engine_that_kept_the_old_weights_stops_the_run(fit, tiny_model):
+    class Forgetful(VLLMEngine):
+        def sync_weights(self, named_tensors, version):
+            pass
+
+    with pytest.raises(RuntimeError, match="does not decode with the weights that are trained"):
+        fit(GRPOModule(tiny_model, learning_rate=1e-2), engine=Forgetful())
+    fit(GRPOModule(tiny_model, learning_rate=1e-2), engine=Forgetful(), verify_sync=False)
+
+
+def test_the_policy_is_found_and_only_one_is_trained(tiny_policy):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleDict({"policy": tiny_policy})
+
+    two = Two()
+    assert find_policy(two) is tiny_policy
+    two.other = AutoModelForCausalLM.from_config(tiny_policy.config)
+    with pytest.raises(ValueError, match="holds 2 trainable"):
+        find_policy(two)
+    two.other.requires_grad_(False)
+    assert find_policy(two) is tiny_policy
+
+
+def test_the_trainers_own_clipping_is_refused_with_the_way_out(fit):
+    with pytest.raises(Exception, match="gradient_clip_val"):
+        fit(trainer={"gradient_clip_val": 1.0})
