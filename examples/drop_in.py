@@ -85,8 +85,8 @@ def main() -> None:
     trainer.fit(Policy(args.model), datamodule=data)
     figures = trainer.callback_metrics
     print(
-        f"drop_in: reward {figures['reward']:.2f}, held-out accuracy {figures['val/accuracy']:.2f}, "
-        f"{trainer.global_step} optimizer steps in {data.num_rounds + 1} rounds"
+        f"drop_in: reward {figures['reward']:.2f}, held-out accuracy "
+        f"{figures['val/accuracy']:.2f} after {trainer.global_step} optimizer steps"
     )
 
 

@@ -1,4 +1,4 @@
-"""A short run that kills itself where it is told to: `resumable_run.py FOLDER ENGINE MODEL PLACE`."""
+"""A run that kills itself where it is told to: `resumable_run.py FOLDER ENGINE MODEL PLACE`."""
 
 import hashlib
 import json

@@ -129,7 +129,7 @@ def test_accumulation_of_a_module_that_does_it_itself(fit):
 def test_several_processes(sums, digits):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
     data.trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(MisconfigurationException, match="runs 2 processes.*Use `devices=1"):
+    with pytest.raises(MisconfigurationException, match=r"runs 2 processes.*Use `devices=1"):
         data.setup("fit")
 
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_other_data_or_another_model(fit, tmp_path, sums, tiny_m
         trainer={"enable_checkpointing": True, "max_epochs": 1},
     )
     last = tmp_path / "c" / "last.ckpt"
-    with pytest.raises(ValueError, match="data set|prompts"):
+    with pytest.raises(ValueError, match=r"data set|prompts"):
         fit(ckpt_path=last, train_data=sums[:40])
     with pytest.raises(ValueError, match="of another configuration"):
         fit(GRPOModule(tiny_model, lora_rank=2), ckpt_path=last)
@@ -190,7 +190,7 @@ def spoiled(kind):
 )
 def test_a_reward_that_fails_costs_its_completion_and_not_the_run(fit, kind, counter):
     slow = {"reward_timeout": 0.3} if kind == "hangs" else {}
-    trainer, module, data = fit(reward_funcs=[spoiled(kind)], trainer={"max_epochs": 1}, **slow)
+    trainer, module, _ = fit(reward_funcs=[spoiled(kind)], trainer={"max_epochs": 1}, **slow)
     assert trainer.global_step == 1
     figures = trainer.callback_metrics
     assert figures[f"rewards/spoiled/{counter}"] == figures["rewards/unscorable"] > 0

@@ -1,11 +1,12 @@
+import json
 import math
 
 import pytest
 import torch
-from lightning import Callback
+from lightning import Callback, Trainer
 
-from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
+from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, RolloutLogger
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 
 
@@ -265,3 +266,66 @@ def test_log_probs_of_the_engine_and_of_the_update_agree_on_vllm(fit):
     trainer, _, _ = fit(engine=VLLMEngine(), trainer={"max_epochs": 3})
     assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-4
     assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-4
+
+
+def test_slots_change_nothing_that_is_drawn_on_vllm(fit):
+    """Up to vLLM's batch noise in fp32: the same tokens, log-probs within 2e-6."""
+    plain = Recorder()
+    fit(callbacks=[plain], engine=VLLMEngine(), trainer={"max_epochs": 1})
+    for setting in ({"slots": 3}, {"slots": 5, "refill": "rounds"}):
+        other = Recorder()
+        callbacks = [other, MicroGroupSampling(**setting)]
+        fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 1})
+        for a, b in zip(plain.rounds[0].completions, other.rounds[0].completions, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.advantage == b.advantage
+            torch.testing.assert_close(
+                torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=2e-6, rtol=0
+            )
+        assert other.rounds[0].metrics["rollout/peak_running"] == setting["slots"]
+
+
+def test_what_reward_functions_log_is_logged(fit, tmp_path):
+    def talkative(prompts, completions, completion_ids, log_extra, log_metric, **kwargs):
+        log_extra("first", [c[:1] for c in completions])
+        log_metric("digits", sum(c.isdigit() for c in completions[0]))
+        return [1.0]
+
+    recorder = Recorder()
+    trainer, _, _ = fit(
+        callbacks=[recorder, RolloutLogger()],
+        reward_funcs=[talkative],
+        trainer={"default_root_dir": tmp_path, "max_epochs": 1},
+    )
+    texts = [c.text for c in recorder.rounds[0].completions]
+    digits = sum(c.isdigit() for text in texts for c in text) / len(texts)
+    assert trainer.callback_metrics["digits"] == pytest.approx(digits)
+    rows = [json.loads(r) for r in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [row["first"] for row in rows] == [text[:1] for text in texts]
+
+
+def test_the_first_failure_of_a_reward_is_told(fit, caplog):
+    def broken(prompts, completions, completion_ids, **kwargs):
+        raise KeyError("solution")
+
+    fit(reward_funcs=[broken], trainer={"max_epochs": 1})
+    told = [r.message for r in caplog.records if "Reward function `broken`" in r.message]
+    assert len(told) == 1 and "KeyError" in told[0]
+
+
+def test_validate_and_test_without_training(tiny_model, sums, digits, tmp_path):
+    data = RolloutDataModule(
+        sums[:80],
+        [digits],
+        val_data=sums[80:],
+        engine=TransformersEngine(),
+        max_completion_length=16,
+    )
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    module = GRPOModule(tiny_model)
+    (validated,) = trainer.validate(module, datamodule=data, verbose=False)
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    assert validated["val/greedy_accuracy"] == tested["test/greedy_accuracy"]
+    assert validated["val/accuracy"] == validated["val/greedy_accuracy"]

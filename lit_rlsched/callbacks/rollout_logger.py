@@ -165,6 +165,7 @@ class RolloutLogger(RolloutCallback):
                 "completion_length": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "round": round.number,
+                **completion.extra,
             }
             for group, completion in pairs[: self.num_completions]
         ]
@@ -174,7 +175,7 @@ class RolloutLogger(RolloutCallback):
             if isinstance(logger, WandbLogger) and rows:
                 table = self._table(logger, [*rows[0]])
                 for row in rows:
-                    table.add_data(*row.values())
+                    table.add_data(*(row.get(column) for column in table.columns))
                 logger.log_metrics({"completions": table}, step=step)  # type: ignore[dict-item]
 
     def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":

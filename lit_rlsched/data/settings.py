@@ -53,8 +53,8 @@ def check_sampling(sampling: Sampling) -> None:
         )
     if sampling.temperature <= 0:
         raise ValueError(
-            f"`temperature={sampling.temperature}`: use more than 0. Greedy completions of a prompt "
-            "are all the same, and nothing is learned from them."
+            f"`temperature={sampling.temperature}`: use more than 0. Greedy completions of a "
+            "prompt are all the same, and nothing is learned from them."
         )
     if not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
         raise ValueError(

@@ -32,6 +32,7 @@ def measure(
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
         **completion_metrics(round.completions),
+        **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, reward_matrix(round.groups, weights)),
         **rollout_metrics(round.trace),
         **length_audit(round.groups, round.groups),
@@ -51,6 +52,15 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "completions/max_terminated_length": max(ended),
         "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
     }
+
+
+def logged_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """The mean of each metric that reward functions gave to `log_metric`."""
+    values: dict[str, list[float]] = {}
+    for completion in completions:
+        for name, given in completion.logged.items():
+            values.setdefault(name, []).extend(given)
+    return {name: fmean(given) for name, given in values.items() if given}
 
 
 def reward_metrics(

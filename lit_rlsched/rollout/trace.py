@@ -20,7 +20,7 @@ class RolloutTrace:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
-        """One row for each time the engine was stepped; a simulated one may jump over many steps."""
+        """One row for each time the engine was stepped; a simulated one may jump over steps."""
         self.spans: dict[str, list] = {name: [] for name in SPAN_COLUMNS}
         """One row a request that left, finished or aborted."""
         self._origin: float | None = None

@@ -81,6 +81,10 @@ class Completion:
     text: str = ""
     scores: list[float | None] | None = None
     """One per reward function, `None` where the function gave none; unset until it was scored."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What reward functions gave to `log_extra`: more columns of the completions table."""
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """What reward functions gave to `log_metric`."""
     dropped: str | None = None
     """Why it is not trained on: a counter's name, such as `nonfinite_logprob`."""
     advantage: float = 0.0
