@@ -7,10 +7,11 @@ TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+export WANDB_SILENT ?= true
 
 # An NVIDIA GPU: vLLM's CUDA build. Linux without one: its CPU build. Elsewhere: no vLLM.
 BUILD  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || { [ "$$(uname -s)" = Linux ] && echo cpu || echo none; })
-ENGINE ?= $(if $(filter none,$(BUILD)),TransformersEngine,VLLMEngine)
+FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
 .PHONY: help install quickstart test lint types
 
@@ -34,7 +35,7 @@ endif
 
 quickstart: install  ## Train the quick task with GRPO; results go to runs/quickstart
 	rm -rf runs/quickstart
-	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml --data.engine=$(ENGINE)
+	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
 
 lint: install  ## Check style
 	$(BIN)/ruff check .

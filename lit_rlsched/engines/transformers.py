@@ -53,6 +53,11 @@ class TransformersEngine(RolloutEngine):
         self._modules = list(policy.modules())
         parameter = next(policy.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
+        if self._device.type == "mps":
+            raise ValueError(
+                "TransformersEngine samples in float64, which MPS devices have not. Train with "
+                "`Trainer(accelerator='cpu')`."
+            )
         self._eos = torch.tensor(spec.eos_token_ids, device=self._device)
         self._cache = SlotCache(spec.slots, spec.max_model_len)
         self._rows: list[_Row] = []  # row i is in slot i: those in use are the first
