@@ -417,14 +417,15 @@ class RolloutDataModule(LightningDataModule):
         max_model_len = self._tokenize(tokenizer, context_length(policy))
         if self._resumed is not None and self._source is not None:
             self._restore(self._resumed)
-        admission = Admission(self._resolve_slots(policy, max_model_len), self.refill)
-        precision = str(trainer.precision).partition("-")[0]
+        dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
+        slots = self._resolve_slots(kv_bytes(policy, dtype), max_model_len)
+        admission = Admission(slots, self.refill)
         spec = EngineSpec(
             model=model,
             slots=admission.slots,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids(policy, tokenizer),
-            dtype=_ENGINE_DTYPES.get(precision, torch.float32),
+            dtype=dtype,
             device=trainer.lightning_module.device,
             policy=policy,
             seed=self.seed,
@@ -482,8 +483,8 @@ class RolloutDataModule(LightningDataModule):
             )
         return longest + limit
 
-    def _resolve_slots(self, policy: torch.nn.Module, max_model_len: int) -> int:
+    def _resolve_slots(self, kv_bytes_per_token: int, max_model_len: int) -> int:
         most = self.prompts_per_round * self.num_generations
         if self.memory_budget is None:
             return min(most, self.slots or DEFAULT_SLOTS)
-        return min(most, slots_for_budget(self.memory_budget, kv_bytes(policy), max_model_len))
+        return min(most, slots_for_budget(self.memory_budget, kv_bytes_per_token, max_model_len))

@@ -129,9 +129,8 @@ def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(t for t in (tokenizer.eos_token_id, *more) if t is not None))
 
 
-def kv_bytes(policy: nn.Module) -> int:
-    """Bytes of key-value cache that a token takes, in the precision of the weights."""
+def kv_bytes(policy: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of key-value cache that a token takes."""
     text = base_model(policy).config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    itemsize = next(policy.parameters()).dtype.itemsize
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * itemsize
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * dtype.itemsize

@@ -25,7 +25,6 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
     "PYTHONWARNINGS": "ignore",
 }
 """Of every measured process: one thread, no network, no GPU."""

@@ -20,9 +20,8 @@ from lit_rlsched.rollout.types import Group
 class Measure(RolloutCallback):
     """Reads clock and counters where a round ends and where its update ends."""
 
-    def __init__(self, meter: common.Meter, setting: common.Setting) -> None:
+    def __init__(self, meter: common.Meter) -> None:
         self.meter = meter
-        self.setting = setting
 
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
@@ -108,7 +107,7 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
         seed=setting.seed,
     )
     meter = common.Meter()
-    trainer = make_trainer(folder, max_epochs=setting.rounds, callbacks=[Measure(meter, setting)])
+    trainer = make_trainer(folder, max_epochs=setting.rounds, callbacks=[Measure(meter)])
     trainer.fit(module, datamodule=data)
     assert module.model is not None
     module.model.save_pretrained(folder / "model")  # type: ignore[operator]

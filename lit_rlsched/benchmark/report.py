@@ -1,5 +1,6 @@
 """The table."""
 
+import textwrap
 from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
@@ -12,16 +13,20 @@ Runs take turns, each in a process of its own with one thread and glibc's heap k
 both sides). Both draw the same prompts each round and score them with the same function; a
 completion cut at the limit scores 0. Weights, settings and number of trained completions are the
 same. The clock runs from the first round's start to the last optimizer step: start-up is not in it.
-CPU seconds are those of the process and its children (our reward worker is one). Lengths differ
-because each side learns from its own draws: compare what is given per generated token.
-Our update leaves out completions whose advantage is zero: beta is 0, so the gradient is the same.
+
+CPU seconds are those of the process and its children. One of ours is the reward worker, which runs
+on another core: only the wall seconds gain by that. Lengths differ because each side learns from
+its own draws: compare what is given per generated token. Our update leaves out completions whose
+advantage is zero: beta is 0, so the gradient is the same.
+
 TRL {trl} decodes with {backend}, per_device_train_batch_size={batch}, bf16 and gradient
 checkpointing off{patched}. Held-out accuracy: mean@4 at temperature 1 over {held_out} problems, by
 one evaluator for both; it was {start} at the start. Load average at the end: {load:.1f}."""
 
 PATCHED = (
-    ", and with patches, without which TRL's weight sync fails on vLLM's CPU build (weights are "
-    "reloaded,\nthe tied head is sent) and its engine decodes in bf16"
+    ", and with patches: without them its weight sync fails on vLLM's CPU build (weights are "
+    "reloaded, the tied head is sent) and the engine decodes in bf16; it also takes the old "
+    "log-probs in a pass of its own, counted as rollout"
 )
 
 
@@ -140,7 +145,8 @@ def report(result: dict[str, Any]) -> str:
         start="{:.3f}".format(result["start"].get("val/accuracy", float("nan"))),
         load=result["load"][0],
     )
-    return "\n".join([*lines, "", notes])
+    paragraphs = [textwrap.fill(text, width=100) for text in notes.split("\n\n")]
+    return "\n".join([*lines, "", *paragraphs])
 
 
 def _line(title: str, *columns: str) -> str:
@@ -149,7 +155,5 @@ def _line(title: str, *columns: str) -> str:
 
 
 def _spread(values: list[float], form: str) -> str:
-    middle = form.format(median(values))
-    if min(values) == max(values):
-        return middle
-    return f"{middle} [{form.format(min(values))} to {form.format(max(values))}]"
+    middle, low, high = [form.format(of(values)) for of in (median, min, max)]
+    return middle if low == high else f"{middle} [{low} to {high}]"

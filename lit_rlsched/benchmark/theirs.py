@@ -14,6 +14,9 @@ from lit_rlsched.benchmark import common
 from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.rollout.types import Prompt
 
+MAX_GAP = 1e-4
+"""Mean difference of log-probs, engine and trainer, above which their weights are not the same."""
+
 
 def make_reward(eos_token_id: int, meter: common.Meter) -> Callable[..., list[float]]:
     """Our reward, told which completions were cut at the limit: TRL does not say."""
@@ -190,6 +193,8 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
     trainer.train()
     if setting.trl_backend == "vllm":
         meter.counts.decode_rows = meter.counts.tokens  # no row waits for another
+        gap = trainer.state.log_history[-1]["sampling/sampling_logp_difference/mean"]
+        assert gap < MAX_GAP, f"TRL's engine decoded with other weights: log-probs differ by {gap}"
     trainer.model.save_pretrained(folder / "model")
     return meter.result()
 

@@ -175,7 +175,7 @@ class RolloutLogger(RolloutCallback):
             if isinstance(logger, WandbLogger) and rows:
                 table = self._table(logger, [*rows[0]])
                 for row in rows:
-                    table.add_data(*(row.get(column) for column in table.columns))
+                    table.add_data(*(row.get(str(column)) for column in table.columns))
                 logger.log_metrics({"completions": table}, step=step)  # type: ignore[dict-item]
 
     def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":

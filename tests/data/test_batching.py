@@ -2,7 +2,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.data.batching import OptimizerStep, Row, split_by_tokens, split_steps
+from lit_rlsched.data.batching import (
+    MicroBatch,
+    OptimizerStep,
+    Row,
+    StepTotals,
+    split_by_tokens,
+    split_steps,
+)
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
 
@@ -40,7 +47,8 @@ def test_padding_is_counted_as_it_is_made(shapes, budget):
 
 
 def test_a_micro_batch_by_hand():
-    (batch,) = OptimizerStep([row(2, 3), row(1, 1, advantage=-2.0)], 100)
+    rows = [row(1, 1, advantage=-2.0), row(2, 3)]
+    batch = MicroBatch(rows, StepTotals(2, 4), is_first=True, is_last=True)
     assert batch.input_ids.tolist() == [[1, 10, 0, 0, 0], [1, 2, 10, 11, 12]]
     assert batch.prompt_lengths.tolist() == [1, 2]
     assert batch.completion_mask.tolist() == [[1, 0, 0], [1, 1, 1]]
