@@ -38,6 +38,7 @@ class Policy(LightningModule):
             logp,
             batch.advantages,
             batch.completion_mask,
+            old_logp=batch.old_logp,
             rollout_logp=batch.rollout_logp,
             step_sequences=batch.step_sequences,
             step_tokens=batch.step_tokens,

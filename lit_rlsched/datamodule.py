@@ -16,7 +16,13 @@ from transformers import AutoTokenizer
 from lit_rlsched.callbacks.rollout_callback import fire
 from lit_rlsched.data.batching import OptimizerStep, Row, split_steps
 from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
-from lit_rlsched.data.settings import check_enough, check_lengths, check_sampling, check_settings
+from lit_rlsched.data.settings import (
+    check_enough,
+    check_lengths,
+    check_sampling,
+    check_settings,
+    check_val_temperature,
+)
 from lit_rlsched.data.source import PromptSource, Rows, load_rows, make_prompts
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
@@ -26,7 +32,7 @@ from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
 from lit_rlsched.rollout.learner import Learner, PlainLearner
 from lit_rlsched.rollout.metrics import measure
-from lit_rlsched.rollout.round import Round, score_round, set_advantages
+from lit_rlsched.rollout.round import Round, check_rewards, score_round, set_advantages
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
@@ -124,6 +130,9 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_settings(locals())
+        self.save_hyperparameters(
+            ignore=["train_data", "val_data", "test_data", "reward_funcs", "engine"]
+        )
         self.train_data, self.val_data = train_data, val_data
         self.test_data = val_data if test_data is None else test_data
         self.rewards = RewardScheduler(
@@ -131,9 +140,6 @@ class RolloutDataModule(LightningDataModule):
             reward_weights=reward_weights,
             workers=reward_workers,
             timeout=reward_timeout,
-        )
-        self.reward_weights = (
-            [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
         )
         self.tokenizer_name = tokenizer
         self.chat_template_kwargs = chat_template_kwargs
@@ -149,9 +155,13 @@ class RolloutDataModule(LightningDataModule):
         self.micro_batch_tokens = micro_batch_tokens
         self.sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
         check_sampling(self.sampling)
+        check_val_temperature(val_temperature)
         self.mask_truncated_completions = mask_truncated_completions
         self.evaluation = EvaluationSettings(
-            replace(self.sampling, temperature=val_temperature or temperature),
+            replace(
+                self.sampling,
+                temperature=temperature if val_temperature is None else val_temperature,
+            ),
             val_num_generations,
             val_greedy,
         )
@@ -201,6 +211,10 @@ class RolloutDataModule(LightningDataModule):
             data = getattr(self, f"{name}_data")
             if data is not None and name not in self._rows:
                 self._rows[name] = load_rows(data)
+            elif data is None and stage != "fit":
+                raise MisconfigurationException(
+                    f"There is nothing to {stage} on. Give `RolloutDataModule(val_data=...)`."
+                )
 
     def train_dataloader(self) -> Rounds | MicroBatches:
         """Rounds for manual optimization, micro-batches one by one for automatic optimization."""
@@ -228,9 +242,12 @@ class RolloutDataModule(LightningDataModule):
 
     def close(self) -> None:
         """Close engine and workers; safe to call twice."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            self.rewards.close()  # they may be running where the engine did not start
 
     # Rounds.
 
@@ -241,16 +258,18 @@ class RolloutDataModule(LightningDataModule):
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """The steps of the next round, or what is left of the one a checkpoint was made in."""
-        self._ensure_session()  # restores a checkpoint's state
+        self._ensure_session()  # tokenises the prompts that a checkpoint names
         assert self.trainer is not None
-        if self._resumed is None or self._cursor >= self.steps_per_epoch:
-            self._finish_round()
-        self._resumed = None
-        if self.current is None:
-            self._round_start, self._empty_steps = self.trainer.global_step, 0
-            self.current = self._roll_out()
-        for index in range(self._cursor, self.steps_per_epoch):
-            step = self._optimizer_step(self.current, index)
+        if self._resumed is not None:
+            self._restore(self._resumed)
+            self._resumed = None
+        if self._round_is_over:
+            self.counters += self._untrained()
+            self.num_rounds += 1
+            self.current = None
+        round = self.current or self._roll_out()
+        for index in range(self._cursor, self._steps_of_epoch):
+            step = self._optimizer_step(round, index)
             if not len(step) and self.trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning will not see it, so will not count it
             yield step
@@ -261,52 +280,77 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         return self.trainer.global_step - self._round_start + self._empty_steps
 
-    def _finish_round(self) -> None:
-        if self.current is not None:
-            self.current = None
-            self.num_rounds += 1
+    @property
+    def _steps_of_epoch(self) -> int:
+        """Optimizer steps that Lightning takes of a round: `limit_train_batches` may cut them."""
+        assert self.trainer is not None
+        if self.trainer.lightning_module.automatic_optimization:
+            return self.steps_per_epoch  # its batches are micro-batches
+        return int(min(self.steps_per_epoch, self.trainer.num_training_batches))
+
+    @property
+    def _round_is_over(self) -> bool:
+        return self.current is not None and self._cursor >= self._steps_of_epoch
+
+    def _untrained(self) -> Counter[str]:
+        """Completions of the current round in steps that were never taken."""
+        assert self.current is not None
+        steps = range(self._cursor, self.steps_per_round)
+        dropped = sum(len(self._optimizer_step(self.current, i).rows) for i in steps)
+        return Counter({"dropped/limit_train_batches": dropped} if dropped else {})
 
     def _roll_out(self) -> Round:
+        """Draw a round; until all of it is drawn and valued, its prompts stay in the pool."""
         started = time.perf_counter()
         trainer, session, learner = self.trainer, self._ensure_session(), self._learner
         assert trainer is not None
         policy = FullRound(self.prompts_per_round)
         plan = self._plan(policy)
         fire(trainer, "on_round_start", plan)
-        drops = session.controller.drops.copy()
+        before = self._failures(session)
         for _ in session.rollout(plan, trainer.global_step, policy):
             pass
-        self.pool.remove(plan)
         round = Round(self.num_rounds, trainer.global_step, plan, session.trace)
         drawn = time.perf_counter()
+        check_rewards(round, self.rewards.weights)
         if self.steps_per_epoch > 1 or learner.needs_reference:
             # the only step of a round needs none: its own forward pass gives the old log-probs
             score_round(
                 round, learner, self.micro_batch_tokens, trainer.precision_plugin.forward_context
             )
-        set_advantages(round, learner, self.reward_weights)
-        self.counters["num_completions"] += len(round.completions)
-        self.counters["num_tokens"] += sum(map(len, round.rows))
-        for reason, number in (session.controller.drops - drops).items():
-            self.counters[f"dropped/{reason}"] += number
+        set_advantages(round, learner, self.rewards.weights)
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
-        round.metrics |= measure(round, self.rewards.names, self.reward_weights, steps)
-        round.metrics |= self.counters | self.rewards.counters()
+        round.metrics |= measure(round, self.rewards.names, self.rewards.weights, steps)
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
         round.metrics["time/score"] = time.perf_counter() - drawn
+
+        self.pool.remove(plan)
+        self.current, self._round_start, self._empty_steps = round, trainer.global_step, 0
+        self.counters["num_completions"] += len(round.completions)
+        self.counters["num_tokens"] += sum(map(len, round.rows))
+        self.counters += self._failures(session) - before
+        round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
         return round
 
+    def _failures(self, session: RolloutSession) -> Counter[str]:
+        """What went wrong with single completions until now, validation included."""
+        drops = {f"dropped/{why}": count for why, count in session.controller.drops.items()}
+        return Counter(drops | self.rewards.counters())
+
     def _plan(self, policy: FullRound) -> list[Group]:
         """Fill the pool and take the round's groups from its front."""
         assert self._source is not None
-        for prompt, visit in self._source.draw(policy.fresh_prompts(len(self.pool))):
-            completions = [Completion(i) for i in range(self.num_generations)]
-            self.pool.add(Group(f"{prompt.uid}@{visit}", prompt, self.sampling, completions))
+        for draw in self._source.draw(policy.fresh_prompts(len(self.pool))):
+            self.pool.add(self._new_group(draw.key, draw.prompt))
         return list(self.pool)[: self.prompts_per_round]
+
+    def _new_group(self, group_id: str, prompt: Prompt) -> Group:
+        completions = [Completion(i) for i in range(self.num_generations)]
+        return Group(group_id, prompt, self.sampling, completions)
 
     def _optimizer_step(self, round: Round, index: int) -> OptimizerStep:
         iteration, step = divmod(index, self.steps_per_round)
@@ -343,38 +387,45 @@ class RolloutDataModule(LightningDataModule):
             self.evaluation,
             stage,
             lambda groups: session.rollout(groups, version, salt=stage),
-            self.reward_weights,
+            self.rewards.weights,
         )
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of the run that the weights do not hold: primitives and tensors only."""
-        over = self.current is None or self._cursor >= self.steps_per_epoch
+        over, counters, saved = self._round_is_over, self.counters, None
+        if over:
+            counters = counters + self._untrained()
+        elif self.current is not None:
+            saved = {
+                "number": self.current.number,
+                "version": self.current.version,
+                "groups": pack(self.current.groups),
+                "start": self._round_start,
+                "empty_steps": self._empty_steps,
+            }
         return {
             "settings": {name: getattr(self, name) for name in _SAME_ON_RESUME},
             "source": None if self._source is None else self._source.state_dict(),
-            "pool": self.pool.state_dict(),
-            "num_rounds": self.num_rounds + (over and self.current is not None),
-            "counters": dict(self.counters),
-            "round": None if over or self.current is None else self._pack(self.current),
-        }
-
-    def _pack(self, round: Round) -> dict[str, Any]:
-        return {
-            "number": round.number,
-            "version": round.version,
-            "groups": pack(round.groups),
-            "start": self._round_start,
-            "empty_steps": self._empty_steps,
+            # without what may be half drawn: it is drawn again, from the same seeds
+            "pool": pack(self._new_group(group.id, group.prompt) for group in self.pool),
+            "num_rounds": self.num_rounds + over,
+            "counters": dict(counters),
+            "round": saved,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that the checkpoint is of this configuration; restored once the prompts are known.
 
+        Validation and test take the weights of a checkpoint and nothing of its run.
+
         Raises:
             ValueError: a setting differs that decides what was drawn.
         """
+        assert self.trainer is not None
+        if self.trainer.state.fn != "fit":
+            return
         for name, theirs in state["settings"].items():
             if getattr(self, name) != theirs:
                 raise ValueError(
@@ -386,7 +437,9 @@ class RolloutDataModule(LightningDataModule):
 
     def _restore(self, state: dict[str, Any]) -> None:
         assert self._source is not None
-        self._source.load_state_dict(state["source"])
+        if state["source"] is not None:
+            self._source.load_state_dict(state["source"])
+        self.current, self._round_start, self._empty_steps = None, 0, 0
         self.pool.load_state_dict(state["pool"], self._prompts.__getitem__)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
@@ -415,8 +468,6 @@ class RolloutDataModule(LightningDataModule):
         model = str(base_model(policy).name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or model)
         max_model_len = self._tokenize(tokenizer, context_length(policy))
-        if self._resumed is not None and self._source is not None:
-            self._restore(self._resumed)
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
         slots = self._resolve_slots(kv_bytes(policy, dtype), max_model_len)
         admission = Admission(slots, self.refill)
@@ -430,6 +481,12 @@ class RolloutDataModule(LightningDataModule):
             policy=policy,
             seed=self.seed,
         )
+        if self.sampling.truncated:
+            rank_zero_warn(
+                "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
+                "distribution and the trainer's are not: they are not compared, and importance "
+                "sampling is off."
+            )
         self.rewards.start()
         prompts = [*self._prompts.values(), *(p for ps in self._held_out.values() for p in ps)]
         return RolloutSession(
@@ -470,21 +527,24 @@ class RolloutDataModule(LightningDataModule):
         }
         longest = max(len(p.token_ids) for prompts in sets.values() for p in prompts)
         check_lengths(longest, limit, self.micro_batch_tokens)
-        if "train" in sets:
-            train = sets.pop("train")
+        train = sets.pop("train", [])
+        self._prompts = {p.uid: p for p in train}
+        self._held_out = sets
+        if train and self._source is None:  # else the run goes on where it was
             check_enough(train, self.prompts_per_round)
             self._source = PromptSource(train, self.seed, self.shuffle)
-            self._prompts = {p.uid: p for p in train}
-        self._held_out = sets
-        if shared := {p.uid for p in sets.get("val", ())} & self._prompts.keys():
+        known = {p.token_ids for p in train}
+        if shared := [p for p in sets.get("val", ()) if p.token_ids in known]:
             rank_zero_warn(
-                f"{len(shared)} prompts of `val_data` are in `train_data` too (the first: uid "
-                f"{min(shared)}): the validation figures are not held out."
+                f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
+                f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
             )
         return longest + limit
 
     def _resolve_slots(self, kv_bytes_per_token: int, max_model_len: int) -> int:
-        most = self.prompts_per_round * self.num_generations
+        held_out = max(map(len, self._held_out.values()), default=0)
+        answers = self.evaluation.num_generations + self.evaluation.greedy
+        most = max(self.prompts_per_round * self.num_generations, held_out * answers)
         if self.memory_budget is None:
             return min(most, self.slots or DEFAULT_SLOTS)
         return min(most, slots_for_budget(self.memory_budget, kv_bytes_per_token, max_model_len))

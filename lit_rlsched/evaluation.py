@@ -1,9 +1,11 @@
 """Held-out prompts: how they are answered, and what the answers say about a policy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean
 
+from lit_rlsched.rollout.round import reward_matrix
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
 
@@ -58,7 +60,10 @@ class Evaluated:
             right = [c.correct for c in shown]
             figures[f"mean@{len(shown)}"] = figures["accuracy"] = fmean(right)
             figures[f"pass@{len(shown)}"] = float(any(right))
-        figures["reward"] = fmean(c.reward(self.reward_weights) or 0.0 for c in shown)
+        group = self.sampled or self.greedy
+        assert group is not None, "one of the two was drawn"
+        rewards = reward_matrix([group], self.reward_weights)
+        figures["reward"] = float(rewards.nan_to_num(nan=0.0).mean())
         figures["completions/mean_length"] = fmean(len(c.token_ids) for c in shown)
         figures["completions/clipped_ratio"] = fmean(c.finish_reason == "length" for c in shown)
         return figures
@@ -68,7 +73,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     settings: EvaluationSettings,
     stage: str,
-    rollout: Callable[[list[Group]], Iterator[Group]],
+    rollout: Callable[[list[Group]], Generator[Group, None, None]],
     reward_weights: Sequence[float],
 ) -> Iterator[Evaluated]:
     """Answer held-out prompts and yield them in their order.
@@ -77,8 +82,10 @@ def evaluate(
     must not choose the prompts that are answered fastest.
     """
     wanted = [settings.groups(prompt, stage) for prompt in prompts]
-    running = rollout([g for pair in wanted for g in pair if g is not None])
-    for greedy, sampled in wanted:
-        while any(g is not None and not g.complete for g in (greedy, sampled)):
-            next(running)
-        yield Evaluated(greedy, sampled, reward_weights)
+    with closing(rollout([g for pair in wanted for g in pair if g is not None])) as running:
+        for number, (greedy, sampled) in enumerate(wanted, start=1):
+            while any(g is not None and not g.complete for g in (greedy, sampled)):
+                next(running)
+            if number == len(wanted):
+                running.close()  # here: Lightning never asks beyond the last item
+            yield Evaluated(greedy, sampled, reward_weights)

@@ -1,5 +1,6 @@
 """GRPO and RLOO as LightningModules: two presets of one policy-gradient module."""
 
+import math
 import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from transformers import get_scheduler
 
@@ -49,7 +51,7 @@ class PolicyModule(LightningModule):
         betas: AdamW's decay rates.
         weight_decay: AdamW's weight decay.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        lr_scheduler_type: What it does after them, by the name of transformers' schedulers.
+        lr_scheduler_type: What it does after them.
         gradient_clip_val: Largest norm of the gradient; `None` leaves it as it is.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets the merged weights,
@@ -77,7 +79,7 @@ class PolicyModule(LightningModule):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
-        lr_scheduler_type: str = "constant",
+        lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
         gradient_clip_val: float | None = 1.0,
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
@@ -146,12 +148,16 @@ class PolicyModule(LightningModule):
         optimizer = torch.optim.AdamW(
             parameters, lr=hp.learning_rate, betas=tuple(hp.betas), weight_decay=hp.weight_decay
         )
+        steps = self.trainer.estimated_stepping_batches
         scheduler = get_scheduler(
             "constant_with_warmup" if hp.lr_scheduler_type == "constant" else hp.lr_scheduler_type,
             optimizer,
             num_warmup_steps=hp.warmup_steps,
-            num_training_steps=int(self.trainer.estimated_stepping_batches),
+            num_training_steps=int(steps) + 1 if math.isfinite(steps) else None,
         )
+        # one step ahead: transformers begins a warm-up at zero, which would waste a round
+        factor = scheduler.lr_lambdas[0]
+        scheduler = LambdaLR(optimizer, lambda step: factor(step + 1))
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
 
     # What the data module asks of the module between rollout and update.
@@ -183,7 +189,8 @@ class PolicyModule(LightningModule):
     def _reference_model(self) -> AbstractContextManager[nn.Module]:
         if self._hp.lora_rank:
             return _AdapterOff(self.model)
-        self._reference[0].to(self.device)
+        like = next(self.parameters())
+        self._reference[0].to(device=like.device, dtype=like.dtype)
         return nullcontext(self._reference[0])
 
     def _logprobs(
@@ -210,7 +217,7 @@ class PolicyModule(LightningModule):
             batch.completion_mask,
             old_logp=batch.old_logp,
             ref_logp=batch.ref_logp if self.kl_in_loss else None,
-            rollout_logp=batch.rollout_logp,
+            rollout_logp=None if batch.truncated_sampling else batch.rollout_logp,
             step_sequences=batch.step_sequences,
             step_tokens=batch.step_tokens,
             max_completion_length=batch.max_completion_length,
@@ -225,7 +232,10 @@ class PolicyModule(LightningModule):
         """Accumulate the step's micro-batches and take one optimizer step, even on none."""
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
-        total, metrics = torch.zeros((), device=self.device), StepMetrics()
+        total, metrics = torch.zeros((), device=self.device, dtype=torch.float32), StepMetrics()
+        if not len(step):  # as a step in which every advantage is zero
+            nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
+            self.manual_backward(torch.stack(nothing).sum())
         for batch in step:
             batch = batch.to(self.device)
             with nullcontext() if batch.is_last else self._block_sync():
@@ -233,11 +243,13 @@ class PolicyModule(LightningModule):
                 self.manual_backward(output.loss)
             total += output.loss.detach()
             metrics.update(output.metrics, weight=float(batch.completion_mask.sum()))
+        learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr]
+        # not earlier: Lightning forgets what was logged before the optimizer's hooks
+        self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)
         self.log_dict(metrics.compute(), batch_size=1)
-        self.log("learning_rate", optimizer.param_groups[0]["lr"], batch_size=1)  # type: ignore[union-attr]
 
     def _block_sync(self) -> AbstractContextManager[None]:
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
@@ -277,8 +289,10 @@ class PolicyModule(LightningModule):
 
     def _log_evaluation(self, stage: str) -> None:
         figures = {f"{stage}/{name}": m.compute() for name, m in self._evaluation.items()}
-        if self.trainer.sanity_checking:  # Lightning drops what is logged here: it is the baseline
-            log_now(self.trainer, figures)
+        trainer = self.trainer
+        if trainer.sanity_checking:  # Lightning drops what is logged here
+            if trainer.num_sanity_val_batches == trainer.num_val_batches:
+                log_now(trainer, figures)  # on all held-out prompts, it is the baseline
         else:
             headline = f"{stage}/accuracy"
             rest = {k: v for k, v in figures.items() if k != headline}
@@ -289,9 +303,8 @@ class PolicyModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the adapters alone where there are adapters: the base never changes."""
-        checkpoint["state_dict"] = {
-            k: v for k, v in checkpoint["state_dict"].items() if k in self._saved_keys()
-        }
+        keys = self._saved_keys()
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model or adapter configuration.
@@ -299,7 +312,8 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: names or shapes of the weights differ.
         """
-        ours = {k: v.shape for k, v in self.state_dict().items() if k in self._saved_keys()}
+        keys = self._saved_keys()
+        ours = {k: v.shape for k, v in self.state_dict().items() if k in keys}
         theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}
         if ours != theirs:
             different = sorted(

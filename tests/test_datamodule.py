@@ -1,12 +1,14 @@
 import json
 import math
 
+import psutil
 import pytest
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, RolloutLogger
+from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutCallback, RolloutLogger
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 
 
@@ -304,13 +306,13 @@ def test_what_reward_functions_log_is_logged(fit, tmp_path):
     assert [row["first"] for row in rows] == [text[:1] for text in texts]
 
 
-def test_the_first_failure_of_a_reward_is_told(fit, caplog):
+def test_a_reward_that_always_fails_stops_the_run_and_says_why(fit, caplog):
     def broken(prompts, completions, completion_ids, **kwargs):
         raise KeyError("solution")
 
-    fit(reward_funcs=[broken], trainer={"max_epochs": 1})
-    told = [r.message for r in caplog.records if "Reward function `broken`" in r.message]
-    assert len(told) == 1 and "KeyError" in told[0]
+    with pytest.raises(RuntimeError, match="None of the 16 completions of round 0 has a reward"):
+        fit(reward_funcs=[broken])
+    assert any("`broken`" in r.message and "KeyError" in r.message for r in caplog.records)
 
 
 def test_validate_and_test_without_training(tiny_model, sums, digits, tmp_path):
@@ -329,3 +331,160 @@ def test_validate_and_test_without_training(tiny_model, sums, digits, tmp_path):
     (tested,) = trainer.test(module, datamodule=data, verbose=False)
     assert validated["val/greedy_accuracy"] == tested["test/greedy_accuracy"]
     assert validated["val/accuracy"] == validated["val/greedy_accuracy"]
+
+
+def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
+    class Interrupt(Recorder):
+        def on_completion_end(self, trainer, pl_module, completion):
+            super().on_completion_end(trainer, pl_module, completion)
+            if self.calls.count("completion") == 24:  # in the middle of the second round
+                raise OSError("power cut")
+
+    saved = tmp_path / "saved"
+    with pytest.raises(OSError, match="power cut"):
+        fit(
+            callbacks=[RNGState(), Interrupt(), OnExceptionCheckpoint(saved)],
+            trainer={"max_epochs": 3, "enable_checkpointing": True},
+        )
+    resumed, whole = Recorder(), Recorder()
+    _, module, data = fit(
+        callbacks=[RNGState(), resumed],
+        trainer={"max_epochs": 3},
+        ckpt_path=saved / "on_exception.ckpt",
+    )
+    _, reference, _ = fit(callbacks=[RNGState(), whole], trainer={"max_epochs": 3})
+    assert [r.number for r in resumed.rounds] == [1, 2]
+    assert torch.equal(weights(module), weights(reference))
+    assert data.counters["num_completions"] == 48
+
+
+def test_fitting_on_goes_on_where_it_was(fit, tiny_model, sums, digits, tmp_path):
+    recorder = Recorder()
+    trainer, module, data = fit(callbacks=[recorder], val_data=sums[80:])
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, datamodule=data)
+    uids = [g.prompt.uid for r in recorder.rounds for g in r.groups]
+    assert len(recorder.rounds) == 4 and len(set(uids)) == 16
+
+
+def test_testing_a_checkpoint_leaves_the_run_as_it_is(fit, sums, tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "c", save_last=True, every_n_epochs=1)
+    trainer, module, data = fit(
+        callbacks=[checkpoint], val_data=sums[80:], trainer={"enable_checkpointing": True}
+    )
+    before = dict(data.counters)
+    data.num_generations = 8  # of no concern to a test
+    trainer.test(module, datamodule=data, ckpt_path=tmp_path / "c" / "last.ckpt", verbose=False)
+    assert dict(data.counters) == before and data._resumed is None
+
+
+def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_path):
+    cut = {"limit_train_batches": 1, "enable_checkpointing": True}
+
+    def run(epochs, folder, ckpt_path=None):
+        checkpoint = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_train_steps=1)
+        return fit(
+            callbacks=[RNGState(), checkpoint],
+            steps_per_round=2,
+            trainer={**cut, "max_epochs": epochs},
+            ckpt_path=ckpt_path,
+        )
+
+    _, whole, data = run(4, "whole")
+    run(2, "part")
+    _, resumed, other = run(4, "part", tmp_path / "part" / "last.ckpt")
+    assert torch.equal(weights(whole), weights(resumed))
+    assert data.counters == other.counters
+    assert data.counters["dropped/limit_train_batches"] == 3 * 8  # the last round is still current
+
+
+def test_weights_swapped_for_validation_do_not_reach_the_rollouts(fit, sums):
+    class Swap(Callback):
+        """As weight averaging does: other weights for the length of a validation."""
+
+        def on_validation_start(self, trainer, pl_module):
+            self.kept = [p.detach().clone() for p in pl_module.parameters()]
+            with torch.no_grad():
+                for p in pl_module.parameters():
+                    p.mul_(1.5)
+
+        def on_validation_end(self, trainer, pl_module):
+            with torch.no_grad():
+                for p, kept in zip(pl_module.parameters(), self.kept, strict=True):
+                    p.copy_(kept)
+
+    trainer, _, _ = fit(callbacks=[Swap()], engine=VLLMEngine(), val_data=sums[80:])
+    assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_the_engine_sleeps_between_rollouts(fit, sums):
+    class Sleeper(TransformersEngine):
+        awake = None
+
+        def wake(self):
+            self.awake = True
+
+        def sleep(self):
+            self.awake = False
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            assert not trainer.datamodule.engine.awake
+
+        def on_validation_end(self, trainer, *args):
+            assert not trainer.datamodule.engine.awake
+
+    fit(
+        callbacks=[Watch()],
+        engine=Sleeper(),
+        val_data=sums[80:],
+        steps_per_round=2,
+        trainer={"val_check_interval": 1},
+    )
+
+
+def test_truncated_sampling_switches_importance_sampling_off(fit):
+    with pytest.warns(UserWarning, match="importance sampling is off"):
+        trainer, _, _ = fit(top_p=0.7)
+    assert "sampling/importance_sampling_ratio/mean" not in trainer.callback_metrics
+    assert trainer.callback_metrics["grad_norm"] > 0.1
+
+
+def test_the_length_audit_sees_what_is_masked(fit):
+    recorder = Recorder()
+    fit(callbacks=[recorder], mask_truncated_completions=True)
+    completions = recorder.rounds[0].completions
+    kept = [len(c.token_ids) for c in completions if c.finish_reason == "stop"]
+    drawn = sum(len(c.token_ids) for c in completions) / len(completions)
+    audit = recorder.rounds[0].metrics["rollout/trained_over_drawn_length"]
+    assert audit == pytest.approx(sum(kept) / len(kept) / drawn)
+    assert audit < 1
+
+
+def test_bf16_true_keeps_advantages_in_float32(fit, tiny_model):
+    class Dtypes(GRPOModule):
+        def loss(self, batch):
+            assert batch.advantages.dtype == batch.rollout_logp.dtype == torch.float32
+            return super().loss(batch)
+
+    module = Dtypes(tiny_model, beta=0.1)
+    trainer, _, _ = fit(module, trainer={"precision": "bf16-true"}, verify_sync=False)
+    assert module._reference[0].dtype == torch.bfloat16
+    assert torch.isfinite(trainer.callback_metrics["kl"])
+
+
+def test_a_run_without_end(fit):
+    trainer, _, _ = fit(trainer={"max_epochs": -1, "max_time": {"seconds": 1}})
+    assert trainer.global_step > 0
+
+
+def test_engine_and_workers_are_closed_where_the_engine_does_not_start(fit):
+    class Broken(TransformersEngine):
+        def start(self, spec):
+            raise OSError("no memory")
+
+    before = set(psutil.Process().children())
+    with pytest.raises(OSError, match="no memory"):
+        fit(engine=Broken())
+    assert set(psutil.Process().children()) <= before

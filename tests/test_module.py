@@ -76,7 +76,7 @@ def test_learning_rate_warms_up_and_decays(fit, tiny_model):
 
     module = GRPOModule(tiny_model, learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
     fit(module, [Rates()], trainer={"max_epochs": 6})
-    assert Rates.seen == pytest.approx([5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0])
+    assert Rates.seen == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4])
 
 
 def test_the_gradient_is_clipped(fit, tiny_model):

@@ -26,6 +26,8 @@ class MicroBatch:
             where a step is the only one on its round (they are those of the forward pass).
         ref_logp: `[B, C]` log-probs by the reference model, or `None`.
         temperature: The one the tokens were drawn at.
+        truncated_sampling: Whether tokens were drawn by top-p, top-k or min-p: `rollout_logp` is
+            then of the truncated distribution, and does not compare with the trainer's.
         step_sequences: Sequences of the whole optimizer step, trained on or not.
         step_tokens: Tokens of the whole optimizer step that the loss is defined on.
         max_completion_length: The limit they were drawn under.
@@ -48,6 +50,7 @@ class MicroBatch:
         completions = [row.completion for row in rows]
         sampling = rows[0].group.sampling
         self.temperature = sampling.temperature
+        self.truncated_sampling = sampling.truncated
         self.max_completion_length = sampling.max_completion_length
         self.step_sequences = step.sequences
         self.step_tokens = step.tokens
@@ -57,7 +60,8 @@ class MicroBatch:
         self.completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
         self.input_ids = _pad([row.token_ids for row in rows], torch.long)
         self.completion_mask = _pad([[1.0] * len(c.token_ids) for c in completions])
-        self.advantages = torch.tensor([c.advantage for c in completions])
+        # float32 by name: in bf16-true training it would be the default dtype, bf16
+        self.advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32)
         self.rollout_logp = _pad([c.logprobs for c in completions])
         self.old_logp = _pad_optional([c.old_logprobs for c in completions])
         self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
@@ -126,6 +130,8 @@ class OptimizerStep:
         num_sequences = len(rows)
         if mask_truncated:
             rows = [r for r in rows if r.completion.finish_reason != "length"]
+        self.rows = rows
+        """Those the loss is defined on, trained on or not."""
         self.totals = StepTotals(num_sequences, sum(len(r.completion.token_ids) for r in rows))
         trained = [r for r in rows if r.completion.advantage or not skip_zero_advantage]
         self.micro_batches = split_by_tokens(trained, micro_batch_tokens)

@@ -41,6 +41,18 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
 
 
+def check_val_temperature(val_temperature: float | None) -> None:
+    """Refuse to sample greedily.
+
+    Raises:
+        ValueError: names the argument and what to use instead.
+    """
+    if val_temperature is not None and val_temperature <= 0:
+        raise ValueError(
+            f"`val_temperature={val_temperature}`: use more than 0. `val_greedy` answers greedily."
+        )
+
+
 def check_sampling(sampling: Sampling) -> None:
     """Refuse a distribution that training cannot draw from.
 

@@ -155,7 +155,8 @@ def _check_lengths(
         longest = max(len(prompt.token_ids) for prompt in long)
         raise ValueError(
             f"The prompt of row {named[long[0].uid][0]} (uid {long[0].uid}) has "
-            f"{len(long[0].token_ids)} tokens, but `max_prompt_length={max_prompt_length}`. "
+            f"{len(long[0].token_ids)} tokens, but the model's context less "
+            f"`max_completion_length` is {max_prompt_length}. "
             f"{len(long)} of {len(prompts)} prompts pass it, the longest with {longest}. "
             "Prompts are never cut: filter or shorten them, or make room (a smaller "
             "`max_completion_length`, a model with a longer context)."

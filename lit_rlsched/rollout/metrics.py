@@ -6,10 +6,10 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lit_rlsched.data.batching import OptimizerStep
+from lit_rlsched.data.batching import OptimizerStep, Row
 from lit_rlsched.rollout.round import Round, reward_matrix
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.rollout.types import Completion
 
 
 def measure(
@@ -35,7 +35,7 @@ def measure(
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, reward_matrix(round.groups, weights)),
         **rollout_metrics(round.trace),
-        **length_audit(round.groups, round.groups),
+        **length_audit(round.rows, [row for step in steps for row in step.rows]),
     }
 
 
@@ -99,10 +99,10 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
     }
 
 
-def length_audit(drawn: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
-    """Mean length trained on over mean length drawn: 1.0 where the schedule does not bias it."""
+def length_audit(drawn: Sequence[Row], trained: Sequence[Row]) -> dict[str, float]:
+    """Mean length trained on over mean length drawn: 1.0 where nothing biases it."""
     means = [
-        fmean(len(c.token_ids) for g in groups for c in g.completions) if groups else 0.0
-        for groups in (drawn, trained)
+        fmean(len(row.completion.token_ids) for row in rows) if rows else 0.0
+        for rows in (drawn, trained)
     ]
     return {"rollout/trained_over_drawn_length": means[1] / means[0] if means[0] else 1.0}

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lit_rlsched.advantages import combine_rewards
 from lit_rlsched.data.batching import OptimizerStep, Row
 from lit_rlsched.rollout.learner import Learner, RoundLogprobs
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group
+
+ZERO_ADVANTAGE = 1e-8
+"""Below this an advantage is the rounding error of a group without spread."""
 
 
 @dataclass(slots=True)
@@ -38,11 +42,30 @@ class Round:
 
 def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
     """Rewards `[P, G]` in float64, NaN where no function gave a score."""
-    rewards = [[c.reward(weights) for c in g.completions] for g in groups]
     nan = float("nan")
-    return torch.tensor(
-        [[nan if r is None else r for r in row] for row in rewards], dtype=torch.float64
+    scores = [
+        [nan if s is None else s for s in c.scores or [None] * len(weights)]
+        for g in groups
+        for c in g.completions
+    ]
+    rewards = combine_rewards(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     )
+    return rewards.view(len(groups), -1)
+
+
+def check_rewards(round: Round, weights: Sequence[float]) -> None:
+    """Stop a run from which nothing can be learned.
+
+    Raises:
+        RuntimeError: no completion of the round has a reward.
+    """
+    if reward_matrix(round.groups, weights).isnan().all():
+        raise RuntimeError(
+            f"None of the {len(round.completions)} completions of round {round.number} has a "
+            "reward: every reward function failed, or returned None, for each of them. The log "
+            "says how the first failed."
+        )
 
 
 @torch.no_grad()
@@ -66,7 +89,8 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     logprobs = _logprobs(round.completions) if learner.needs_reference else None
     advantages = learner.compute_advantages(reward_matrix(round.groups, weights), logprobs)
     for completion, advantage in zip(round.completions, advantages.flatten().tolist(), strict=True):
-        completion.advantage = advantage
+        # equal rewards may leave rounding noise, and a row of zero advantage need not be trained on
+        completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0
 
 
 def _logprobs(completions: Sequence[Completion]) -> RoundLogprobs:

@@ -1,13 +1,10 @@
 """From a finished completion's tokens to its scores."""
 
-import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from lit_rlsched.rewards.scheduler import RewardScheduler, ScoredJob
+from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.types import Completion, Group
-
-log = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -23,7 +20,6 @@ class Scorer:
         self._decode = decode
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
-        self._reported: set[str] = set()
 
     @property
     def pending(self) -> int:
@@ -60,19 +56,7 @@ class Scorer:
             group, completion = self._pending.pop(job.job_id)
             completion.scores = job.scores
             completion.extra, completion.logged = job.extra, job.metrics
-            self._report(job, group)
             yield group, completion
-
-    def _report(self, job: ScoredJob, group: Group) -> None:
-        """Say what failed the first time each function does; the counters say how often."""
-        for name, failure in zip(self.scheduler.names, job.failures, strict=True):
-            if failure is not None and name not in self._reported:
-                self._reported.add(name)
-                log.warning(
-                    "Reward function `%s` gave prompt `%s` no score (%s). Such completions are "
-                    "counted in `rewards/%s/*` and trained on without it.",
-                    *(name, group.prompt.uid, failure, name),
-                )
 
     def wait(self) -> None:
         """Block until a score has arrived."""

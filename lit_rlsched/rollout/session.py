@@ -1,7 +1,7 @@
 """Engine, rewards and controller of one run, kept in step with the policy that is trained."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import nn
@@ -65,7 +65,6 @@ class RolloutSession:
         self._probe = list(probe)[: spec.slots]
         self._probe_temperature = probe_temperature or 1.0
         self._forward_context = forward_context
-        self._version: int | None = None
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         engine.start(spec)
         self.controller = RolloutController(
@@ -87,7 +86,7 @@ class RolloutSession:
         version: int,
         policy: RoundPolicy | None = None,
         salt: str = "",
-    ) -> Iterator[Group]:
+    ) -> Generator[Group, None, None]:
         """Bring the engine to the weights of `version`, run `groups`, yield them as they complete.
 
         A rollout that was not run to its end is dropped when the next one starts.
@@ -108,22 +107,23 @@ class RolloutSession:
             self.engine.sleep()
 
     def sync(self, version: int) -> None:
-        """Load the policy's weights into the engine, unless it has them, and check that it does."""
-        if version == self._version:
-            return
+        """Load the policy's weights into the engine and check that it has them.
+
+        Before every rollout, also under the same version: a callback may have swapped weights for
+        validation and back.
+        """
         self.engine.sync_weights(named_weights(self.policy), version)
-        self._version = version
         if self._probe:
-            self._verify()
+            self._verify(version)
 
     @torch.no_grad()
-    def _verify(self) -> None:
+    def _verify(self, version: int) -> None:
         """Draw a few tokens and compare their log-probs with the trainer's.
 
         Raises:
             RuntimeError: the engine does not decode with the weights that are trained.
         """
-        drawn = self._draw_probe()
+        drawn = self._draw_probe(version)
         device = next(self.policy.parameters()).device
         training = self.policy.training
         self.policy.eval()
@@ -152,24 +152,28 @@ class RolloutSession:
                 "version; `verify_sync=False` switches this check off."
             )
 
-    def _draw_probe(self) -> list[Completion]:
+    def _draw_probe(self, version: int) -> list[Completion]:
         longest = max(len(prompt.token_ids) for prompt in self._probe)
         tokens = min(PROBE_TOKENS, self.spec.max_model_len - longest)
         sampling = Sampling(tokens, temperature=self._probe_temperature)
         drawn = {f"sync-probe/{i}": Completion(i) for i in range(len(self._probe))}
         self.engine.submit(
             [
-                Request(name, prompt.token_ids, stable_hash(name, self._version), sampling)
+                Request(name, prompt.token_ids, stable_hash(name, version), sampling)
                 for name, prompt in zip(drawn, self._probe, strict=True)
             ]
         )
-        while any(c.finish_reason is None for c in drawn.values()):
-            for event in self.engine.step():
-                drawn[event.request_id].take(event, self._version or 0)
+        try:
+            while any(c.finish_reason is None for c in drawn.values()):
+                for event in self.engine.step():
+                    drawn[event.request_id].take(event, version)
+        finally:
+            self.engine.abort(drawn)
         return list(drawn.values())
 
     def close(self) -> None:
-        """Free the engine and the reward workers."""
-        self._rollout.close()
-        self.engine.close()
-        self.scorer.scheduler.close()
+        """Free the engine and the reward workers, whatever else goes wrong."""
+        with ExitStack() as stack:
+            stack.callback(self.scorer.scheduler.close)
+            stack.callback(self.engine.close)
+            stack.callback(self._rollout.close)

@@ -34,6 +34,11 @@ class Sampling:
     """0: all tokens."""
     min_p: float = 0.0
 
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -113,12 +118,6 @@ class Completion:
     def correct(self) -> bool:
         """Whether the first reward function gave full score, 1.0 or more."""
         return self.scores is not None and (self.scores[0] or 0.0) >= 1.0
-
-    def reward(self, weights: Sequence[float]) -> float | None:
-        """Weighted sum of the scores; `None` where no function gave any."""
-        pairs = zip(weights, self.scores or [None] * len(weights), strict=True)
-        scored = [weight * score for weight, score in pairs if score is not None]
-        return sum(scored) if scored else None
 
 
 @dataclass(slots=True)
