@@ -214,7 +214,9 @@ def test_a_row_without_a_stable_name_is_refused(tokenizer: Tokenizer) -> None:
 
 def test_long_and_empty_prompts_are_refused_and_never_cut(tokenizer: Tokenizer) -> None:
     rows = [{"prompt": "abc"}, {"prompt": "abcde", "uid": "five"}, {"prompt": "abcdefg"}]
-    message = r"row 1 \(uid five\) has 5 tokens.*`max_completion_length` is 4.*2 of 3 .*longest with 7"
+    message = (
+        r"row 1 \(uid five\) has 5 tokens.*`max_completion_length` is 4.*2 of 3 .*longest with 7"
+    )
     with pytest.raises(ValueError, match=message):
         make_prompts(rows, tokenizer, max_prompt_length=4)
     tokenizer.backend_tokenizer.enable_truncation(4)
