@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from lit_rlsched.callbacks.rollout_callback import fire
 from lit_rlsched.data.batching import OptimizerStep, Row, split_steps
 from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
+from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.settings import (
     check_enough,
     check_lengths,
@@ -23,7 +24,7 @@ from lit_rlsched.data.settings import (
     check_settings,
     check_val_temperature,
 )
-from lit_rlsched.data.source import PromptSource, Rows, load_rows, make_prompts
+from lit_rlsched.data.source import PromptSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
@@ -188,8 +189,7 @@ class RolloutDataModule(LightningDataModule):
         self._resumed: dict[str, Any] | None = None
         self._session: RolloutSession | None = None
         self._source: PromptSource | None = None
-        self._held_out: dict[str, list[Prompt]] = {}
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts = PromptSets([], {})
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     # Lightning's hooks.
@@ -376,7 +376,7 @@ class RolloutDataModule(LightningDataModule):
     def held_out(self, stage: str) -> list[Prompt]:
         """The prompts of `val` or `test`."""
         self._ensure_session()  # tokenises them
-        return self._held_out[stage]
+        return self._prompts.held_out[stage]
 
     def evaluate(self, stage: str) -> Iterator[Evaluated]:
         """Answer each held-out prompt; the seeds are the same at every evaluation."""
@@ -394,6 +394,8 @@ class RolloutDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of the run that the weights do not hold: primitives and tensors only."""
+        if self._resumed is not None:  # nothing has happened since it was loaded
+            return self._resumed
         over, counters, saved = self._round_is_over, self.counters, None
         if over:
             counters = counters + self._untrained()
@@ -440,11 +442,12 @@ class RolloutDataModule(LightningDataModule):
         if state["source"] is not None:
             self._source.load_state_dict(state["source"])
         self.current, self._round_start, self._empty_steps = None, 0, 0
-        self.pool.load_state_dict(state["pool"], self._prompts.__getitem__)
+        prompts = {prompt.uid: prompt for prompt in self._prompts.train}
+        self.pool.load_state_dict(state["pool"], prompts.__getitem__)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
         if (saved := state["round"]) is not None:
-            groups = unpack(saved["groups"], self._prompts.__getitem__)
+            groups = unpack(saved["groups"], prompts.__getitem__)
             self.current = Round(saved["number"], saved["version"], groups)
             self._round_start, self._empty_steps = saved["start"], saved["empty_steps"]
 
@@ -467,7 +470,19 @@ class RolloutDataModule(LightningDataModule):
         policy = find_policy(trainer.lightning_module)
         model = str(base_model(policy).name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or model)
-        max_model_len = self._tokenize(tokenizer, context_length(policy))
+        limit = self.sampling.max_completion_length
+        self._prompts = prompts = tokenize(
+            self._rows,
+            tokenizer,
+            context=context_length(policy),
+            max_completion_length=limit,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+        check_lengths(prompts.longest, limit, self.micro_batch_tokens)
+        if prompts.train and self._source is None:  # else the run goes on where it was
+            check_enough(prompts.train, self.prompts_per_round)
+            self._source = PromptSource(prompts.train, self.seed, self.shuffle)
+        max_model_len = prompts.longest + limit
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
         slots = self._resolve_slots(kv_bytes(policy, dtype), max_model_len)
         admission = Admission(slots, self.refill)
@@ -488,7 +503,6 @@ class RolloutDataModule(LightningDataModule):
                 "sampling is off."
             )
         self.rewards.start()
-        prompts = [*self._prompts.values(), *(p for ps in self._held_out.values() for p in ps)]
         return RolloutSession(
             self.engine,
             spec,
@@ -496,7 +510,7 @@ class RolloutDataModule(LightningDataModule):
             Scorer(self.rewards, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))),
             policy,
             seed=self.seed,
-            probe=prompts[:2] if self.verify_sync else (),
+            probe=prompts.all[:2] if self.verify_sync else (),
             probe_temperature=self.sampling.temperature,
             forward_context=trainer.precision_plugin.forward_context,
             on_completion=lambda completion: self._fire("on_completion_end", completion),
@@ -508,41 +522,8 @@ class RolloutDataModule(LightningDataModule):
         if self.trainer.training:
             fire(self.trainer, hook, *args)
 
-    def _tokenize(self, tokenizer: Any, context: int) -> int:
-        """Tokenise every prompt once and return the context that the longest one needs."""
-        limit = self.sampling.max_completion_length
-        if limit >= context:
-            raise ValueError(
-                f"`max_completion_length={limit}` leaves no room for a prompt in the model's "
-                f"context of {context} tokens. Use a smaller one."
-            )
-        sets = {
-            name: make_prompts(
-                rows,
-                tokenizer,
-                chat_template_kwargs=self.chat_template_kwargs,
-                max_prompt_length=context - limit,
-            )
-            for name, rows in self._rows.items()
-        }
-        longest = max(len(p.token_ids) for prompts in sets.values() for p in prompts)
-        check_lengths(longest, limit, self.micro_batch_tokens)
-        train = sets.pop("train", [])
-        self._prompts = {p.uid: p for p in train}
-        self._held_out = sets
-        if train and self._source is None:  # else the run goes on where it was
-            check_enough(train, self.prompts_per_round)
-            self._source = PromptSource(train, self.seed, self.shuffle)
-        known = {p.token_ids for p in train}
-        if shared := [p for p in sets.get("val", ()) if p.token_ids in known]:
-            rank_zero_warn(
-                f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
-                f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
-            )
-        return longest + limit
-
     def _resolve_slots(self, kv_bytes_per_token: int, max_model_len: int) -> int:
-        held_out = max(map(len, self._held_out.values()), default=0)
+        held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
         most = max(self.prompts_per_round * self.num_generations, held_out * answers)
         if self.memory_budget is None:
