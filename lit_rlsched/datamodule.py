@@ -25,10 +25,10 @@ from lit_rlsched.data.settings import (
     check_val_temperature,
 )
 from lit_rlsched.data.source import PromptSource, Rows, load_rows
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
-from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy, kv_bytes
+from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
 from lit_rlsched.rollout.learner import Learner, PlainLearner
@@ -484,7 +484,9 @@ class RolloutDataModule(LightningDataModule):
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         max_model_len = prompts.longest + limit
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
-        slots = self._resolve_slots(kv_bytes(policy, dtype), max_model_len)
+        slots = self._resolve_slots(
+            kv_bytes_per_token(base_model(policy).config, dtype), max_model_len
+        )
         admission = Admission(slots, self.refill)
         spec = EngineSpec(
             model=model,

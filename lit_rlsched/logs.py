@@ -1,9 +1,11 @@
-"""Logging outside Lightning's loops."""
+"""Figures: averaged over micro-batches, and logged outside Lightning's loops."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning import Trainer
+from torch import Tensor
 
 
 def log_now(trainer: Trainer, metrics: Mapping[str, float | torch.Tensor]) -> None:
@@ -17,3 +19,34 @@ def log_now(trainer: Trainer, metrics: Mapping[str, float | torch.Tensor]) -> No
     for logger in trainer.loggers:
         logger.log_metrics(plain, step=step)
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in plain.items()})
+
+
+class StepMetrics:
+    """Averages over micro-batches, by tokens; `min` and `max` of what is named so."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weight = 0.0
+
+    def update(self, metrics: dict[str, Tensor], weight: float) -> None:
+        """Take in one micro-batch."""
+        self._weight += weight
+        for name, value in metrics.items():
+            if (best := _extreme(name)) is None:
+                value = value * weight
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+            else:
+                self._sums[name] = best(self._sums.get(name, value), value)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The step's figures; empty where there was no micro-batch."""
+        return {
+            name: value if _extreme(name) else value / max(self._weight, 1.0)
+            for name, value in self._sums.items()
+        }
+
+
+def _extreme(name: str) -> Any:
+    if name.endswith(("/min", "_min")):
+        return torch.minimum
+    return torch.maximum if name.endswith(("/max", "_max")) else None

@@ -3,7 +3,8 @@
 import math
 import warnings
 from abc import abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from lit_rlsched.advantages import group_relative, kl_in_reward, leave_one_out
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep
 from lit_rlsched.evaluation import Evaluated
 from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.logs import log_now
+from lit_rlsched.logs import StepMetrics, log_now
 from lit_rlsched.losses import (
     ImportanceSamplingMode,
     LossOutput,
@@ -186,12 +187,14 @@ class PolicyModule(LightningModule):
                 scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
         return scores
 
-    def _reference_model(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def _reference_model(self) -> Iterator[nn.Module]:
         if self._hp.lora_rank:
-            return _AdapterOff(self.model)
-        like = next(self.parameters())
-        self._reference[0].to(device=like.device, dtype=like.dtype)
-        return nullcontext(self._reference[0])
+            with self.model.disable_adapter():  # type: ignore[union-attr, operator]
+                yield self.model  # type: ignore[misc]
+        else:
+            like = next(self.parameters())
+            yield self._reference[0].to(device=like.device, dtype=like.dtype)
 
     def _logprobs(
         self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
@@ -238,9 +241,8 @@ class PolicyModule(LightningModule):
             self.manual_backward(torch.stack(nothing).sum())
         for batch in step:
             batch = batch.to(self.device)
-            with nullcontext() if batch.is_last else self._block_sync():
-                output = self.loss(batch)
-                self.manual_backward(output.loss)
+            output = self.loss(batch)
+            self.manual_backward(output.loss)
             total += output.loss.detach()
             metrics.update(output.metrics, weight=float(batch.completion_mask.sum()))
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
@@ -250,10 +252,6 @@ class PolicyModule(LightningModule):
         self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)
         self.log_dict(metrics.compute(), batch_size=1)
-
-    def _block_sync(self) -> AbstractContextManager[None]:
-        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
-        return block()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: the gradients are unscaled by now, whatever the precision."""
@@ -398,49 +396,3 @@ class RLOOModule(PolicyModule):
             )
             rewards = penalised.view_as(rewards)
         return leave_one_out(rewards, self._hp.normalize_advantages)
-
-
-class StepMetrics:
-    """Averages over micro-batches, by tokens; `min` and `max` of what is named so."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weight = 0.0
-
-    def update(self, metrics: dict[str, Tensor], weight: float) -> None:
-        """Take in one micro-batch."""
-        self._weight += weight
-        for name, value in metrics.items():
-            if (best := _extreme(name)) is None:
-                value = value * weight
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
-            else:
-                self._sums[name] = best(self._sums.get(name, value), value)
-
-    def compute(self) -> dict[str, Tensor]:
-        """The step's figures; empty where there was no micro-batch."""
-        return {
-            name: value if _extreme(name) else value / max(self._weight, 1.0)
-            for name, value in self._sums.items()
-        }
-
-
-def _extreme(name: str) -> Any:
-    if name.endswith(("/min", "_min")):
-        return torch.minimum
-    return torch.maximum if name.endswith(("/max", "_max")) else None
-
-
-class _AdapterOff:
-    """Inside, a peft model is its base."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._context = model.disable_adapter()
-
-    def __enter__(self) -> nn.Module:
-        self._context.__enter__()
-        return self._model
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)

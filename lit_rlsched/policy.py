@@ -127,10 +127,3 @@ def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     configured = None if generation_config is None else generation_config.eos_token_id
     more = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(t for t in (tokenizer.eos_token_id, *more) if t is not None))
-
-
-def kv_bytes(policy: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of key-value cache that a token takes."""
-    text = base_model(policy).config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * dtype.itemsize

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, RolloutEngine
+from lit_rlsched.engines.base import (
+    EngineSpec,
+    EngineStats,
+    Partial,
+    RolloutEngine,
+    kv_bytes_per_token,
+)
 from lit_rlsched.rollout.types import Event, Request, stable_hash
 
 CPU_BLOCK = 32
@@ -120,11 +126,8 @@ class VLLMEngine(RolloutEngine):
         """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
         from transformers import AutoConfig
 
-        text = AutoConfig.from_pretrained(spec.model).get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        itemsize = getattr(torch, self.dtype or "", spec.dtype).itemsize
-        token = 2 * text.num_hidden_layers * heads * head_dim * itemsize
+        dtype = getattr(torch, self.dtype) if self.dtype else spec.dtype
+        token = kv_bytes_per_token(AutoConfig.from_pretrained(spec.model), dtype)
         blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
         return min(blocks * CPU_BLOCK * token, MAX_CPU_CACHE)
 
