@@ -38,14 +38,15 @@ class VLLMEngine(RolloutEngine):
             is the trainer's. Ignored on CPU.
         enforce_eager: Neither compile nor capture CUDA graphs. By default so on CPU only, where it
             is not worth the build time.
-        enable_sleep_mode: Let `sleep` give the GPU memory back to the trainer. Ignored on CPU.
+        enable_sleep_mode: Give the GPU memory of weights and cache back to the trainer between
+            rollouts (vLLM's level 1). Ignored on CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`, taken as they are; they win over ours.
 
     Raises:
         ValueError: `engine_kwargs` splits the model over several processes.
 
     Example:
-        >>> engine = VLLMEngine(gpu_memory_utilization=0.5, enable_sleep_mode=True)
+        >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class VLLMEngine(RolloutEngine):
         kv_cache_gib: float | None = None,
         gpu_memory_utilization: float = 0.3,
         enforce_eager: bool | None = None,
-        enable_sleep_mode: bool = False,
+        enable_sleep_mode: bool = True,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.dtype = dtype
