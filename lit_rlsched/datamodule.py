@@ -346,7 +346,9 @@ class RolloutDataModule(LightningDataModule):
         assert self._source is not None
         for draw in self._source.draw(policy.fresh_prompts(len(self.pool))):
             self.pool.add(self._new_group(draw.key, draw.prompt))
-        return list(self.pool)[: self.prompts_per_round]
+        # copies: the pool stays undrawn, so that a rollout cut short is drawn again as a whole
+        plan = list(self.pool)[: self.prompts_per_round]
+        return [self._new_group(group.id, group.prompt) for group in plan]
 
     def _new_group(self, group_id: str, prompt: Prompt) -> Group:
         completions = [Completion(i) for i in range(self.num_generations)]
@@ -410,8 +412,7 @@ class RolloutDataModule(LightningDataModule):
         return {
             "settings": {name: getattr(self, name) for name in _SAME_ON_RESUME},
             "source": None if self._source is None else self._source.state_dict(),
-            # without what may be half drawn: it is drawn again, from the same seeds
-            "pool": pack(self._new_group(group.id, group.prompt) for group in self.pool),
+            "pool": self.pool.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "round": saved,
