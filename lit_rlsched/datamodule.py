@@ -211,9 +211,9 @@ class RolloutDataModule(LightningDataModule):
             data = getattr(self, f"{name}_data")
             if data is not None and name not in self._rows:
                 self._rows[name] = load_rows(data)
-            elif data is None and stage != "fit":
+            elif data is None and (stage, name) != ("fit", "val"):
                 raise MisconfigurationException(
-                    f"There is nothing to {stage} on. Give `RolloutDataModule(val_data=...)`."
+                    f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
                 )
 
     def train_dataloader(self) -> Rounds | MicroBatches:

@@ -1,0 +1,66 @@
+import torch
+
+from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
+from lit_rlsched.logs import StepMetrics
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+
+SAMPLING = Sampling(8, temperature=0.7)
+
+
+def answered(scores, reason="stop"):
+    completions = [
+        Completion(i, [1] * (i + 1), [-1.0] * (i + 1), [], reason, scores=score)
+        for i, score in enumerate(scores)
+    ]
+    return Group("g", Prompt("p", "x", (1,)), SAMPLING, completions)
+
+
+def test_figures_by_hand():
+    sampled = answered([[1.0, 0.5], [0.0, 0.5], [None, None], [0.99, 0.0]])
+    figures = Evaluated(answered([[0.0, 1.0]]), sampled, [1.0, 2.0]).metrics()
+    assert figures == {
+        "greedy_accuracy": 0.0,
+        "mean@4": 0.25,
+        "pass@4": 1.0,
+        "accuracy": 0.25,
+        "reward": (2.0 + 1.0 + 0.0 + 0.99) / 4,
+        "completions/mean_length": 2.5,
+        "completions/clipped_ratio": 0.0,
+    }
+
+
+def test_greedy_alone_is_the_accuracy():
+    figures = Evaluated(answered([[1.0]], reason="length"), None, [1.0]).metrics()
+    assert figures["accuracy"] == figures["greedy_accuracy"] == 1.0
+    assert figures["completions/clipped_ratio"] == 1.0
+
+
+def test_answers_come_in_the_order_of_the_data_and_the_rollout_is_closed_with_the_last():
+    prompts = [Prompt(str(i), "x", (1,)) for i in range(4)]
+    closed = []
+
+    def backwards(groups):
+        assert [g.sampling.temperature for g in groups] == [0.0, 0.7] * 4
+        try:
+            for group in reversed(groups):
+                for completion in group.completions:
+                    completion.scores = [1.0]
+                yield group
+        finally:
+            closed.append(True)
+
+    settings = EvaluationSettings(SAMPLING, num_generations=2, greedy=True)
+    items = evaluate(prompts, settings, "val", backwards, [1.0])
+    seen = [next(items).greedy.prompt.uid for _ in range(4)]
+    assert seen == ["0", "1", "2", "3"]
+    assert closed == [True]  # though nobody asked for a fifth
+
+
+def test_step_metrics_are_weighted_by_tokens():
+    metrics = StepMetrics()
+    one = {"entropy": torch.tensor(1.0), "x/min": torch.tensor(3.0), "x/max": torch.tensor(3.0)}
+    two = {"entropy": torch.tensor(4.0), "x/min": torch.tensor(2.0), "x/max": torch.tensor(2.0)}
+    metrics.update(one, weight=1.0)
+    metrics.update(two, weight=2.0)
+    assert metrics.compute() == {"entropy": 3.0, "x/min": 2.0, "x/max": 3.0}
+    assert StepMetrics().compute() == {}
