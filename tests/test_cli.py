@@ -1,3 +1,5 @@
+import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +98,46 @@ def test_the_command_is_installed():
     command = Path(sys.executable).with_name("lit-rlsched")
     shown = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=120)
     assert "usage: lit-rlsched" in shown.stdout
+
+
+def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+    folder = tmp_path / "short"
+    small = f"""
+data:
+  train_data: {{class_path: Countdown, init_args: {{split: train, size: 16}}}}
+  val_data: {{class_path: Countdown, init_args: {{split: heldout, size: 4}}}}
+  engine: TransformersEngine
+  prompts_per_round: 4
+  max_completion_length: 64
+trainer:
+  max_epochs: 2
+  check_val_every_n_epoch: 1
+  default_root_dir: {folder}
+  logger:
+    - class_path: CSVLogger
+      init_args: {{save_dir: {folder}, name: metrics}}
+    - class_path: WandbLogger
+      init_args: {{save_dir: {folder}, offline: true}}
+  callbacks:
+    - class_path: RolloutLogger
+    - class_path: ModelCheckpoint
+      init_args: {{dirpath: {folder}/checkpoints, save_last: true, monitor: val/accuracy}}
+"""
+    (tmp_path / "small.yaml").write_text(small)
+    main(["fit", "-c", "configs/quickstart.yaml", "-c", str(tmp_path / "small.yaml")])
+    last = capsys.readouterr().out.splitlines()[-1]
+    accuracy = r"held-out accuracy [\d.]+ -> [\d.]+"
+    line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); pictures and metrics in \S+"
+    assert re.fullmatch(line, last), last
+    for name in ("learning.png", "timeline.png", "lengths.png", "checkpoints/last.ckpt"):
+        assert (folder / name).stat().st_size > 1000
+    assert len((folder / "completions.jsonl").read_text().splitlines()) == 32
+    with (folder / "metrics/version_0/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["step"] for r in rows if r["val/accuracy"]] == ["0", "0", "1"]  # baseline, then each
+    assert {"reward", "loss", "rollout/bubble_ratio", "batch/pad_frac"} <= rows[0].keys()
+    (wandb,) = (folder / "wandb").glob("offline-run-*")
+    assert list(wandb.glob("files/media/table/completions*.json"))
+    assert list(wandb.glob("files/media/images/pictures/learning*.png"))
