@@ -150,3 +150,13 @@ def test_seeds_depend_on_what_a_completion_is():
     }
     assert len(seeds) == 7
     assert completion_seed(0, a, a.completions[0], 0) == 5659309786280544657  # or runs would change
+
+
+def test_completions_are_scored_while_others_decode(tiny_policy, scheduler):
+    engine = TransformersEngine()
+    engine.start(EngineSpec("", slots=2, max_model_len=64, eos_token_ids=(1,), policy=tiny_policy))
+    decoding = []
+    run = controller(engine, scheduler, 2, on_completion=lambda c: decoding.append(run.worker.busy))
+    list(run.run(groups(8, 2, limit=40), FullRound(8), version=0))
+    assert len(decoding) == 16
+    assert sum(decoding) > 8
