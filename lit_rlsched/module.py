@@ -105,7 +105,7 @@ class PolicyModule(LightningModule):
             "epsilon": epsilon,
             "epsilon_high": epsilon_high,
             "delta": delta,
-            "beta": beta,
+            "beta": beta if self.kl_in_loss else 0.0,
             "importance_sampling_mode": importance_sampling_mode,
             "importance_sampling_clip_max": importance_sampling_clip_max,
         }
@@ -205,7 +205,7 @@ class PolicyModule(LightningModule):
             batch.input_ids,
             batch.prompt_lengths,
             batch.completion_lengths,
-            temperature=batch.temperature or 1.0,
+            temperature=batch.temperature,
             entropy=entropy,
         )
 
@@ -219,12 +219,12 @@ class PolicyModule(LightningModule):
             batch.advantages,
             batch.completion_mask,
             old_logp=batch.old_logp,
-            ref_logp=batch.ref_logp if self.kl_in_loss else None,
+            ref_logp=batch.ref_logp,
             rollout_logp=None if batch.truncated_sampling else batch.rollout_logp,
             step_sequences=batch.step_sequences,
             step_tokens=batch.step_tokens,
             max_completion_length=batch.max_completion_length,
-            **(self._loss_settings if self.kl_in_loss else {**self._loss_settings, "beta": 0.0}),
+            **self._loss_settings,
         )
         assert entropy is not None
         mask = batch.completion_mask

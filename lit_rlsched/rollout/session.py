@@ -63,7 +63,7 @@ class RolloutSession:
         self.max_logp_diff: float | None = None
         """Largest difference the last probe saw."""
         self._probe = list(probe)[: spec.slots]
-        self._probe_temperature = probe_temperature or 1.0
+        self._probe_temperature = probe_temperature
         self._forward_context = forward_context
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         engine.start(spec)
