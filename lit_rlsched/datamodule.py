@@ -14,12 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import AutoTokenizer
 
 from lit_rlsched.callbacks.rollout_callback import fire
-from lit_rlsched.data.batching import OptimizerStep, Row, split_steps
+from lit_rlsched.data.batching import OptimizerStep, split_steps
 from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.settings import (
     check_enough,
     check_lengths,
+    check_probe,
     check_sampling,
     check_settings,
     check_val_temperature,
@@ -36,11 +37,11 @@ from lit_rlsched.rollout.metrics import measure
 from lit_rlsched.rollout.round import Round, check_rewards, score_round, set_advantages
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.scheduling.admission import Admission, Refill, slots_for_budget
+from lit_rlsched.rollout.slots import SlotSettings
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import FullRound
 
-DEFAULT_SLOTS = 256
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 _SAME_ON_RESUME = (
     "seed",
@@ -170,12 +171,12 @@ class RolloutDataModule(LightningDataModule):
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.verify_sync = verify_sync
 
-        self.slots: int | None = None
-        """Most completions that decode at once; set by `MicroGroupSampling`."""
-        self.memory_budget: int | None = None
-        """Bytes of key-value cache from which slots follow; set by `MicroGroupSampling`."""
-        self.refill: Refill = "continuous"
-        """When freed slots are refilled; set by `MicroGroupSampling`."""
+        self.slot_settings = SlotSettings()
+        """How many completions decode at once, in which order; set by `MicroGroupSampling`."""
+        self.lengths: CalibratedPredictor | None = None
+        """Predicts how long completions become; set by `LengthPrediction`."""
+        self.probe_tokens = 0
+        """Tokens after which it is asked; set by `LengthPrediction`."""
 
         self.pool = RolloutBuffer()
         self.current: Round | None = None
@@ -308,7 +309,7 @@ class RolloutDataModule(LightningDataModule):
         plan = self._plan(policy)
         fire(trainer, "on_round_start", plan)
         before = self._failures(session)
-        for _ in session.rollout(plan, trainer.global_step, policy):
+        for _ in session.rollout(plan, trainer.global_step, policy, predict=True):
             pass
         round = Round(self.num_rounds, trainer.global_step, plan, session.trace)
         drawn = time.perf_counter()
@@ -321,6 +322,8 @@ class RolloutDataModule(LightningDataModule):
         set_advantages(round, learner, self.rewards.weights)
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
         round.metrics |= measure(round, self.rewards.names, self.rewards.weights, steps)
+        if self.lengths is not None:
+            round.metrics |= self.lengths.end_round()
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
@@ -485,19 +488,22 @@ class RolloutDataModule(LightningDataModule):
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         max_model_len = prompts.longest + limit
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
-        slots = self._resolve_slots(
-            kv_bytes_per_token(base_model(policy).config, dtype), max_model_len
-        )
-        admission = Admission(slots, self.refill)
+        settings, predicted = self.slot_settings, self.lengths is not None
+        settings.resolved_order(predicted)  # refuses an order without predictions, before it builds
+        check_probe(self.probe_tokens, limit)
+        token_bytes = kv_bytes_per_token(base_model(policy).config, dtype)
         spec = EngineSpec(
             model=model,
-            slots=admission.slots,
+            slots=settings.engine_slots(
+                self._largest_rollout, token_bytes, prompts.shortest, max_model_len
+            ),
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids(policy, tokenizer),
             dtype=dtype,
             device=trainer.lightning_module.device,
             policy=policy,
             seed=self.seed,
+            kv_cache_bytes=settings.memory_budget,
         )
         if self.sampling.truncated:
             rank_zero_warn(
@@ -505,17 +511,25 @@ class RolloutDataModule(LightningDataModule):
                 "distribution and the trainer's are not: they are not compared, and importance "
                 "sampling is off."
             )
+
+        def decode(token_ids: list[int]) -> str:
+            return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+        if self.lengths is not None:
+            self.lengths.bind(decode)
         self.rewards.start()
         return RolloutSession(
             self.engine,
             spec,
-            admission,
-            Scorer(self.rewards, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))),
+            lambda: settings.admission(self.engine, spec, token_bytes, limit, predicted),
+            Scorer(self.rewards, decode),
             policy,
             seed=self.seed,
             probe=prompts.all[:2] if self.verify_sync else (),
             probe_temperature=self.sampling.temperature,
             forward_context=trainer.precision_plugin.forward_context,
+            lengths=self.lengths,
+            probe_tokens=self.probe_tokens,
             on_completion=lambda completion: self._fire("on_completion_end", completion),
             on_group=lambda group: self._fire("on_group_end", group),
         )
@@ -525,10 +539,9 @@ class RolloutDataModule(LightningDataModule):
         if self.trainer.training:
             fire(self.trainer, hook, *args)
 
-    def _resolve_slots(self, kv_bytes_per_token: int, max_model_len: int) -> int:
+    @property
+    def _largest_rollout(self) -> int:
+        """Completions of a round or of a validation, whichever are more."""
         held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
-        most = max(self.prompts_per_round * self.num_generations, held_out * answers)
-        if self.memory_budget is None:
-            return min(most, self.slots or DEFAULT_SLOTS)
-        return min(most, slots_for_budget(self.memory_budget, kv_bytes_per_token, max_model_len))
+        return max(self.prompts_per_round * self.num_generations, held_out * answers)

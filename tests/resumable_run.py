@@ -8,11 +8,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
-from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutCallback, RolloutLogger
+from lit_rlsched.callbacks import (
+    LengthPrediction,
+    MicroGroupSampling,
+    RNGState,
+    RolloutCallback,
+    RolloutLogger,
+)
 
 
 def digits(prompts, completions, completion_ids, **kwargs):
@@ -63,6 +70,17 @@ class Uids(RolloutCallback):
         self.uids = state_dict["uids"]
 
 
+def state_hash(state):
+    """Of numbers, strings and tensors, however nested."""
+    if isinstance(state, torch.Tensor):
+        state = state.tolist()
+    if isinstance(state, dict):
+        state = [[key, state_hash(value)] for key, value in sorted(state.items(), key=str)]
+    elif isinstance(state, (list, tuple)):
+        state = [state_hash(value) for value in state]
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
 def main(folder, engine, model, place):
     folder = Path(folder)
     seed_everything(1)
@@ -79,7 +97,7 @@ def main(folder, engine, model, place):
         max_completion_length=24,
         micro_batch_tokens=256,
     )
-    uids = Uids()
+    uids, prediction = Uids(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=1)
     trainer = Trainer(
         accelerator="cpu",
@@ -92,6 +110,7 @@ def main(folder, engine, model, place):
         callbacks=[
             RNGState(),
             MicroGroupSampling(slots=6),
+            prediction,
             RolloutLogger(num_completions=4),
             uids,
             checkpoints,
@@ -109,6 +128,7 @@ def main(folder, engine, model, place):
         "num_completions": data.counters["num_completions"],
         "num_tokens": data.counters["num_tokens"],
         "uids": uids.uids,
+        "predictor": state_hash(prediction.state_dict()),
         "completions": hashlib.sha256(rows.encode()).hexdigest(),
     }
     print("\n" + json.dumps(figures), flush=True)

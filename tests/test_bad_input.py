@@ -1,6 +1,7 @@
 """What a user gets wrong, and what they are told."""
 
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroBatchAccumulation, MicroGroupSampling
+from lit_rlsched.callbacks import LengthPrediction, MicroBatchAccumulation, MicroGroupSampling
 from lit_rlsched.callbacks.micro_group_sampling import parse_bytes
-from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,14 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: MicroGroupSampling(slots=2, memory_budget="1GiB"), "exactly one"),
         (lambda: MicroGroupSampling(memory_budget="much"), "memory_budget='much'"),
         (lambda: MicroGroupSampling(slots=2, refill="sometimes"), "sometimes"),
-        (lambda: MicroGroupSampling(slots=2, order="longest_first"), "longest_first"),
+        (lambda: MicroGroupSampling(slots=2, order="longest"), r"'longest'` is unknown.*'planned'"),
+        (lambda: MicroGroupSampling(slots=2, epsilon=0), r"epsilon=0\)`: must be above 0"),
+        (lambda: MicroGroupSampling(slots=2, epsilon=float("nan")), "epsilon=nan"),
+        (
+            lambda: MicroGroupSampling(slots=2, refill="rounds", order="planned"),
+            "order='longest_first'",
+        ),
+        (lambda: LengthPrediction(probe_tokens=-1), r"probe_tokens=-1\)`: must be 0 or more"),
     ],
 )
 def test_settings_that_cannot_work(make, message):
@@ -98,6 +106,36 @@ def test_settings_that_cannot_work(make, message):
 def test_a_budget_smaller_than_one_completion(fit):
     with pytest.raises(ValueError, match="less than one completion may take"):
         fit(callbacks=[MicroGroupSampling(memory_budget="1KiB")])
+
+
+@pytest.mark.parametrize("order", ["shortest_first", "longest_first", "planned"])
+def test_an_order_without_predictions(fit, order):
+    with pytest.raises(ValueError, match=f"order='{order}'.*`LengthPrediction"):
+        fit(callbacks=[MicroGroupSampling(slots=2, order=order)])
+
+
+def test_a_probe_as_long_as_a_completion(fit):
+    with pytest.raises(ValueError, match=r"probe_tokens=24.*max_completion_length=24"):
+        fit(callbacks=[LengthPrediction(probe_tokens=24)])
+
+
+def test_more_slots_than_the_engine_has_room_for(fit):
+    engine = SimulatedEngine(kv_capacity=100)
+    with pytest.raises(ValueError, match=r"slots=8.*`slots=3`.*`memory_budget`"):
+        fit(callbacks=[MicroGroupSampling(slots=8)], engine=engine, verify_sync=False)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_more_slots_than_vllm_has_room_for(fit):
+    engine = VLLMEngine(kv_cache_gib=5 * 32 * 512 / 2**30)  # 4 blocks and one that vLLM keeps
+    with pytest.raises(ValueError, match=r"slots=8.*Use `slots=4`"):
+        fit(callbacks=[MicroGroupSampling(slots=8)], engine=engine)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_budget_that_vllms_own_block_breaks(fit):
+    with pytest.raises(ValueError, match="budget"):
+        fit(callbacks=[MicroGroupSampling(memory_budget=32 * 512)], engine=VLLMEngine())
 
 
 def test_sizes():

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_rlsched.callbacks.length_prediction import LengthPrediction
     from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
     from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
     from lit_rlsched.callbacks.progress import RolloutProgressBar
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 
 __all__ = [
+    "LengthPrediction",
     "MicroBatchAccumulation",
     "MicroGroupSampling",
     "RNGState",
@@ -21,6 +23,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LengthPrediction": "length_prediction",
     "MicroBatchAccumulation": "micro_batch_accumulation",
     "MicroGroupSampling": "micro_group_sampling",
     "RNGState": "rng_state",

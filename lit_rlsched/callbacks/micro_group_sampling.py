@@ -1,13 +1,15 @@
 """Infinite Sampling: group size no longer decides how much memory decoding takes."""
 
 import re
-from typing import Literal
+from typing import get_args
 
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.admission import Refill
+from lit_rlsched.scheduling.queues import Order
 
 _UNITS = {
     "": 1,
@@ -24,22 +26,33 @@ _UNITS = {
 class MicroGroupSampling(RolloutCallback):
     """Decode at most `slots` completions at once, whatever `num_generations` is.
 
-    The micro sampling groups of Infinite Sampling (arXiv 2506.22950). It changes when a completion
-    is drawn, never which: nothing that is learned depends on it.
+    The micro sampling groups and the continuous sampling of Infinite Sampling (arXiv 2506.22950).
+    It changes when a completion is drawn, never which: nothing that is learned depends on it.
 
     Args:
-        slots: Most completions that decode at once.
-        memory_budget: Key-value cache from which slots follow instead, such as `2GiB`, when every
-            completion is as long as it may get.
-        refill: `continuous` refills a slot as soon as it is free, `rounds` only when all are.
-        order: Which waiting completion goes first: `fifo`, in the order of the data.
+        slots: Most completions that decode at once (the paper's fixed slots). Refused where the
+            engine's key-value cache could not hold that many completions of full length.
+        memory_budget: Key-value cache that completions may take together, such as `2GiB`, instead
+            (the paper's dynamic slots): as many run as fit into it at the moment, never more, at
+            most 256. A completion draws up to an eighth of `max_completion_length` at a time; where
+            the budget is full it waits for others to end, and goes on with the same tokens as if
+            it had not.
+        refill: `continuous` refills a slot as soon as it is free (continuous sampling), `rounds`
+            only when all are (naive micro sampling groups).
+        order: Which waiting completion goes first: `fifo`, in the order of the data;
+            `shortest_first` or `longest_first`, by what `LengthPrediction` expects; `planned`:
+            spread over the slots so that the last one ends early, then a slot without work steals
+            the shortest that has not started (the paper's two stages). By default `planned` where
+            there is a `LengthPrediction` and `fifo` where there is none.
+        epsilon: The plan ends at most this share later than the best, where it is small enough to
+            be solved that closely.
 
     Raises:
-        ValueError: both or neither of `slots` and `memory_budget` are given, or one is below 1.
+        ValueError: an argument is out of range, or two contradict each other.
 
     Example::
 
-        Trainer(callbacks=[MicroGroupSampling(slots=32)])
+        Trainer(callbacks=[MicroGroupSampling(slots=32), LengthPrediction()])
     """
 
     def __init__(
@@ -47,7 +60,8 @@ class MicroGroupSampling(RolloutCallback):
         slots: int | None = None,
         memory_budget: str | int | None = None,
         refill: Refill = "continuous",
-        order: Literal["fifo"] = "fifo",
+        order: Order | None = None,
+        epsilon: float = 0.1,
     ) -> None:
         if (slots is None) == (memory_budget is None):
             raise ValueError(
@@ -56,21 +70,29 @@ class MicroGroupSampling(RolloutCallback):
             )
         if slots is not None and slots < 1:
             raise ValueError(f"`MicroGroupSampling(slots={slots})`: must be 1 or more.")
-        if refill not in ("continuous", "rounds"):
-            raise ValueError(f"`refill={refill!r}` is unknown. Use 'continuous' or 'rounds'.")
-        if order != "fifo":
-            raise ValueError(f"`order={order!r}` is unknown. Use 'fifo'.")
-        self.slots = slots
-        self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
-        self.refill = refill
-        self.order = order
+        for name, value, known in (
+            ("refill", refill, get_args(Refill)),
+            ("order", order, (None, *get_args(Order))),
+        ):
+            if value not in known:
+                allowed = ", ".join(repr(k) for k in known if k is not None)
+                raise ValueError(f"`{name}={value!r}` is unknown. Use one of {allowed}.")
+        if refill == "rounds" and order == "planned":
+            raise ValueError(
+                "`MicroGroupSampling(refill='rounds', order='planned')`: a plan is for slots that "
+                "are refilled. Use `refill='continuous'`, or `order='longest_first'`, which sorts "
+                "the micro groups."
+            )
+        if not epsilon > 0:
+            raise ValueError(
+                f"`MicroGroupSampling(epsilon={epsilon})`: must be above 0, such as 0.1."
+            )
+        budget = None if memory_budget is None else parse_bytes(memory_budget)
+        self.settings = SlotSettings(slots, budget, refill, order, epsilon)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the settings to the data module, before it starts its engine."""
-        datamodule = rollout_datamodule(trainer, self)
-        datamodule.slots = self.slots
-        datamodule.memory_budget = self.memory_budget
-        datamodule.refill = self.refill
+        rollout_datamodule(trainer, self).slot_settings = self.settings
 
 
 def parse_bytes(size: str | int) -> int:

@@ -86,13 +86,14 @@ def slot_timeline(round: Round) -> Figure:
                 bars = [_bar(spans["slot"][i], spans["start"][i], spans["end"][i]) for i in rows]
                 shades = [_lighter(colour) if second[i] else colour for i in rows]
                 slots.add_collection(PolyCollection(bars, facecolors=shades, linewidth=0))
-                shown.append(Patch(color=colour, label=f"{label} ({len(rows)})"))
+                number = len({spans["request"][i] for i in rows})
+                shown.append(Patch(color=colour, label=f"{label} ({number})"))
         slots.set(ylim=(trace.slots - 0.5, -0.5), ylabel="slot")
         slots.yaxis.set_major_locator(_whole_numbers(8))
         slots.grid(False)
         slots.set_title(
-            f"Round {round.number}: {len(spans['request'])} completions, Q = {trace.slots} slots, "
-            f"{trace.seconds:.3g} s, bubble ratio {trace.bubble_ratio:.2f}"
+            f"Round {round.number}: {len(set(spans['request']))} completions, "
+            f"Q = {trace.slots} slots, {trace.seconds:.3g} s, bubble ratio {trace.bubble_ratio:.2f}"
         )
         figure.legend(handles=shown, loc="outside lower center", ncols=3)
 

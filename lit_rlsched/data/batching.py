@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_rlsched.rollout.types import Completion, Group, stable_hash
+from lit_rlsched.rollout.types import Row, stable_hash
 
 
 class MicroBatch:
@@ -45,7 +45,7 @@ class MicroBatch:
     ref_logp: torch.Tensor | None
 
     def __init__(
-        self, rows: Sequence["Row"], step: "StepTotals", *, is_first: bool, is_last: bool
+        self, rows: Sequence[Row], step: "StepTotals", *, is_first: bool, is_last: bool
     ) -> None:
         completions = [row.completion for row in rows]
         sampling = rows[0].group.sampling
@@ -72,22 +72,6 @@ class MicroBatch:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.to(device, non_blocking=non_blocking))
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A completion and the group it belongs to."""
-
-    group: Group
-    completion: Completion
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and completion."""
-        return [*self.group.prompt.token_ids, *self.completion.token_ids]
-
-    def __len__(self) -> int:
-        return len(self.group.prompt.token_ids) + len(self.completion.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

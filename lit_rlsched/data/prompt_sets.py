@@ -28,6 +28,11 @@ class PromptSets:
         """Tokens of the longest prompt."""
         return max(len(p.token_ids) for p in self.all)
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest prompt."""
+        return min(len(p.token_ids) for p in self.all)
+
 
 def tokenize(
     rows: Mapping[str, list[dict[str, Any]]],

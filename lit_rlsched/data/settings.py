@@ -101,3 +101,17 @@ def check_enough(prompts: Collection[Prompt], prompts_per_round: int) -> None:
             f"`prompts_per_round={prompts_per_round}` is more than `train_data` holds: "
             f"{len(prompts)} prompts. Use {len(prompts)} or fewer."
         )
+
+
+def check_probe(probe_tokens: int, max_completion_length: int) -> None:
+    """Refuse a probe that leaves nothing to predict.
+
+    Raises:
+        ValueError: names both arguments and what to use instead.
+    """
+    if probe_tokens >= max_completion_length:
+        raise ValueError(
+            f"`LengthPrediction(probe_tokens={probe_tokens})` leaves nothing to predict of "
+            f"completions with `max_completion_length={max_completion_length}`. Use less, such as "
+            f"{max_completion_length // 16}."
+        )

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from lit_rlsched.rollout.types import Request, stable_hash
 
 _cores = 0
 """Engine cores alive in this process; they share vLLM's process groups."""
@@ -78,8 +81,70 @@ def building(device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
         _cores += 1
+    except BaseException:
+        if _cores == 0:
+            _originals["clean_up"]()  # a core that fails halfway leaves its process groups
+        raise
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_num_threads = set_num_threads  # on CPU vLLM makes it a no-op
         torch.set_num_threads(threads)
+
+
+class Noise:
+    """Lets a request that comes back go on with the noise where it stopped.
+
+    vLLM's first model runner draws with a generator per request, which it drops when the request
+    leaves: it is kept here, and put back. The second one (`vllm.v1.worker.gpu`, the default of
+    recent builds for CUDA) hashes the seed and the position, so that there is nothing to keep.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._running: dict[str, torch.Generator | None] = {}  # by vLLM's own name
+        self._kept: dict[str, tuple[int, int, torch.Generator]] = {}  # seed, length
+        self._by_position = hasattr(runner, "req_states")
+        batch: Any = getattr(runner, "input_batch", None)
+        if hasattr(batch, "generators"):
+            self._add_request = batch.add_request
+            batch.add_request = self._add_with_own_generator
+        elif not self._by_position:
+            warnings.warn(
+                f"VLLMEngine does not know the model runner {type(runner).__name__}: requests that "
+                "pause will go on with other noise than if they had not.",
+                stacklevel=3,
+            )
+
+    def _add_with_own_generator(self, state: Any) -> Any:
+        """In place of `InputBatch.add_request`, which is called before any draw of a request."""
+        state.generator = self._running.setdefault(state.req_id, state.generator)
+        return self._add_request(state)
+
+    def seed(self, request: Request) -> int:
+        """What vLLM gets as the seed of a request that is about to enter."""
+        drawn = len(request.prefix_ids)
+        if drawn == 0 or self._by_position or self._find(request):
+            return request.seed
+        # what chose the prefix must not choose again: its noise is no longer random
+        return stable_hash(request.seed, drawn)
+
+    def enter(self, request: Request, name: str) -> None:
+        """Put its noise back, if it was kept; `name` is vLLM's own for it."""
+        if generator := self._find(request):
+            self._running[name] = generator
+        self._kept.pop(request.id, None)
+
+    def leave(self, request: Request, name: str, length: int | None) -> None:
+        """Keep the noise of a request that may come back with `length` tokens."""
+        generator = self._running.pop(name, None)
+        if generator is not None and length is not None:
+            self._kept[request.id] = request.seed, length, generator
+
+    def forget(self) -> None:
+        """Drop what was kept."""
+        self._kept.clear()
+
+    def _find(self, request: Request) -> torch.Generator | None:
+        seed, length, generator = self._kept.get(request.id, (None, None, None))
+        same = (seed, length) == (request.seed, len(request.prefix_ids))
+        return generator if same else None

@@ -26,6 +26,8 @@ class EngineSpec:
     policy: torch.nn.Module | None = None
     """The trainer's own Hugging Face model: an engine that decodes with it holds no second copy."""
     seed: int = 0
+    kv_cache_bytes: int | None = None
+    """Most memory for the key-value cache, where the run has a budget for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,14 @@ class RolloutEngine(Protocol):
 
     The caller decides what runs: it never submits more than `slots` requests at once, and the
     engine never reorders, drops or delays one. Every completion depends on its own seed, not on its
-    company.
+    company, nor on where it was paused.
     """
+
+    kv_block: int | None = None
+    """Tokens of the smallest piece of key-value cache, once started; `None` where the cache is not
+    paged and every slot has room for a whole completion."""
+    kv_capacity: int | None = None
+    """Tokens of key-value cache the engine has room for, once started; `None`: it grows."""
 
     def start(self, spec: EngineSpec) -> None:
         """Build what is expensive. Called once, before anything else."""
@@ -110,7 +118,10 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def check_requests(
-    spec: EngineSpec, live_ids: Collection[str], requests: Sequence[Request]
+    spec: EngineSpec,
+    live_ids: Collection[str],
+    requests: Sequence[Request],
+    vocab_size: int | None = None,
 ) -> None:
     """Check a whole `submit` call before any of it is taken in.
 
@@ -125,19 +136,33 @@ def check_requests(
         )
     seen: set[str] = set()
     for request in requests:
-        limit = request.sampling.max_completion_length
         if request.id in live_ids or request.id in seen:
             raise ValueError(f"request {request.id!r} is already in the engine")
-        if len(request.prompt_ids) == 0:
-            raise ValueError(f"request {request.id!r} has an empty prompt")
-        if len(request.prompt_ids) + limit > spec.max_model_len:
-            raise ValueError(
-                f"request {request.id!r}: {len(request.prompt_ids)} prompt tokens and "
-                f"max_completion_length={limit} exceed max_model_len={spec.max_model_len}"
-            )
-        if len(request.prefix_ids) >= limit:
-            raise ValueError(
-                f"request {request.id!r}: its prefix of {len(request.prefix_ids)} tokens leaves "
-                f"nothing to draw, max_completion_length={limit}"
-            )
+        if why := _misfit(spec, request, vocab_size):
+            raise ValueError(f"request {request.id!r} {why}")
         seen.add(request.id)
+
+
+def _misfit(spec: EngineSpec, request: Request, vocab_size: int | None) -> str | None:
+    """Why a request by itself cannot be decoded."""
+    most, prompt = request.sampling.max_completion_length, len(request.prompt_ids)
+    if prompt == 0:
+        return "has an empty prompt"
+    if prompt + most > spec.max_model_len:
+        return (
+            f"does not fit: {prompt} prompt tokens and max_completion_length={most} "
+            f"exceed max_model_len={spec.max_model_len}"
+        )
+    if request.pause_at is not None and request.pause_at < 1:
+        return f"has pause_at={request.pause_at}: it must be at least 1"
+    if len(request.prefix_ids) >= request.limit:
+        bound = "max_completion_length" if request.limit == most else "pause_at"
+        return (
+            f"has a prefix of {len(request.prefix_ids)} tokens, which leaves nothing to draw: "
+            f"{bound}={request.limit}"
+        )
+    if vocab_size is not None:
+        tokens = [*request.prompt_ids, *request.prefix_ids]
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            return f"has tokens outside the vocabulary of {vocab_size}"
+    return None

@@ -63,6 +63,36 @@ class TraceLengths:
         return self.lengths[request.id]
 
 
+class RecordedCompletions:
+    """Completions that were drawn before, to be drawn again token by token.
+
+    Args:
+        token_ids: the tokens of each completion, the last one included, by request id.
+    """
+
+    def __init__(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        self._token_ids = token_ids
+
+    def __call__(self, request: Request) -> int:
+        return len(self.token_ids(request))
+
+    def token_ids(self, request: Request) -> Sequence[int]:
+        """The whole completion, whatever the request has as its prefix.
+
+        Raises:
+            ValueError: there is none, or it ends within the prefix.
+        """
+        tokens = self._token_ids.get(request.id, ())
+        if not tokens:
+            raise ValueError(f"request {request.id!r} has no recorded completion")
+        if len(tokens) <= len(request.prefix_ids):
+            raise ValueError(
+                f"request {request.id!r} has a prefix of {len(request.prefix_ids)} tokens, but its "
+                f"recorded completion only {len(tokens)}"
+            )
+        return tokens
+
+
 def _read(path: Path) -> Mapping[str, int] | list[int]:
     """Read lengths; the spans of a request that was resumed add up."""
     if path.suffix == ".parquet":

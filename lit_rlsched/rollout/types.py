@@ -51,6 +51,18 @@ class Request:
     sampling: Sampling
     prefix_ids: Sequence[int] = ()
     """Tokens drawn earlier, to resume from. They count towards `sampling.max_completion_length`."""
+    pause_at: int | None = None
+    """Completion length, prefix included, at which the engine lets go of it, with the finish reason
+    `length`, although its sampling allows more. Submitted again with the same id and seed and all
+    tokens so far as its prefix, it goes on as if it had never stopped."""
+    expected: float | None = None
+    """Tokens it is expected to draw from here on, where somebody predicts them."""
+
+    @property
+    def limit(self) -> int:
+        """Completion length at which the engine stops, prefix included."""
+        most = self.sampling.max_completion_length
+        return most if self.pause_at is None else min(most, self.pause_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,8 @@ class Event:
     logprobs: list[float]
     """Log-probability of each new token under the distribution it was drawn from (after temperature
     and truncation); under the temperature-1 distribution where the draw is greedy."""
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["paused"] | None = None
+    """`paused`: cut at the request's `pause_at` (by the worker; engines say `length`)."""
 
 
 def stable_hash(*parts: object) -> int:
@@ -107,7 +120,7 @@ class Completion:
                 self.version_spans.append((version, count + len(event.token_ids)))
             else:
                 self.version_spans.append((version, len(event.token_ids)))
-        self.finish_reason = event.finish_reason
+        self.finish_reason = None if event.finish_reason == "paused" else event.finish_reason
 
     @property
     def scored(self) -> bool:
@@ -134,3 +147,19 @@ class Group:
     def complete(self) -> bool:
         """Whether every completion is finished and scored."""
         return all(c.scored for c in self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A completion and the group it belongs to."""
+
+    group: Group
+    completion: Completion
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion."""
+        return [*self.group.prompt.token_ids, *self.completion.token_ids]
+
+    def __len__(self) -> int:
+        return len(self.group.prompt.token_ids) + len(self.completion.token_ids)

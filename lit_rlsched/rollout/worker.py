@@ -1,6 +1,7 @@
 """One engine and the admission in front of it."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rollout.trace import RolloutTrace
@@ -20,7 +21,9 @@ class RolloutWorker:
         self.engine = engine
         self.admission = admission
         self.trace = RolloutTrace(admission.slots)
+        self._requests: dict[str, Request] = {}
         self._drawn: dict[str, int] = {}
+        self._stats = engine.stats()
 
     @property
     def busy(self) -> bool:
@@ -32,24 +35,47 @@ class RolloutWorker:
         self.admission.push(requests)
 
     def step(self) -> list[Event]:
-        """Refill the free slots and advance the engine."""
-        admitted = self.admission.pop(len(self._drawn))
-        start = self.engine.now()
+        """Refill the free slots and advance the engine.
+
+        A request that ended where it should pause has the finish reason `paused`; it is no longer
+        here, and goes on when it is submitted again.
+        """
+        engine, before = self.engine, self._stats
+        admitted = self.admission.pop(self._drawn, before.kv_tokens)
+        start = engine.now()
         if admitted:
-            self.engine.submit(admitted)
+            engine.submit(admitted)
             for request in admitted:
-                self._drawn[request.id] = 0
+                self._requests[request.id], self._drawn[request.id] = request, 0
                 self.trace.admitted(request.id, start)
-        running, before = len(self._drawn), self.engine.stats().decode_steps
-        events = self.engine.step()
-        end = self.engine.now()
-        stats = self.engine.stats()
-        self.trace.stepped(start, end, running, stats.kv_tokens, stats.decode_steps - before)
-        for event in events:
+        running = len(self._drawn)
+        events = engine.step()
+        end = engine.now()
+        self._stats = after = engine.stats()
+        self.trace.stepped(
+            start,
+            end,
+            running,
+            after.kv_tokens,
+            after.decode_steps - before.decode_steps,
+            after.prefill_tokens - before.prefill_tokens,
+            after.cached_tokens - before.cached_tokens,
+            after.preemptions - before.preemptions,
+        )
+        for i, event in enumerate(events):
             self._drawn[event.request_id] += len(event.token_ids)
             if event.finish_reason is not None:
-                self.trace.left(event.request_id, end, self._drawn.pop(event.request_id))
+                events[i] = self._ended(event, end)
         return events
+
+    def _ended(self, event: Event, now: float) -> Event:
+        drawn = self._drawn.pop(event.request_id)
+        request = self._requests.pop(event.request_id)
+        self.trace.left(request.id, now, drawn)
+        total = len(request.prefix_ids) + drawn
+        if event.finish_reason == "length" and total < request.sampling.max_completion_length:
+            return replace(event, finish_reason="paused")
+        return event
 
     def abort(self) -> None:
         """Drop everything that runs or waits."""
@@ -58,9 +84,11 @@ class RolloutWorker:
         for request_id, tokens in self._drawn.items():
             self.trace.left(request_id, self.engine.now(), tokens)
         self._drawn.clear()
+        self._requests.clear()
 
     def start_trace(self) -> RolloutTrace:
         """Begin a new trace; nothing may be running."""
         assert not self.busy, "a trace begins between rollouts"
         self.trace = RolloutTrace(self.admission.slots)
+        self._stats = self.engine.stats()
         return self.trace

@@ -1,50 +1,183 @@
 """Which waiting request takes a free slot, and when."""
 
+import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lit_rlsched.rollout.types import Request
+from lit_rlsched.scheduling.queues import Order, waiting_queue
 
 Refill = Literal["continuous", "rounds"]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheBudget:
+    """Key-value cache that running requests may take, counted in blocks as a paged cache does."""
+
+    tokens: int
+    """Of all requests together."""
+    block: int = 1
+    """Tokens of a block."""
+    lease: int = 128
+    """Tokens a request may draw before it must ask again, where others wait."""
+
+    def blocks(self, tokens: int) -> int:
+        """Tokens of the whole blocks that `tokens` take."""
+        return -(-tokens // self.block) * self.block
+
+    def cost(self, request: Request) -> int:
+        """Most that a request not yet running will take."""
+        return self.blocks(len(request.prompt_ids) + request.limit)
+
+    def growth(self, request: Request, drawn: int) -> int:
+        """Most that a request will take beyond what it has, `drawn` tokens after it came in."""
+        if not drawn:
+            return self.cost(request)
+        have = len(request.prompt_ids) + len(request.prefix_ids) + drawn
+        return self.cost(request) - self.blocks(have - 1)  # the last one is not yet in the cache
+
+
 class Admission:
-    """A queue in front of the engine: at most `slots` requests are let in at once.
+    """The waiting room of an engine: at most `slots` requests are let in at once.
 
     `continuous` refills a slot in the step after it was freed (Infinite Sampling's continuous
-    sampling, arXiv 2506.22950); `rounds` lets the next `slots` requests in only when all of the
-    last have finished (its naive micro sampling groups). Requests go in as they came.
+    sampling, arXiv 2506.22950); `rounds` lets the next requests in only when all of the last have
+    finished (its naive micro sampling groups).
+
+    What is let in: first, requests that go on after a lease; then those with a `pause_at`, which
+    probe (they are short, and tell of the rest); then the others in `order`.
+
+    With a `budget`, requests are let in only while all that run can never take more cache than it
+    allows. So that this does not reserve room for the longest completion each time, a request is
+    let in with a lease of some tokens: it pauses when it has drawn them, and asks again. The number
+    of running requests then follows from the cache in use (Infinite Sampling's dynamic slots).
 
     Args:
         slots: Most requests that decode at once.
         refill: When freed slots are refilled.
+        order: Which waiting request goes first.
+        epsilon: Of the plan of `planned`.
     """
 
-    def __init__(self, slots: int, refill: Refill = "continuous") -> None:
+    budget: CacheBudget | None = None
+
+    def __init__(
+        self,
+        slots: int,
+        refill: Refill = "continuous",
+        order: Order = "fifo",
+        epsilon: float = 0.1,
+    ) -> None:
         self.slots = slots
         self.refill = refill
-        self._queue: deque[Request] = deque()
+        self.order = order
+        self._paused: deque[Request] = deque()
+        self._probes: deque[Request] = deque()
+        self._waiting = waiting_queue(order, epsilon)
+        self._leased: set[str] = set()
+        self._pushed, self._expected_tokens = 0, 0.0  # of all that came in: contexts, at their end
+        self._running: dict[str, tuple[Request, int]] = {}  # and its slot
+        self._free = list(range(slots))
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._paused) + len(self._probes) + len(self._waiting)
 
     def push(self, requests: Iterable[Request]) -> None:
         """Let requests wait."""
-        self._queue.extend(requests)
+        for request in requests:
+            if request.id in self._leased:
+                self._leased.remove(request.id)
+                self._paused.append(request)
+            elif request.pause_at is not None:
+                self._probes.append(request)
+            else:
+                self._waiting.push(request)
+                self._pushed += 1
+                self._expected_tokens += len(request.prompt_ids) + len(request.prefix_ids)
+                self._expected_tokens += request.expected or 0.0
 
-    def pop(self, running: int) -> list[Request]:
-        """The requests that go in now, given how many are running."""
-        if running and self.refill == "rounds":
+    def rekey(self, expected: Mapping[str, float]) -> None:
+        """New estimates of the tokens that requests will draw, by id; others are ignored."""
+        self._waiting.rekey(expected)
+
+    def pop(self, running: Mapping[str, int], kv_tokens: int = 0) -> list[Request]:
+        """The requests that go in now.
+
+        Args:
+            running: Tokens that each running request has drawn since it was let in.
+            kv_tokens: Tokens of key-value cache in use.
+        """
+        if not len(self) or len(running) >= self.slots or (running and self.refill == "rounds"):
             return []
-        free = min(self.slots - running, len(self._queue))
-        return [self._queue.popleft() for _ in range(free)]
+        for request_id in self._running.keys() - running.keys():
+            heapq.heappush(self._free, self._running.pop(request_id)[1])
+        self._waiting.prepare(self._loads(running))
+        room = self._room(running, kv_tokens)
+        admitted: list[Request] = []
+        while self._free and len(self):
+            whole = self._peek()
+            request = whole if self.budget is None else self._lease(whole, room)
+            if self.budget is not None:
+                room -= self.budget.cost(request)
+                if room < 0:
+                    break
+            self._take()
+            if request.limit < whole.limit:
+                self._leased.add(request.id)
+            self._running[request.id] = request, heapq.heappop(self._free)
+            admitted.append(request)
+        return admitted
 
     def clear(self) -> list[Request]:
         """Forget what waits, and return it."""
-        waiting = list(self._queue)
-        self._queue.clear()
+        waiting = [*self._paused, *self._probes, *self._waiting.clear()]
+        self._paused.clear()
+        self._probes.clear()
+        self._leased.clear()
+        self._pushed, self._expected_tokens = 0, 0.0
         return waiting
+
+    def _peek(self) -> Request:
+        for queue in (self._paused, self._probes):
+            if queue:
+                return queue[0]
+        return self._waiting.peek(self._free[0])
+
+    def _take(self) -> None:
+        for queue in (self._paused, self._probes):
+            if queue:
+                queue.popleft()
+                return
+        self._waiting.pop(self._free[0])
+
+    def _loads(self, running: Mapping[str, int]) -> list[float]:
+        """Tokens still expected of what each slot runs, as many slots as there is room for."""
+        loads = [0.0] * self.slots
+        for request_id, (request, slot) in self._running.items():
+            loads[slot] = max((request.expected or 0.0) - running[request_id], 0.0)
+        if self.budget is None or not self._pushed:
+            return loads
+        # a plan for slots that are never there would put off what it gave them
+        usual = self._expected_tokens // self._pushed + self.budget.lease
+        used = 1 + max((slot for _, slot in self._running.values()), default=0)
+        return loads[: max(used, int(self.budget.tokens // usual))]
+
+    def _room(self, running: Mapping[str, int], kv_tokens: int) -> int:
+        """Tokens of the budget that neither are in use nor may be taken by what runs."""
+        if self.budget is None:
+            return 0
+        growth = sum(self.budget.growth(r, running[r.id]) for r, _ in self._running.values())
+        return self.budget.tokens - kv_tokens - growth
+
+    def _lease(self, request: Request, room: int) -> Request:
+        """The request as it is let in: whole in rounds, or where nothing else waits and it fits."""
+        assert self.budget is not None
+        if self.refill == "rounds" or (len(self) == 1 and self.budget.cost(request) <= room):
+            return request
+        lease = min(request.limit, len(request.prefix_ids) + self.budget.lease)
+        return replace(request, pause_at=lease)
 
 
 def slots_for_budget(budget: int, kv_bytes_per_token: int, tokens_per_completion: int) -> int:

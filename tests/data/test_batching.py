@@ -5,12 +5,11 @@ from hypothesis import strategies as st
 from lit_rlsched.data.batching import (
     MicroBatch,
     OptimizerStep,
-    Row,
     StepTotals,
     split_by_tokens,
     split_steps,
 )
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
 
 
 def row(prompt=3, completion=5, advantage=1.0, reason="stop", dropped=None, uid="a"):

@@ -109,6 +109,55 @@ def run(engine: RolloutEngine, batch: list[Request], steps: int = 1000) -> dict[
     return drawn
 
 
+def run_with_pauses(
+    engine: RolloutEngine, batch: list[Request], every: list[int]
+) -> dict[str, Drawn]:
+    """As `run`, but request i pauses each `every[i]` tokens and is back before the next step."""
+    drawn = {request.id: Drawn([], []) for request in batch}
+    asked = {request.id: (request, n) for request, n in zip(batch, every, strict=True)}
+    engine.submit([replace(request, pause_at=n) for request, n in asked.values()])
+    pauses = 0
+    while not all(one.finish_reason for one in drawn.values()):
+        for event in engine.step():
+            one, (request, n) = drawn[event.request_id], asked[event.request_id]
+            one.add(event)
+            most = request.sampling.max_completion_length
+            if one.finish_reason == "length" and len(one.token_ids) < most:
+                assert len(one.token_ids) % n == 0, "it pauses where it was asked to"
+                one.finish_reason = None
+                prefix = list(one.token_ids)
+                engine.submit([replace(request, prefix_ids=prefix, pause_at=len(prefix) + n)])
+                pauses += 1
+    assert pauses
+    return drawn
+
+
+def run_with_aborts(engine: RolloutEngine, batch: list[Request], steps: int) -> dict[str, Drawn]:
+    """As `run`, but all that runs is aborted each `steps` steps and submitted again."""
+    drawn = {request.id: Drawn([], []) for request in batch}
+    while going := [request for request in batch if not drawn[request.id].finish_reason]:
+        parts = run(
+            engine,
+            [replace(r, prefix_ids=list(drawn[r.id].token_ids)) for r in going],
+            steps,
+        )
+        partial = engine.abort([request.id for request in going])
+        for name, part in parts.items():
+            one = drawn[name]
+            one.token_ids += partial[name].token_ids if name in partial else part.token_ids
+            one.logprobs += partial[name].logprobs if name in partial else part.logprobs
+            one.finish_reason = part.finish_reason
+    return drawn
+
+
+def check_same(drawn: dict[str, Drawn], expected: dict[str, Drawn]) -> None:
+    """Equal but for the noise that other company, or another prefill, puts on log-probabilities."""
+    for name, one in expected.items():
+        assert drawn[name].token_ids == one.token_ids
+        assert drawn[name].logprobs == pytest.approx(one.logprobs, abs=1e-5)
+        assert drawn[name].finish_reason == one.finish_reason
+
+
 @torch.no_grad()
 def score(policy: PreTrainedModel, request: Request, token_ids: list[int]) -> list[float]:
     """Log-probabilities of drawn tokens under the distribution that the request asks for."""
@@ -229,6 +278,31 @@ def test_never_longer_than_the_limit(ready: Bench) -> None:
 
 
 @every_engine
+def test_it_lets_go_where_it_was_asked_to_pause(ready: Bench) -> None:
+    whole = run(ready.engine, requests(SLOTS))
+    batch = [replace(r, pause_at=5 * (1 + i)) for i, r in enumerate(requests(SLOTS))]
+    for request, one in zip(batch, run(ready.engine, batch).values(), strict=True):
+        full = whole[request.id]
+        length = min(request.limit, len(full.token_ids))
+        assert request.limit == min(request.pause_at or 0, 40), "one pauses at 40, the limit"
+        assert one.token_ids == full.token_ids[:length]
+        assert one.finish_reason == (
+            "length" if length < len(full.token_ids) else full.finish_reason
+        )
+    assert idle(ready.engine.stats())
+
+
+@every_engine
+def test_an_end_in_the_pause_is_an_end(ready: Bench) -> None:
+    whole = run(ready.engine, requests(SLOTS, max_completion_length=200))
+    stopped = {name: len(one.token_ids) for name, one in whole.items() if EOS in one.token_ids}
+    assert stopped
+    batch = requests(SLOTS, max_completion_length=200)
+    batch = [replace(r, pause_at=stopped[r.id]) for r in batch if r.id in stopped]
+    assert {one.finish_reason for one in run(ready.engine, batch).values()} == {"stop"}
+
+
+@every_engine
 def test_a_request_may_fill_the_context_exactly(ready: Bench) -> None:
     batch = requests(SLOTS, LONG_PROMPT, max_completion_length=MAX_MODEL_LEN - len(LONG_PROMPT))
     for one in run(ready.engine, batch).values():
@@ -266,8 +340,22 @@ def test_free_slots_are_refilled_and_never_overfilled(ready: Bench) -> None:
         Request("bad", [], 0, Sampling(4)),
         Request("bad", PROMPT, 0, Sampling(0)),
         Request("bad", PROMPT, 0, Sampling(4), prefix_ids=[5, 6, 7, 8]),
+        Request("bad", PROMPT, 0, Sampling(MAX_MODEL_LEN - len(PROMPT) + 1), pause_at=4),
+        Request("bad", PROMPT, 0, Sampling(40), prefix_ids=[5, 6, 7, 8], pause_at=4),
+        Request("bad", PROMPT, 0, Sampling(40), pause_at=0),
+        Request("bad", PROMPT, 0, Sampling(40), pause_at=-3),
     ],
-    ids=["too long", "prompt too long", "empty prompt", "nothing to draw", "prefix is complete"],
+    ids=[
+        "too long",
+        "prompt too long",
+        "empty prompt",
+        "nothing to draw",
+        "prefix is complete",
+        "too long after its pause",
+        "prefix up to the pause",
+        "pause at once",
+        "pause before",
+    ],
 )
 def test_a_bad_request_is_refused_by_name_and_nothing_is_taken(ready: Bench, bad: Request) -> None:
     with pytest.raises(ValueError, match="bad"):
@@ -363,6 +451,70 @@ def test_a_resumed_greedy_request_goes_on_as_if_uninterrupted(ready: Bench, cut:
     assert rest.finish_reason == expected.finish_reason
 
 
+@every_engine
+@pytest.mark.parametrize("cut", [1, 2, 7, 20, 31, 39])
+def test_a_paused_request_goes_on_as_if_it_had_not(ready: Bench, cut: int) -> None:
+    batch = requests(SLOTS, LONG_PROMPT)
+    whole = run(ready.engine, batch)
+    longest = max(batch, key=lambda request: len(whole[request.id].token_ids))
+    assert len(whole[longest.id].token_ids) > cut
+    alone = run_with_pauses(ready.engine, [longest], [cut])
+    check_same(alone, {longest.id: whole[longest.id]})
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, {"min_p": 0.02}], ids=str
+)
+def test_pauses_in_company_change_no_draw(ready: Bench, sampling: dict[str, float]) -> None:
+    batch = requests(SLOTS, max_completion_length=120, **sampling)
+    expected = run(ready.engine, batch)
+    check_same(run_with_pauses(ready.engine, batch, [2, 200, 3, 5, 200, 17, 32, 1]), expected)
+
+
+@every_engine
+def test_pauses_beside_greedy_requests_change_no_draw(ready: Bench) -> None:
+    batch = requests(SLOTS)
+    batch[::2] = [replace(r, sampling=Sampling(40, temperature=0.0)) for r in batch[::2]]
+    expected = run(ready.engine, batch)
+    check_same(run_with_pauses(ready.engine, batch, [3, 3, 4, 4, 5, 5, 6, 6]), expected)
+
+
+@every_engine
+@pytest.mark.parametrize("steps", [1, 4, 15])
+def test_aborts_change_no_draw(ready: Bench, steps: int) -> None:
+    batch = requests(SLOTS, max_completion_length=60)
+    expected = run(ready.engine, batch)
+    check_same(run_with_aborts(ready.engine, batch, steps), expected)
+
+
+@every_engine
+def test_a_pause_may_last(ready: Bench) -> None:
+    """Others run meanwhile, and it comes back at another place in another order."""
+    batch = requests(4)
+    expected = run(ready.engine, batch)
+    first = run(ready.engine, [replace(r, pause_at=3 + i) for i, r in enumerate(batch)])
+    run(ready.engine, [replace(r, id=f"o{i}", seed=i) for i, r in enumerate(requests(SLOTS))])
+    going = [r for r in batch if len(first[r.id].token_ids) < len(expected[r.id].token_ids)]
+    assert len(going) > 1
+    batch = [replace(r, prefix_ids=first[r.id].token_ids) for r in going[::-1]]
+    ready.engine.submit(batch)
+    ready.engine.abort([r.id for r in batch])  # nor does a moment inside the engine matter
+    for name, rest in run(ready.engine, batch).items():
+        assert first[name].token_ids + rest.token_ids == expected[name].token_ids
+
+
+@every_engine
+def test_another_seed_is_another_draw(ready: Bench) -> None:
+    (whole,) = requests(1, temperature=1.3)
+    expected = run(ready.engine, [whole])["r0"]
+    prefix = run(ready.engine, [replace(whole, pause_at=5)])["r0"].token_ids
+    rest = run(ready.engine, [replace(whole, prefix_ids=prefix, seed=7)])["r0"]
+    assert prefix + rest.token_ids != expected.token_ids
+    again = run(ready.engine, [whole])["r0"]  # from its start, though it paused before
+    assert again.token_ids == expected.token_ids
+
+
 @every_decoder
 def test_a_resumed_draw_does_not_use_the_noise_of_its_prefix_again(ready: Bench) -> None:
     """A prompt that ends in 5 with or without it as a prefix: same distribution, other noise."""
@@ -404,6 +556,18 @@ def test_after_a_sync_the_draws_are_those_of_the_new_weights(
             check_scores(new.policy, batch, drawn)
             old = score(before, batch[0], drawn["r0"].token_ids)
             assert max(abs(a - b) for a, b in zip(old, drawn["r0"].logprobs, strict=True)) > 0.1
+
+
+@every_engine
+def test_the_size_of_the_cache_is_told(ready: Bench) -> None:
+    block, capacity = ready.engine.kv_block, ready.engine.kv_capacity
+    assert block is None or block >= 1
+    if capacity is not None:
+        assert capacity >= MAX_MODEL_LEN
+        assert capacity % (block or 1) == 0
+    if block is not None:
+        run(ready.engine, requests(1, LONG_PROMPT, temperature=1.3), steps=1)
+        assert ready.engine.stats().kv_tokens % block == 0
 
 
 @every_engine

@@ -1,5 +1,6 @@
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.lengths import LogNormalLengths, TraceLengths
+from lit_rlsched.engines.lengths import LogNormalLengths, RecordedCompletions, TraceLengths
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.types import Event, Request, Sampling
 
@@ -166,7 +167,50 @@ def test_a_list_of_lengths_is_drawn_from(tmp_path: Path) -> None:
         TraceLengths(path)
 
 
-@pytest.mark.parametrize("options", [{"per_running": -1.0}, {"max_jump": 0}, {"lengths": []}])
+def test_it_jumps_to_the_next_pause() -> None:
+    engine = start(SimulatedEngine({"a": 30, "b": 40}, step_time_base=1.0, per_kv_token=0.0))
+    engine.submit([replace(request("a"), pause_at=12), request("b")])
+    assert told(engine.step()) == {"a": (12, "length"), "b": (12, None)}
+    assert engine.stats().decode_steps == 12
+    engine.submit([replace(request("a", prefix=12), pause_at=30)])
+    assert told(engine.step()) == {"a": (18, "stop"), "b": (18, None)}
+    assert told(engine.step()) == {"b": (10, "stop")}
+
+
+def test_recorded_completions_are_drawn_token_by_token() -> None:
+    recording = RecordedCompletions({"a": [9, 8, 7, 6, EOS], "b": [5, 4, 3], "c": [2, 3, EOS]})
+    engine = start(SimulatedEngine(recording))
+
+    def drawn(one: Request) -> tuple[list[int], str | None]:
+        engine.submit([one])
+        (event,) = engine.step()
+        return event.token_ids, event.finish_reason
+
+    assert drawn(request("a")) == ([9, 8, 7, 6, EOS], "stop")
+    assert drawn(request("a", limit=3)) == ([9, 8, 7], "length")
+    assert drawn(replace(request("a"), pause_at=2)) == ([9, 8], "length")
+    assert drawn(request("a", prefix=2)) == ([7, 6, EOS], "stop")
+    assert drawn(request("b")) == ([5, 4, 3], "stop")
+    assert drawn(request("b", limit=3)) == ([5, 4, 3], "length")  # so it was recorded
+    assert drawn(request("c", limit=3)) == ([2, 3, EOS], "stop")
+    for bad, why in [(request("d"), "'d' has no recorded"), (request("b", prefix=3), "'b' .* 3")]:
+        with pytest.raises(ValueError, match=why):
+            engine.submit([request("a"), bad])
+        assert engine.stats().running == 0
+
+
+def test_the_cache_is_as_large_as_it_is_told_to_be() -> None:
+    default = SimulatedEngine()
+    assert (default.kv_block, default.kv_capacity) == (1, None)
+    engine = start(SimulatedEngine(kv_block=16, kv_capacity=4096))
+    assert (engine.kv_block, engine.kv_capacity) == (16, 4096)
+    assert SimulatedEngine(kv_block=None).kv_block is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"per_running": -1.0}, {"max_jump": 0}, {"kv_block": 0}, {"kv_capacity": 0}, {"lengths": []}],
+)
 def test_bad_settings_are_refused(options: dict) -> None:
     with pytest.raises(ValueError):
         SimulatedEngine(**options)

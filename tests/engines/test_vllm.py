@@ -4,14 +4,17 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import vllm as module
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
@@ -31,12 +34,20 @@ def test_refuses_to_split_the_model() -> None:
         VLLMEngine(engine_kwargs={"tensor_parallel_size": 2})
 
 
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+TOKEN = 2 * 2 * 32 * 4
+"""Bytes of cache: keys and values, two layers, one head of 32, fp32."""
+
+
 @contextmanager
-def started(model: str, **settings: object) -> Iterator[VLLMEngine]:
+def started(
+    model: str, kv_cache_bytes: int | None = None, **settings: object
+) -> Iterator[VLLMEngine]:
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     engine = VLLMEngine(**settings)  # type: ignore[arg-type]
-    engine.start(EngineSpec(model, 4, 128, ()))  # nothing ends a completion but its limit
+    # nothing ends a completion but its limit
+    engine.start(EngineSpec(model, 4, 128, (), kv_cache_bytes=kv_cache_bytes))
     try:
         yield engine
     finally:
@@ -145,10 +156,116 @@ def test_preemptions_are_counted_and_change_no_draw(tiny_model: str) -> None:
     with started(tiny_model) as engine:
         expected = draw(engine, count=4, length=100)
         assert engine.stats().preemptions == 0
-    token = 2 * 2 * 32 * 4  # keys and values, two layers, one head of 32, fp32
-    with started(tiny_model, kv_cache_gib=8 * 32 * token / 2**30) as engine:
+    with started(tiny_model, kv_cache_gib=8 * 32 * TOKEN / 2**30) as engine:
         assert draw(engine, count=4, length=100) == expected
-        assert engine.stats().preemptions > 0
+        preemptions = engine.stats().preemptions
+        assert preemptions > 0
+
+        requests = [Request(f"r{i}", PROMPT, i, Sampling(100)) for i in range(4)]
+        drawn: dict[str, list[int]] = {request.id: [] for request in requests}
+        engine.submit([replace(request, pause_at=7) for request in requests])
+        while any(len(tokens) < 100 for tokens in drawn.values()):
+            for event in engine.step():
+                tokens = drawn[event.request_id]
+                tokens += event.token_ids
+                if event.finish_reason and len(tokens) < 100:
+                    (request,) = [r for r in requests if r.id == event.request_id]
+                    pause = len(tokens) + 7
+                    engine.submit([replace(request, prefix_ids=tuple(tokens), pause_at=pause)])
+        assert drawn == expected
+        assert engine.stats().preemptions > preemptions, "it paused beside preempted requests"
+
+        drawn, preempted = {request.id: [] for request in requests}, False
+        while going := [request for request in requests if len(drawn[request.id]) < 100]:
+            engine.submit([replace(r, prefix_ids=tuple(drawn[r.id])) for r in going])
+            for event in [event for _ in range(60) for event in engine.step()]:
+                drawn[event.request_id] += event.token_ids
+            preempted |= engine.stats().waiting > 0
+            engine.abort(drawn)
+        assert drawn == expected
+        assert preempted, "some were aborted while they waited for memory"
+
+
+def test_kept_noise_is_dropped_with_the_weights(
+    tiny_model: str, tiny_policy: PreTrainedModel
+) -> None:
+    request = Request("r", PROMPT, 3, Sampling(30))
+
+    def rest(prefix: list[int]) -> list[int]:
+        engine.submit([replace(request, prefix_ids=prefix)])
+        return [token for _ in range(30) for event in engine.step() for token in event.token_ids]
+
+    with started(tiny_model) as engine:
+        whole = rest([])
+        assert not engine._noise._kept and not engine._noise._running
+        engine.submit([replace(request, pause_at=5)])
+        for _ in range(5):
+            engine.step()
+        assert engine._noise._kept and not engine._noise._running
+        engine.sync_weights(tiny_policy.named_parameters(), 1)
+        assert not engine._noise._kept
+        other = rest(whole[:5])
+        assert other != whole[5:]
+        assert other == rest(whole[:5]), "as a fresh process would draw it"
+
+
+def test_noise_of_other_model_runners() -> None:
+    fresh, resumed = (
+        Request("r", PROMPT, 3, Sampling(30)),
+        Request("r", PROMPT, 3, Sampling(30), [4]),
+    )
+    by_position = guest.Noise(SimpleNamespace(req_states=None))
+    assert by_position.seed(fresh) == by_position.seed(resumed) == 3
+    with pytest.warns(UserWarning, match="model runner SimpleNamespace"):
+        unknown = guest.Noise(SimpleNamespace())
+    for request in (fresh, resumed, fresh):
+        unknown.enter(request, "r-0")
+        unknown.leave(request, "r-0", 1)
+    assert unknown.seed(fresh) == 3 != unknown.seed(resumed)
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings", "blocks"),
+    [
+        (9, {}, 9),
+        (9, {"kv_cache_gib": 1.0}, 9),
+        (20, {"kv_cache_gib": 9.5 * 32 * TOKEN / 2**30}, 9),
+        (9, {"engine_kwargs": {"kv_cache_memory_bytes": 12 * 32 * TOKEN}}, 12),
+        (1000, {}, 1 + 4 * 5),  # not more than full slots need
+    ],
+)
+def test_the_cache_keeps_to_the_budget(
+    tiny_model: str, budget: int, settings: dict, blocks: int
+) -> None:
+    with started(tiny_model, kv_cache_bytes=budget * 32 * TOKEN, **settings) as engine:
+        assert (engine.kv_block, engine.kv_capacity) == (32, 32 * (blocks - 1))
+        caches = engine._live.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
+        assert sum(cache.nbytes for cache in caches) == blocks * 32 * TOKEN
+
+
+@needs_vllm
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_a_budget_without_room_for_one_context_is_refused(tiny_model: str, blocks: int) -> None:
+    budget = blocks * 32 * TOKEN
+    with (
+        pytest.raises(ValueError, match=rf"run's {budget} bytes.* 128 tokens, raise that budget"),
+        started(tiny_model, kv_cache_bytes=budget),
+    ):
+        pass
+    assert not torch.distributed.is_initialized()
+    with started(tiny_model) as engine:
+        draw(engine)
+    assert not torch.distributed.is_initialized()
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_active_seqs"])
+def test_fewer_requests_than_slots_are_refused(tiny_model: str, name: str) -> None:
+    with (
+        pytest.raises(ValueError, match=rf"'{name}': 3.*4 slots.*ask for 3 slots"),
+        started(tiny_model, engine_kwargs={name: 3}),
+    ):
+        pass
 
 
 def test_settings_of_the_user_win(tiny_model: str, tiny_policy: PreTrainedModel) -> None:

@@ -1,31 +1,47 @@
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 
 from lit_rlsched.rollout.types import Request, Sampling
-from lit_rlsched.scheduling.admission import Admission, slots_for_budget
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, slots_for_budget
+
+ORDERS = ["fifo", "shortest_first", "longest_first", "planned"]
 
 
-def requests(n):
-    return [Request(str(i), [1], i, Sampling(4)) for i in range(n)]
+def requests(n, expected=None, limit=64):
+    expected = expected or [None] * n
+    return [Request(str(i), [1], i, Sampling(limit), expected=expected[i]) for i in range(n)]
 
 
-def run(admission, lengths):
+def run(admission, lengths, expected=None):
     """Decode `lengths[i]` steps for request i; returns the order of admission and who ran when."""
-    admission.push(requests(len(lengths)))
-    left, order, running = {}, [], []
-    while left or len(admission):
-        for request in admission.pop(len(left)):
+    admission.push(requests(len(lengths), expected))
+    drawn, order, running = {}, [], []
+    while drawn or len(admission):
+        for request in admission.pop(drawn):
             order.append(int(request.id))
-            left[int(request.id)] = lengths[int(request.id)]
-        running.append(len(left))
-        left = {i: n - 1 for i, n in left.items() if n > 1}
+            drawn[request.id] = 0
+        if admission.refill == "continuous":
+            assert len(drawn) == admission.slots or not len(admission), "a slot idles"
+        running.append(len(drawn))
+        drawn = {i: n + 1 for i, n in drawn.items() if n + 1 < lengths[int(i)]}
     return order, running
 
 
 lengths = st.lists(st.integers(1, 20), max_size=30)
+some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
+
+
+def list_schedule(lengths, order, slots):
+    """Each takes the slot that is free first; the end of the last."""
+    free = deque([0] * slots)
+    for i in order:
+        free = deque(sorted(free))
+        free.append(free.popleft() + lengths[i])
+    return max(free)
 
 
 @given(lengths, st.integers(1, 8))
@@ -33,11 +49,7 @@ def test_continuous_is_list_scheduling(lengths, slots):
     order, running = run(Admission(slots, "continuous"), lengths)
     assert order == list(range(len(lengths)))  # first in, first out, each exactly once
     assert all(n <= slots for n in running)
-    free = deque([0] * slots)
-    for n in lengths:  # each takes the slot that is free first
-        free = deque(sorted(free))
-        free.append(free.popleft() + n)
-    assert len(running) == max(free)
+    assert len(running) == list_schedule(lengths, order, slots)
 
 
 @given(lengths, st.integers(1, 8))
@@ -47,21 +59,199 @@ def test_rounds_wait_for_the_longest(lengths, slots):
     assert len(running) == sum(max(lengths[i : i + slots]) for i in range(0, len(lengths), slots))
 
 
-@given(lengths, st.integers(1, 8))
-def test_no_slot_idles_while_a_request_waits(lengths, slots):
-    admission = Admission(slots)
-    admission.push(requests(len(lengths)))
-    admitted = len(admission.pop(0))
-    assert admitted == min(slots, len(lengths))
-    assert admission.pop(slots) == []
+@given(lengths, st.integers(1, 8), st.sampled_from(["shortest_first", "longest_first"]))
+def test_sorted_orders(lengths, slots, kind):
+    order, running = run(Admission(slots, order=kind), lengths, lengths)
+    sign = -1 if kind == "longest_first" else 1
+    assert order == sorted(range(len(lengths)), key=lambda i: (sign * lengths[i], i))
+    assert len(running) == (list_schedule(lengths, order, slots) if lengths else 0)
+    if kind == "longest_first" and lengths:
+        assert len(running) == makespan(longest_first(lengths, slots), lengths)
 
 
-def test_clear_returns_what_waited():
-    admission = Admission(2)
-    admission.push(requests(5))
-    admission.pop(0)
-    assert [r.id for r in admission.clear()] == ["2", "3", "4"]
-    assert len(admission) == 0
+@given(st.integers(1, 6), st.integers(1, 4), st.data())
+def test_shortest_first_is_no_better_than_sorted_micro_groups(slots, rounds, data):
+    # with exact lengths and full micro groups the two end at the same step
+    size = slots * rounds
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=size, max_size=size))
+    _, running = run(Admission(slots, order="shortest_first"), lengths, lengths)
+    chunks = [sorted(lengths)[i : i + slots] for i in range(0, size, slots)]
+    assert len(running) == sum(map(max, chunks))
+    _, grouped = run(Admission(slots, "rounds", "shortest_first"), lengths, lengths)
+    assert len(grouped) == len(running)
+    _, naive = run(Admission(slots, "rounds"), lengths)
+    assert len(naive) >= len(grouped)
+
+
+@given(some_lengths, st.integers(1, 6))
+def test_planned_with_exact_lengths_ends_with_the_plan_or_before(lengths, slots):
+    order, running = run(Admission(slots, order="planned"), lengths, lengths)
+    assert sorted(order) == list(range(len(lengths)))
+    assert len(running) <= makespan(plan_makespan(lengths, slots, 0.1), lengths)
+    assert len(running) >= lower_bound(lengths, slots)
+
+
+@given(some_lengths, st.integers(1, 8), st.sampled_from(ORDERS), st.data())
+def test_wrong_or_missing_expectations_lose_nothing(lengths, slots, kind, data):
+    anything = st.none() | st.floats(0, 1e9)
+    expected = data.draw(st.lists(anything, min_size=len(lengths), max_size=len(lengths)))
+    order, running = run(Admission(slots, order=kind), lengths, expected)
+    assert sorted(order) == list(range(len(lengths)))
+    # any schedule that never idles ends by then (Graham 1966)
+    assert len(running) <= sum(lengths) / slots + (1 - 1 / slots) * max(lengths)
+
+
+def ids(requests):
+    return [r.id for r in requests]
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_clear_returns_what_waited(kind):
+    admission = Admission(2, order=kind)
+    admission.push(requests(5, [3.0] * 5))
+    gone = ids(admission.pop({}))
+    assert ids(admission.clear()) == [i for i in "01234" if i not in gone]
+    assert len(admission) == 0 and admission.pop({}) == []
+
+
+def test_a_plan_by_hand():
+    # two slots; LPT would end at 7: {3, 2, 2} and {3, 2}
+    admission = Admission(2, order="planned", epsilon=0.01)
+    _, running = run(admission, [3, 3, 2, 2, 2], [3, 3, 2, 2, 2])
+    assert len(running) == 6
+
+
+def test_a_slot_without_work_steals_the_shortest():
+    admission = Admission(2, order="planned")
+    admission.push(requests(6, [100, 50, 40, 30, 20, 10]))
+    assert sorted(ids(admission.pop({}))) == ["0", "1"]
+    # the plan was {0} and {1, 2 ...}; 0 ends at once, its slot has nothing of its own left
+    assert ids(admission.pop({"1": 1})) != ["2"]
+
+
+def test_rekey_moves_what_waits():
+    admission = Admission(1, order="longest_first")
+    admission.push(requests(4, [1, 2, 3, 4]))
+    assert ids(admission.pop({})) == ["3"]
+    admission.rekey({"0": 9.0, "3": 0.0, "elsewhere": 5.0})
+    drawn = []
+    while len(admission):
+        drawn += ids(admission.pop({}))
+    assert drawn == ["0", "2", "1"]
+
+
+def test_new_estimates_change_the_plan():
+    admission = Admission(1, order="planned")
+    admission.push(requests(4, [1, 2, 3, 4]))
+    assert ids(admission.pop({})) == ["3"]
+    admission.rekey({"0": 9.0})
+    assert ids(admission.pop({})) == ["0"]
+
+
+def test_probes_go_first_whatever_the_order():
+    admission = Admission(1, order="longest_first")
+    admission.push(requests(2, [5, 6]))
+    admission.push([Request("probe", [1], 0, Sampling(64), pause_at=8)])
+    assert ids(admission.pop({})) == ["probe"]
+    assert ids(admission.pop({})) == ["1"]
+
+
+class Cache:
+    """A paged cache that holds what runs, block by block, as vLLM does."""
+
+    def __init__(self, budget, slots, refill="continuous", order="fifo"):
+        self.budget = budget
+        self.admission = Admission(slots, refill, order)
+        self.admission.budget = budget
+        self.drawn, self.requests = {}, {}
+        self.peak_running = self.steps = self.pauses = 0
+
+    @property
+    def tokens(self):
+        held = 0
+        for i, n in self.drawn.items():
+            request = self.requests[i]
+            have = len(request.prompt_ids) + len(request.prefix_ids) + n
+            held += self.budget.blocks(have - 1) if n else 0
+        return held
+
+    def run(self, requests, lengths):
+        order, total = [], Counter()
+        whole = {r.id: r for r in requests}
+        self.admission.push(requests)
+        while self.drawn or len(self.admission):
+            admitted = self.admission.pop(self.drawn, self.tokens)
+            assert self.drawn or admitted, "stuck"
+            for request in admitted:
+                order.append(request.id)
+                self.requests[request.id], self.drawn[request.id] = request, 0
+            self.peak_running = max(self.peak_running, len(self.drawn))
+            self.steps += 1
+            paused = []
+            for i in list(self.drawn):
+                self.drawn[i] += 1
+                total[i] += 1
+            assert self.tokens <= self.budget.tokens, "the budget is overdrawn"
+            for i in list(self.drawn):
+                if total[i] == lengths[i] or total[i] == self.requests[i].limit:
+                    del self.drawn[i]
+                    if total[i] < lengths[i]:
+                        paused.append(i)
+            self.pauses += len(paused)
+            self.admission.push(
+                [
+                    Request(i, whole[i].prompt_ids, 0, whole[i].sampling, (7,) * total[i])
+                    for i in paused
+                ]
+            )
+        assert total == lengths
+        return order
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 64)), min_size=1, max_size=20),
+    st.integers(1, 8),
+    st.integers(1, 16),
+    st.integers(0, 300),
+    st.sampled_from(["continuous", "rounds"]),
+    st.sampled_from(ORDERS),
+)
+def test_the_cache_is_never_overdrawn_and_everything_ends(
+    shapes, block, lease, more, refill, order
+):
+    whole = -(-(12 + 64) // block) * block
+    cache = Cache(CacheBudget(whole + more, block, lease), 10, refill, order)
+    waiting = [
+        Request(str(i), (1,) * prompt, i, Sampling(64), expected=float(length))
+        for i, (prompt, length) in enumerate(shapes)
+    ]
+    cache.run(waiting, {str(i): length for i, (_, length) in enumerate(shapes)})
+    assert cache.peak_running <= 10
+    if refill == "rounds":
+        assert cache.pauses == 0
+
+
+def test_leases_let_more_run_in_the_same_memory():
+    budget = CacheBudget(tokens=300, block=1, lease=8)
+    waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(40)]
+    lengths = {r.id: 8 for r in waiting} | {"3": 64}
+    dynamic = Cache(budget, 64)
+    dynamic.run(waiting, lengths)
+    assert dynamic.peak_running == 300 // 18
+    fixed = Cache(CacheBudget(300, 1, 64), 64)
+    fixed.run(waiting, lengths)
+    assert fixed.peak_running == 300 // 74
+    assert dynamic.steps < fixed.steps
+
+
+def test_what_paused_goes_on_before_anything_new():
+    cache = Cache(CacheBudget(tokens=150, block=1, lease=8), 64)
+    waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(20)]
+    order = cache.run(waiting, {r.id: 40 for r in waiting})
+    assert cache.pauses > 0
+    first = {i: order.index(i) for i in order}
+    last = {i: len(order) - 1 - order[::-1].index(i) for i in order}
+    assert last["0"] < first["19"]
 
 
 def test_slots_for_budget():

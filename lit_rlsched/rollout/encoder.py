@@ -1,0 +1,71 @@
+"""What a Hugging Face encoder makes of a prompt and the first tokens of its completion."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from lit_rlsched.rollout.types import Row
+
+BATCH = 32
+SCALE = 8.0
+"""Norm of a row's features: about that of as many hashed tokens as are usually probed."""
+
+
+class RowEncoder:
+    """Features `[N, size]`: the encoder's last hidden state, averaged over the text's tokens.
+
+    Runs on the CPU in float32 and is never trained. A text longer than the encoder allows loses its
+    beginning, since the end, which was drawn, tells more.
+
+    Args:
+        name: Folder or hub name of an encoder such as BERT, with its tokenizer.
+
+    Raises:
+        ValueError: It cannot be loaded.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left")
+            self._model = AutoModel.from_pretrained(name, dtype=torch.float32).eval()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`encoder={name!r}` cannot be loaded: {error}\nGive the folder or the hub name of "
+                "an encoder and its tokenizer, or leave `encoder` out to learn from hashed tokens."
+            ) from error
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        limits = [self._tokenizer.model_max_length, 512]
+        limits.append(getattr(self._model.config, "max_position_embeddings", 512))
+        self._max_length = min(limits)
+        self.size: int = self._model.config.hidden_size
+        self._decode: Callable[[list[int]], str] | None = None
+
+    def bind(self, decode: Callable[[list[int]], str]) -> None:
+        """Say how the policy's token ids become text."""
+        self._decode = decode
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Row]) -> np.ndarray:
+        """Encode prompt and drawn tokens of each row.
+
+        Raises:
+            RuntimeError: Nobody has called `bind`.
+        """
+        if self._decode is None:
+            raise RuntimeError("call `bind(decode)` first: an encoder reads text, not token ids")
+        texts = [self._decode(row.token_ids) for row in rows]
+        return np.concatenate(
+            [self._encode(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+        )
+
+    def _encode(self, texts: list[str]) -> np.ndarray:
+        batch = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
+        )
+        mask = batch["attention_mask"][..., None]
+        hidden = (self._model(**batch).last_hidden_state * mask).sum(1)  # the norm divides it away
+        return (SCALE * torch.nn.functional.normalize(hidden, dim=-1)).double().numpy()

@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+
+from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling, RolloutCallback
+from lit_rlsched.scheduling.lengths import PromptHistory, SiblingMax
+
+
+class Recorder(RolloutCallback):
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+
+def drawn(fit, *callbacks, **settings):
+    recorder = Recorder()
+    settings = {"trainer": {"precision": "64-true", "max_epochs": 3}, **settings}
+    _, module, _ = fit(callbacks=[recorder, *callbacks], **settings)
+    return recorder.rounds, torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class Nonsense(PromptHistory):
+    """Predicts what is not a length."""
+
+    def predict(self, rows):
+        return [[math.nan, -3.0, math.inf][i % 3] for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("predictor", [None, PromptHistory, SiblingMax, Nonsense])
+@pytest.mark.parametrize("probe_tokens", [0, 5])
+def test_predictions_change_nothing_that_is_learned(fit, predictor, probe_tokens):
+    plain, reference = drawn(fit)
+    prediction = LengthPrediction(predictor and predictor(), probe_tokens)
+    rounds, weights = drawn(fit, MicroGroupSampling(slots=3), prediction)
+    for a, b in zip(rounds, plain, strict=True):
+        assert [c.token_ids for c in a.completions] == [c.token_ids for c in b.completions]
+        assert [c.advantage for c in a.completions] == [c.advantage for c in b.completions]
+        assert a.metrics["rollout/peak_running"] == 3
+    torch.testing.assert_close(weights, reference, rtol=0, atol=1e-9)
+
+
+def test_nonsense_costs_a_counter(fit):
+    rounds, _ = drawn(fit, MicroGroupSampling(slots=3), LengthPrediction(Nonsense(), 0))
+    assert [r.metrics["length_prediction/invalid"] for r in rounds] == [16, 32, 48]
+
+
+def test_calibration_is_logged_each_round(fit):
+    rounds, _ = drawn(fit, MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5))
+    for round in rounds:
+        assert round.metrics["length_prediction/mae"] >= 0
+        assert -1 <= round.metrics["length_prediction/rank_correlation"] <= 1
+        assert round.metrics["length_prediction/fallback"] == 0
+    probed = sum(len(c.token_ids) > 5 for c in rounds[0].completions)
+    assert rounds[0].metrics["rollout/pauses"] == probed > 0
+
+
+def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
+    def callbacks():
+        return MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
+
+    setting = {"default_root_dir": tmp_path}
+    recorder, (slots, prediction) = Recorder(), callbacks()
+    fit(callbacks=[recorder, slots, prediction], trainer={**setting, "max_epochs": 4})
+    first, (slots, learned) = Recorder(), callbacks()
+    trainer, _, _ = fit(callbacks=[first, slots, learned], trainer={**setting, "max_epochs": 2})
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, (slots, prediction) = Recorder(), callbacks()
+    fit(
+        callbacks=[resumed, slots, prediction],
+        trainer={**setting, "max_epochs": 4},
+        ckpt_path=tmp_path / "two.ckpt",
+    )
+    names = ("mae", "rank_correlation", "history_mae")
+    figures = [
+        [r.metrics[f"length_prediction/{name}"] for name in names]
+        for r in (*first.rounds, *resumed.rounds)
+    ]
+    assert figures == [
+        [r.metrics[f"length_prediction/{name}"] for name in names] for r in recorder.rounds
+    ]
+
+
+def test_a_checkpoint_of_another_predictor(fit, tmp_path):
+    trainer, _, _ = fit(callbacks=[LengthPrediction(SiblingMax())], trainer={"max_epochs": 1})
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ValueError, match=r"SiblingMax.*PromptHistory"):
+        fit(callbacks=[LengthPrediction(PromptHistory())], ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_validation_is_neither_predicted_nor_learned_from(fit, sums):
+    prediction = LengthPrediction(PromptHistory(), probe_tokens=5)
+    rounds, _ = drawn(
+        fit,
+        MicroGroupSampling(slots=3),
+        prediction,
+        val_data=sums[80:],
+        trainer={"num_sanity_val_steps": -1, "max_epochs": 1},
+    )
+    plain = LengthPrediction(PromptHistory(), probe_tokens=5)
+    drawn(fit, MicroGroupSampling(slots=3), plain, trainer={"max_epochs": 1})
+    assert str(prediction.state_dict()) == str(plain.state_dict())
+    assert len(rounds) == 1

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from lit_rlsched.rollout.encoder import SCALE, RowEncoder
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.scheduling.lengths import TokenConditioned
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+@pytest.fixture(scope="module")
+def encoder_path(tmp_path_factory):
+    """A tiny random BERT over characters."""
+    folder = tmp_path_factory.mktemp("bert")
+    vocab = {token: i for i, token in enumerate(["[PAD]", "[UNK]", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocab),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=24,
+    )
+    BertModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def decode(ids):
+    return "".join(CHARACTERS[i] for i in ids)
+
+
+def row(prompt, completion, number=0, finish_reason=None):
+    prompt_ids, ids = (tuple(CHARACTERS.index(c) for c in text) for text in (prompt, completion))
+    c = Completion(0, list(ids), [-0.1] * len(ids), finish_reason=finish_reason)
+    return Row(Group(f"g{number}", Prompt("p", prompt, prompt_ids), Sampling(100), [c]), c)
+
+
+def test_features_are_the_mean_of_the_hidden_states_whatever_the_padding(encoder_path):
+    encoder = RowEncoder(encoder_path)
+    encoder.bind(decode)
+    texts = [("ab", "c"), ("hello ", "world"), ("q", "")]
+    together = encoder([row(*t) for t in texts])
+    assert together.shape == (3, encoder.size) == (3, 32)
+    bert = BertModel.from_pretrained(encoder_path).eval()
+    for text, features in zip(texts, together, strict=True):
+        ids = torch.tensor([[2 + CHARACTERS.index(c) for c in "".join(text)]])
+        with torch.no_grad():
+            mean = bert(input_ids=ids).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(features, SCALE * mean / np.linalg.norm(mean), atol=1e-4)
+
+
+def test_a_long_text_loses_its_beginning(encoder_path):
+    encoder = RowEncoder(encoder_path)
+    encoder.bind(decode)
+    end = "abcdefghijklmnopqrstuvwx"  # 24 characters: all that fit
+    long, same, other = encoder([row("z" * 50, end), row("y" * 9, end), row(end, "zz")])
+    np.testing.assert_allclose(long, same, atol=1e-5)
+    assert np.abs(long - other).max() > 1e-3
+
+
+def test_lengths_are_learned_from_the_text(encoder_path):
+    predictor = TokenConditioned(encoder=encoder_path)
+    predictor.bind(decode)
+    for number in range(40):
+        asked = [row("solve ", "easy", 2 * number), row("solve ", "hard", 2 * number + 1)]
+        short, long = predictor.predict(asked)
+        predictor.observe(
+            [
+                row("solve ", "easy" + "a" * 8, 2 * number, "stop"),
+                row("solve ", "hard" + "a" * 56, 2 * number + 1, "stop"),
+            ]
+        )
+    assert short < 14 and long > 42  # 8 and 56; without the text both get 32
+
+
+def test_without_decode_it_says_what_to_call(encoder_path):
+    with pytest.raises(RuntimeError, match=r"bind\(decode\)"):
+        TokenConditioned(encoder=encoder_path).predict([row("a", "b")])
+
+
+def test_an_encoder_that_is_not_there_is_named():
+    with pytest.raises(
+        ValueError, match=r"`encoder='/no/such/folder'` cannot be loaded(.|\n)*leave"
+    ):
+        TokenConditioned(encoder="/no/such/folder")
+
+
+def test_a_state_saved_without_the_encoder_is_refused(encoder_path):
+    with pytest.raises(ValueError, match="has 39 features, the saved one 519"):
+        TokenConditioned(encoder=encoder_path).load_state_dict(TokenConditioned().state_dict())

@@ -1,0 +1,180 @@
+"""Every schedule draws the same completions: on real vLLM too, with probes, leases and pauses."""
+
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+import torch
+
+from lit_rlsched import engines
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.slots import SlotSettings
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.lengths import PromptHistory, SiblingMax, TokenConditioned
+from lit_rlsched.scheduling.rounds import FullRound
+
+LIMIT = 48
+SHARED = 40
+"""Tokens of each prompt; vLLM shares whole blocks of 32 of them."""
+TOKEN_BYTES = 512
+PREDICTORS = [None, PromptHistory, SiblingMax, TokenConditioned]
+
+
+def groups(limit, num_prompts=4, num_generations=6):
+    return [
+        Group(
+            f"{p}@0",
+            Prompt(str(p), f"prompt {p}", tuple(4 + (7 * i + p) % 60 for i in range(SHARED))),
+            Sampling(limit),
+            [Completion(i) for i in range(num_generations)],
+        )
+        for p in range(num_prompts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def scheduler():
+    def reward(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    with RewardScheduler([reward]) as scheduler:
+        yield scheduler
+
+
+class Bench:
+    """An engine that is started once for many schedules."""
+
+    def __init__(self, name, model, policy, scheduler, slots=24, limit=LIMIT, budget=None):
+        self.engine, self.scheduler, self.policy = getattr(engines, name)(), scheduler, policy
+        self.limit = limit
+        self.spec = EngineSpec(
+            model, slots, SHARED + limit, (1,), policy=policy, kv_cache_bytes=budget
+        )
+        self.engine.start(self.spec)
+
+    def run(self, admission, predictor=None, probe_tokens=0, rounds=1):
+        """Draw the groups `rounds` times; the last trace and what was drawn."""
+        worker = RolloutWorker(self.engine, admission)
+        lengths = None if predictor is None else CalibratedPredictor(predictor)
+        controller = RolloutController(
+            worker, Scorer(self.scheduler, str), seed=1, lengths=lengths, probe_tokens=probe_tokens
+        )
+        drawn = {}
+        for _ in range(rounds):
+            self.engine.sync_weights(self.policy.named_parameters(), 0)
+            plan = groups(self.limit)
+            trace = worker.start_trace()
+            list(controller.run(plan, FullRound(len(plan)), version=0, predict=True))
+            assert len(admission) == 0 and not worker.busy
+            drawn = {
+                f"{g.id}/{c.index}": (c.token_ids, c.finish_reason, c.scores, c.logprobs)
+                for g in plan
+                for c in g.completions
+            }
+            if lengths is not None:
+                lengths.end_round()
+        return trace, drawn
+
+
+def same(drawn, plain, atol):
+    assert drawn.keys() == plain.keys()
+    for name, (*rest, logprobs) in plain.items():
+        assert list(drawn[name][:3]) == rest, name
+        torch.testing.assert_close(
+            torch.tensor(drawn[name][3]), torch.tensor(logprobs), rtol=0, atol=atol
+        )
+
+
+vllm = pytest.param(
+    "VLLMEngine",
+    marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+)
+
+
+@pytest.fixture(scope="module", params=[vllm, "TransformersEngine"])
+def bench(request, tiny_model, make_policy, scheduler):
+    policy = make_policy(tiny_model)
+    if request.param == "TransformersEngine":
+        policy = policy.double()
+    ready = Bench(request.param, tiny_model, policy, scheduler)
+    ready.atol = 1e-12 if request.param == "TransformersEngine" else 2e-6
+    _, ready.plain = ready.run(Admission(24))
+    yield ready
+    ready.engine.close()
+
+
+SCHEDULES = [
+    *product([1, 5, 24], ["continuous", "rounds"], ["fifo"], [None], [0]),
+    *product([5], ["continuous", "rounds"], ["shortest_first", "longest_first"], PREDICTORS, [0]),
+    *product([5, 24], ["continuous"], ["planned"], PREDICTORS[1:], [0, 6]),
+    (5, "rounds", "longest_first", TokenConditioned, 6),
+]
+
+
+@pytest.mark.parametrize(("slots", "refill", "order", "predictor", "probe"), SCHEDULES)
+def test_a_schedule_changes_when_never_what(bench, slots, refill, order, predictor, probe):
+    trace, drawn = bench.run(
+        Admission(slots, refill, order), predictor and predictor(), probe, rounds=2
+    )
+    same(drawn, bench.plain, bench.atol)
+    assert max(trace.steps["running"]) <= slots
+    assert trace.tokens == sum(len(ids) for ids, *_ in drawn.values()) == trace.busy_slot_steps
+    longer = sum(len(ids) > probe for ids, *_ in drawn.values()) if probe else 0
+    assert trace.pauses == longer
+    if refill == "continuous" and not probe:  # no slot idles while something waits
+        ends = trace.spans["end_step"]
+        last = max(start for start in trace.spans["start_step"])
+        running = trace.steps["running"]
+        assert all(n == min(slots, 24) for n in running[:last]) and ends
+
+
+def test_a_prompt_is_computed_once_a_group(bench):
+    trace, _ = bench.run(Admission(5))
+    block = bench.engine.kv_block or SHARED - 1  # our own cache shares all but the last token
+    rest = SHARED - SHARED // block * block if bench.engine.kv_block else 1
+    shared = SHARED - rest
+    # a group's siblings of the first read the shared part, where one of them is there in time
+    assert trace.total("prefill_tokens") + trace.total("cached_tokens") == 24 * SHARED
+    if bench.engine.kv_block:
+        assert trace.total("prefill_tokens") == 4 * shared + 24 * rest
+    else:
+        assert trace.total("prefill_tokens") <= 24 * SHARED
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("contexts", "order", "predictor", "probe"),
+    [(1, "fifo", None, 0), (3, "fifo", None, 0), (3, "planned", TokenConditioned, 6)],
+)
+def test_a_memory_budget_is_never_overdrawn(
+    tiny_model, make_policy, scheduler, contexts, order, predictor, probe
+):
+    block, limit, policy = 32, 160, make_policy(tiny_model)
+    blocks = contexts * 7  # a context of 200 tokens takes 7
+    budget = (blocks + 1) * block * TOKEN_BYTES  # one is vLLM's own
+    plain = Bench("VLLMEngine", tiny_model, policy, scheduler, limit=limit)
+    _, drawn = plain.run(Admission(24))
+    plain.engine.close()
+
+    settings = SlotSettings(memory_budget=budget, order=order)
+    slots = settings.engine_slots(24, TOKEN_BYTES, SHARED, SHARED + limit)
+    bench = Bench("VLLMEngine", tiny_model, policy, scheduler, slots, limit, budget)
+    try:
+        assert bench.engine.kv_capacity == blocks * block
+        admission = settings.admission(
+            bench.engine, bench.spec, TOKEN_BYTES, limit, predictor is not None
+        )
+        trace, leased = bench.run(admission, predictor and predictor(), probe)
+        same(leased, drawn, 2e-6)
+        assert max(trace.steps["kv_tokens"]) <= blocks * block
+        assert trace.total("preemptions") == 0  # it was never vLLM that made room
+        assert max(trace.steps["running"]) > contexts  # more than fixed slots would let run
+        assert trace.pauses > 0
+    finally:
+        bench.engine.close()

@@ -1,0 +1,236 @@
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax, TokenConditioned
+
+CAP = 100
+
+
+def asked(lengths, number=0, drawn=0):
+    """One group a length, nothing of it drawn unless `drawn`."""
+    return [
+        Row(Group(f"p{i}/{number}", Prompt(f"p{i}", "", (i,)), Sampling(CAP), [c]), c)
+        for i in range(len(lengths))
+        for c in [Completion(0, [1] * drawn)]
+    ]
+
+
+def finish(rows, lengths):
+    for row, length in zip(rows, lengths, strict=True):
+        row.completion.token_ids = [1] * length
+        row.completion.finish_reason = "length" if length == CAP else "stop"
+    return rows
+
+
+class Told:
+    """Says what it is told to say."""
+
+    revises = False
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def predict(self, rows):
+        return self.answers.pop(0)
+
+    def observe(self, rows):
+        self.observed = len(rows)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def spearman(a, b):
+    """By its definition: the correlation of ranks, equal values sharing their mean rank."""
+    ranks = [
+        [np.mean([y < x for y in v]) + np.mean([y == x for y in v]) / 2 for x in v] for v in (a, b)
+    ]
+    return np.corrcoef(*ranks)[0, 1] if min(map(np.ptp, ranks)) > 0 else 0.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, CAP), st.integers(1, CAP)), min_size=1, max_size=20))
+def test_metrics_by_brute_force(pairs):
+    predicted, lengths = map(list, zip(*pairs, strict=True))
+    calibrated = CalibratedPredictor(Told(predicted))
+    rows = asked(lengths)
+    assert calibrated.expect(rows) == predicted
+    calibrated.observe(finish(rows, lengths))
+    metrics = calibrated.end_round()
+    error = np.abs(np.array(predicted) - lengths)
+    assert metrics["length_prediction/mae"] == pytest.approx(error.mean())
+    assert metrics["length_prediction/rank_correlation"] == pytest.approx(
+        spearman(predicted, lengths), abs=1e-5
+    )
+    assert metrics["length_prediction/history_mae"] == pytest.approx(
+        np.mean(CAP - np.array(lengths))
+    )
+    assert metrics["length_prediction/history_rank_correlation"] == 0.0
+    assert ("length_prediction/cap_coverage" in metrics) == (CAP in lengths)
+
+
+def test_cap_coverage_counts_the_capped_among_as_many_longest():
+    lengths = [CAP, CAP, CAP, 10, 20, 30]
+    calibrated = CalibratedPredictor(Told([90, 20, 80, 85, 1, 2]))
+    rows = asked(lengths)
+    calibrated.expect(rows)
+    calibrated.observe(finish(rows, lengths))
+    assert calibrated.end_round()["length_prediction/cap_coverage"] == pytest.approx(2 / 3)
+
+
+def test_the_first_prediction_counts_and_only_once():
+    calibrated = CalibratedPredictor(Told([10, 40], [70, 70]))
+    rows = asked([20, 50], drawn=10)
+    calibrated.expect(rows)
+    calibrated.expect(rows)
+    calibrated.observe(finish(rows, [20, 50]))
+    calibrated.observe(finish(rows, [20, 50]))
+    assert calibrated.end_round()["length_prediction/mae"] == 0.0
+    assert "length_prediction/mae" not in calibrated.end_round()
+
+
+def test_the_last_prediction_counts_where_siblings_revise_it():
+    told = Told([99, 99], [10, 40])
+    told.revises = True
+    calibrated = CalibratedPredictor(told)
+    assert calibrated.revises and not CalibratedPredictor(Told()).revises
+    rows = asked([20, 50], drawn=10)
+    calibrated.expect(rows)
+    calibrated.expect(rows)
+    calibrated.observe(finish(rows, [20, 50]))
+    assert calibrated.end_round()["length_prediction/mae"] == 0.0
+
+
+def test_what_does_not_finish_in_a_round_is_not_measured_in_the_next():
+    calibrated = CalibratedPredictor(Told([10]))
+    rows = asked([20])
+    calibrated.expect(rows)
+    calibrated.end_round()
+    calibrated.observe(finish(rows, [20]))
+    assert "length_prediction/mae" not in calibrated.end_round()
+
+
+def test_nonsense_is_replaced_by_the_history_and_counted():
+    history = PromptHistory()
+    nan, inf = float("nan"), float("inf")
+    calibrated = CalibratedPredictor(Told([nan, -1, inf, 7, 0, 1e9], [1, 2], [[1]] * 6), history)
+    history.observe(finish(asked([20]), [20]))
+    rows = asked([0] * 6)
+    expected = history.predict(rows)
+    assert calibrated.expect(rows) == [*expected[:3], 7, 1, CAP]
+    assert calibrated.invalid == 3
+    assert calibrated.expect(rows) == expected and calibrated.invalid == 9  # a wrong number
+    assert calibrated.expect(rows) == expected and calibrated.invalid == 15  # a wrong shape
+    assert calibrated.end_round()["length_prediction/invalid"] == 15
+    assert calibrated.expect([]) == []
+
+
+LENGTHS = [int(n) for n in np.linspace(5, 95, 64)]
+
+
+def play(calibrated, told, answers, number):
+    """One round in which the predictor says `answers`."""
+    told.answers = [answers]
+    rows = asked(LENGTHS, number)
+    expected = calibrated.expect(rows)
+    calibrated.observe(finish(rows, LENGTHS))
+    return expected, calibrated.end_round()
+
+
+def test_fallback_engages_and_releases():
+    told = Told()
+    calibrated = CalibratedPredictor(told)
+    wrong = LENGTHS[::-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):  # 64 completions each: too few to judge
+            expected, metrics = play(calibrated, told, wrong, number)
+            assert expected == wrong and metrics["length_prediction/fallback"] == 0
+    with pytest.warns(UserWarning, match=r"`Told` is replaced.*correlation -1\.000.*history 0\."):
+        expected, metrics = play(calibrated, told, wrong, 3)
+    assert expected == wrong and metrics["length_prediction/fallback"] == 1
+    expected, metrics = play(calibrated, told, wrong, 4)
+    assert expected == pytest.approx(calibrated.history.predict(asked(LENGTHS)), rel=0.1)
+    assert metrics["length_prediction/rank_correlation"] == pytest.approx(-1)  # it is still asked
+    told_right = [float(n) for n in LENGTHS]
+    with pytest.warns(UserWarning, match="`Told` answers again") as seen:
+        for number in range(5, 60):
+            _, metrics = play(calibrated, told, told_right, number)
+            calibrated.history.load_state_dict(PromptHistory().state_dict())  # it knows nothing
+            if not metrics["length_prediction/fallback"]:
+                break
+    assert number > 6 and len(seen) == 1  # not at the first good round
+    assert play(calibrated, told, told_right, 99)[0] == told_right
+
+
+def test_within_the_margin_nothing_is_replaced():
+    told, history = Told(), PromptHistory()
+    calibrated = CalibratedPredictor(told, history)
+    for number in range(8):
+        answers = np.array(history.predict(asked(LENGTHS)))
+        answers[:4] = answers[3::-1]  # a little worse
+        expected, metrics = play(calibrated, told, answers.tolist(), number)
+        assert expected == answers.tolist()
+    own, other = (metrics[f"length_prediction/{n}rank_correlation"] for n in ("", "history_"))
+    assert other - 0.05 < own < other
+
+
+@pytest.mark.parametrize("make", [PromptHistory, SiblingMax, lambda: Oracle({})])
+def test_some_are_never_replaced(make):
+    calibrated = CalibratedPredictor(make())
+    calibrated._average(1000, -1.0, 1.0)
+    assert not calibrated.fallback
+
+
+def test_a_history_cannot_stand_in_for_its_own_predictor():
+    predictor = SiblingMax()
+    with pytest.raises(ValueError, match="learn everything twice"):
+        CalibratedPredictor(predictor, predictor.history)
+
+
+@pytest.mark.filterwarnings("ignore:.*is replaced by the history")
+def test_state_round_trip_is_exact():
+    calibrated, other = (CalibratedPredictor(TokenConditioned(features=16)) for _ in range(2))
+    for number in range(5):
+        rows = asked(LENGTHS, number)
+        calibrated.expect(rows)
+        calibrated.observe(finish(rows, LENGTHS))
+        calibrated.end_round()
+    calibrated.invalid, calibrated.fallback = 3, True
+    file = io.BytesIO()
+    torch.save(calibrated.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for number in range(5, 8):
+        results = []
+        for c in (calibrated, other):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                rows = asked(LENGTHS, number)
+                expected = c.expect(rows)
+                c.observe(finish(rows, LENGTHS))
+                results.append((expected, c.end_round(), [str(w.message) for w in seen]))
+        assert results[0] == results[1]
+    assert other.invalid == 3
+
+
+def test_the_state_of_another_predictor_is_refused():
+    state = CalibratedPredictor(SiblingMax()).state_dict()
+    with pytest.raises(ValueError, match=r"`SiblingMax`.*`PromptHistory`"):
+        CalibratedPredictor(PromptHistory()).load_state_dict(state)
+
+
+def test_what_a_predictor_raises_is_not_hidden():
+    with pytest.raises(ValueError, match="'p0/0/0'"):
+        CalibratedPredictor(Oracle({"x": 1})).expect(asked([5]))

@@ -1,0 +1,286 @@
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax, TokenConditioned
+
+CAP = 100
+
+
+def group(uid, *completions, number=0, cap=CAP, prompt=(1, 2, 3)):
+    """A group of completions that are given as token ids; `None` at the end: unfinished."""
+    made = [
+        Completion(
+            i, [t for t in ids if t is not None], finish_reason=None if None in ids else "stop"
+        )
+        for i, ids in enumerate(completions)
+    ]
+    for c in made:
+        c.logprobs = [-0.5] * len(c.token_ids)
+    return Group(f"{uid}-{number}", Prompt(uid, uid, tuple(prompt)), Sampling(cap), made)
+
+
+def rows(*groups):
+    return [Row(g, c) for g in groups for c in g.completions]
+
+
+def finished(uid, *lengths, **kwargs):
+    return rows(group(uid, *([7] * n for n in lengths), **kwargs))
+
+
+def started(uid, drawn=0, **kwargs):
+    return rows(group(uid, [*[7] * drawn, None], **kwargs))
+
+
+def through_checkpoint(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_history_knows_nothing_then_the_mean_then_the_prompt():
+    history = PromptHistory(decay=1.0, shrinkage=0.0, half_life=1e12)
+    assert history.predict(started("a", 30)) == [CAP - 30]
+    history.observe(finished("a", 10, 10) + finished("b", 30, 30))
+    assert history.predict(started("unseen")) == pytest.approx([20.0])
+    assert history.predict(started("a")) == pytest.approx([10.0])
+    assert history.predict(started("b")) == pytest.approx([30.0])
+
+
+def test_history_expects_the_mean_residual_life():
+    history = PromptHistory(half_life=1e12)
+    lengths = [10, 20, 40, 90]
+    history.observe([r for n in lengths for r in finished(f"p{n}", n)])
+    for drawn in (0, 5, 10, 25, 60):
+        rest = [n - drawn for n in lengths if n > drawn]
+        assert history.predict(started("new", drawn)) == pytest.approx([np.mean(rest)])
+    assert history.predict(started("new", 95)) == [CAP - 95]  # longer than anything seen
+
+
+def test_history_shrinks_towards_the_run():
+    history = PromptHistory(decay=1.0, shrinkage=4.0, half_life=1e12)
+    history.observe(finished("a", 10) + finished("b", 30))  # the run's mean: 20
+    assert history.ratio("a") == pytest.approx((0.5 + 4) / 5)
+    assert history.predict(started("a")) == pytest.approx([20 * 0.9])
+
+
+def test_history_forgets_old_lengths_and_old_prompts():
+    history = PromptHistory(decay=0.5, half_life=4, max_prompts=2)
+    for _ in range(20):
+        history.observe(finished("a", 10, 10, 10, 10))
+    for _ in range(20):
+        history.observe(finished("b", 50, 50, 50, 50))
+    assert history.predict(started("b")) == pytest.approx([50], rel=0.01)
+    history.observe(finished("c", 50))
+    assert list(history.state_dict()["uids"]) == ["b", "c"]
+
+
+def test_a_prompt_keeps_its_ratio_when_the_policy_grows_longer():
+    history = PromptHistory(half_life=8, shrinkage=0.0)
+    history.observe(finished("short", *[5] * 4) + finished("long", *[15] * 4))
+    for number in range(10):
+        history.observe(finished(f"n{number}", *[40] * 8))
+    short, long = history.predict(started("short") + started("long"))
+    assert short == pytest.approx(20, rel=0.1) and long == pytest.approx(60, rel=0.1)
+
+
+def test_until_a_sibling_finishes_the_first_probes_and_the_rest_take_the_history():
+    predictor = SiblingMax()
+    predictor.observe(finished("other", 20, 20))
+    probe, *rest = predictor.predict(rows(group("a", [None], [None], [None])))
+    assert probe == CAP
+    assert rest == pytest.approx([20, 20])
+    assert SiblingMax.revises and not PromptHistory.revises and not TokenConditioned.revises
+
+
+def test_siblings_are_expected_to_reach_the_longest():
+    predictor = SiblingMax()
+    predictor.observe(finished("other", 80, 80))
+    g = group("a", [1] * 30, [1] * 12, [1] * 10 + [None], [None], [1] * 50 + [None])
+    first, second, longest = predictor.predict(rows(g)[2:])
+    assert (first, second) == (40, 50)  # the longest of all is still drawing
+    assert longest == pytest.approx(80 - 50)  # the history's residual life
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_predictions_are_within_the_limit(data):
+    predictor = data.draw(
+        st.sampled_from([PromptHistory, SiblingMax, lambda: TokenConditioned(features=16)])
+    )()
+    ids = st.lists(st.integers(0, 9), min_size=1, max_size=40)
+    for number in range(3):
+        groups = [
+            group(f"p{i}", *data.draw(st.lists(ids, min_size=1, max_size=3)), number=number)
+            for i in range(data.draw(st.integers(1, 3)))
+        ]
+        probes = [
+            group(
+                g.prompt.uid,
+                *([*c.token_ids[: data.draw(st.integers(0, 40))], None] for c in g.completions),
+                number=number,
+                cap=40,
+            )
+            for g in groups
+        ]
+        for row, tokens in zip(rows(*probes), predictor.predict(rows(*probes)), strict=True):
+            assert 1 <= tokens <= max(40 - len(row.completion.token_ids), 1)
+        predictor.observe(rows(*groups))
+
+
+def telling_round(rng, number, num=64, probe=6):
+    """Prompts that were never seen; the last token of the probe decides the length, up to noise."""
+    probes, wholes = [], []
+    for i in range(num):
+        head = rng.integers(10, 20, probe).tolist()
+        length = int(np.clip(8 * 1.3 ** (head[-1] - 10) * rng.lognormal(0, 0.1), probe + 1, CAP))
+        ids = [*head, *rng.integers(10, 20, length - probe).tolist()]
+        probes += [group(f"{number}-{i}", [*head, None])]
+        wholes += [group(f"{number}-{i}", ids)]
+    return rows(*probes), rows(*wholes)
+
+
+def learn(predictor, rounds=12, seed=0):
+    """Feed rounds; returns predicted and true tokens to come of the last."""
+    rng = np.random.default_rng(seed)
+    for number in range(rounds):
+        probes, wholes = telling_round(rng, number)
+        predicted = np.array(predictor.predict(probes))
+        predictor.observe(wholes)
+    return predicted, np.array([len(r.completion.token_ids) - 6 for r in wholes])
+
+
+def test_first_tokens_that_decide_the_length_are_learned():
+    predicted, true = learn(TokenConditioned(features=256))
+    baseline, same = learn(PromptHistory())
+    assert (true == same).all()
+    assert np.corrcoef(np.log(predicted), np.log(true))[0, 1] > 0.8
+    assert np.abs(predicted - true).mean() < 0.6 * np.abs(baseline - true).mean()
+
+
+def test_the_prompt_alone_is_learned_too():
+    predictor = TokenConditioned(features=64)
+    for number in range(30):
+        a, b = (
+            group("a", [7] * 10, number=number),
+            group("b", [7] * 40, number=number, prompt=(4, 5)),
+        )
+        a.prompt, b.prompt = Prompt(f"a{number}", "", (1, 2)), Prompt(f"b{number}", "", (4, 5))
+        asked = [Row(g, Completion(0)) for g in (a, b)]
+        short, long = predictor.predict(asked)
+        predictor.observe(rows(a, b))
+    assert short == pytest.approx(10, rel=0.2) and long == pytest.approx(40, rel=0.2)
+
+
+def test_predictions_are_means_and_not_geometric_means():
+    rng = np.random.default_rng(0)
+    predictor = TokenConditioned(features=16, half_life=1e6)
+    totals = []
+    for number in range(40):
+        lengths = np.clip(rng.lognormal(3, 1, 16), 1, 10_000).astype(int)
+        asked = [started("p", number=f"{number}-{i}", cap=10_000)[0] for i in range(16)]
+        predicted = predictor.predict(asked)
+        predictor.observe(
+            [finished("p", n, number=f"{number}-{i}", cap=10_000)[0] for i, n in enumerate(lengths)]
+        )
+        totals += lengths.tolist()
+    assert np.mean(predicted) == pytest.approx(np.mean(totals), rel=0.1)
+    assert np.exp(np.log(totals).mean()) < 0.75 * np.mean(predicted)
+
+
+def test_old_completions_count_less():
+    predictor = TokenConditioned(features=16, half_life=32, history=PromptHistory(half_life=32))
+    for number in range(40):
+        length = 10 if number < 20 else 60
+        asked = [started(f"p{i}", number=number)[0] for i in range(16)]
+        predicted = predictor.predict(asked)
+        predictor.observe([finished(f"p{i}", length, number=number)[0] for i in range(16)])
+    assert predicted == pytest.approx([60] * 16, rel=0.05)
+
+
+def test_what_waits_is_bounded_and_what_was_drawn_anew_is_not_learned_from():
+    predictor = TokenConditioned(features=8, max_waiting=3)
+    predictor.predict([started(f"p{i}", 5)[0] for i in range(5)])
+    assert [key[0] for key in predictor._waiting] == ["p2-0", "p3-0", "p4-0"]
+    before = predictor.state_dict()["gram"]
+    predictor.observe(finished("p0", 20) + finished("p4", 4))  # forgotten; shorter than when asked
+    assert torch.equal(predictor.state_dict()["gram"], before)
+    predictor.observe(finished("p3", 20))
+    assert not torch.equal(predictor.state_dict()["gram"], before)
+
+
+def test_a_nan_logprob_does_no_harm():
+    predictor = TokenConditioned(features=8)
+    for number in range(3):
+        (row,) = started("a", 4, number=number)
+        row.completion.logprobs = [float("nan"), float("-inf"), -1.0, -2.0]
+        assert np.isfinite(predictor.predict([row])).all()
+        predictor.observe(finished("a", 20, number=number))
+
+
+@pytest.mark.parametrize("make", [PromptHistory, SiblingMax, TokenConditioned])
+def test_state_round_trip_is_exact(make):
+    predictor, other = make(), make()
+    learn(predictor, rounds=3)
+    other.load_state_dict(through_checkpoint(predictor.state_dict()))
+    rng = np.random.default_rng(5)
+    for number in range(2):
+        probes, wholes = telling_round(rng, f"new{number}")
+        assert predictor.predict(probes) == other.predict(probes)
+        predictor.observe(wholes)
+        other.observe(wholes)
+    siblings = rows(group("x", [None], [3, None]))
+    assert predictor.predict(siblings) == other.predict(siblings)
+    assert predictor.predict(siblings) != make().predict(siblings)
+
+
+@pytest.mark.parametrize("make", [PromptHistory, TokenConditioned])
+def test_a_state_is_a_copy(make):
+    predictor = make()
+    learn(predictor, rounds=2)
+    state = predictor.state_dict()
+    saved = through_checkpoint(state)
+    other = make()
+    other.load_state_dict(state)
+    learn(predictor, rounds=1, seed=3)
+    learn(other, rounds=1, seed=3)
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[name], value), name
+
+
+def test_learning_is_deterministic():
+    assert learn(TokenConditioned())[0].tolist() == learn(TokenConditioned())[0].tolist()
+
+
+def test_another_number_of_features_is_refused():
+    with pytest.raises(ValueError, match=r"has 39 features, the saved one 23"):
+        TokenConditioned(features=32).load_state_dict(TokenConditioned(features=16).state_dict())
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="decay=0"):
+        PromptHistory(decay=0)
+    with pytest.raises(ValueError, match="ridge=0"):
+        TokenConditioned(ridge=0)
+
+
+def test_the_oracle_looks_up_and_says_what_it_lacks(tmp_path):
+    oracle = Oracle({"a-0/0": 30, "b-0/0": 500})
+    assert oracle.predict(started("a", 10) + started("b", 10)) == [20, CAP - 10]
+    with pytest.raises(ValueError, match="'c-0/0'"):
+        oracle.predict(started("a") + started("c"))
+    path = tmp_path / "spans.jsonl"
+    spans = [{"request": "a-0/0", "tokens": 12}, {"request": "a-0/0", "tokens": 5}]
+    path.write_text("\n".join(map(json.dumps, spans)))
+    assert Oracle(path).predict(started("a")) == [17]
+    path.write_text('{"tokens": 5}')
+    with pytest.raises(ValueError, match="needs a column `request`"):
+        Oracle(str(path))

@@ -1,0 +1,236 @@
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling import planning
+from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+
+whole = st.integers(0, 50)
+fractions = st.floats(0, 1000)
+jobs = st.lists(whole, max_size=60) | st.lists(fractions, max_size=60)
+few_jobs = st.lists(whole, max_size=7) | st.lists(fractions, max_size=7)
+epsilons = st.sampled_from([0.01, 0.05, 0.1, 0.3, 1])
+
+
+@st.composite
+def problems(draw, lengths=jobs, most_slots=8):
+    """Lengths, slots, and what the slots are busy with or None."""
+    slots = draw(st.integers(1, most_slots))
+    loads = draw(st.none() | st.lists(whole | fractions, min_size=slots, max_size=slots))
+    return draw(lengths), slots, loads
+
+
+small = problems(few_jobs, most_slots=3)
+
+
+def shortest(lengths, slots, loads):
+    """The shortest makespan, by trying every plan."""
+    best = math.inf
+    for assignment in itertools.product(range(slots), repeat=len(lengths)):
+        ends = list(loads or [0] * slots)
+        for length, slot in zip(lengths, assignment, strict=True):
+            ends[slot] += length
+        best = min(best, max(ends))
+    return best
+
+
+def unplannable(seed, n=12):
+    """12 jobs over 3 slots that fit exactly, but not longest first."""
+    cuts = random.Random(seed)
+    thirds = []
+    for _ in range(3):
+        marks = sorted(cuts.sample(range(1, 1000), n // 3 - 1))
+        thirds += [b - a for a, b in itertools.pairwise([0, *marks, 1000])]
+    return thirds
+
+
+@given(problems(), epsilons)
+def test_every_job_is_in_one_queue(problem, epsilon):
+    lengths, slots, loads = problem
+    for queues in (
+        plan_makespan(lengths, slots, epsilon, loads),
+        longest_first(lengths, slots, loads),
+    ):
+        assert len(queues) == slots
+        assert sorted(i for queue in queues for i in queue) == list(range(len(lengths)))
+        assert all(queue == sorted(queue, key=lambda i: (-lengths[i], i)) for queue in queues)
+
+
+@given(problems(), epsilons)
+def test_between_the_bound_and_longest_first(problem, epsilon):
+    lengths, slots, loads = problem
+    steps = makespan(plan_makespan(lengths, slots, epsilon, loads), lengths, loads)
+    assert lower_bound(lengths, slots, loads) <= steps
+    assert steps <= makespan(longest_first(lengths, slots, loads), lengths, loads)
+
+
+@given(small, epsilons)
+@example(([8, 7, 6, 5, 4], 2, None), 0.01)
+@example(([5, 5, 4, 4, 3, 3, 3], 3, None), 0.01)
+@example(([4, 4, 3, 3, 3], 2, [1, 0]), 0.01)
+def test_within_epsilon_of_the_shortest(problem, epsilon):
+    lengths, slots, loads = problem
+    best = shortest(lengths, slots, loads)
+    steps = makespan(plan_makespan(lengths, slots, epsilon, loads), lengths, loads)
+    assert steps <= (1 + epsilon) * best * (1 + 1e-9)
+    assert lower_bound(lengths, slots, loads) <= best * (1 + 1e-9 * isinstance(best, float))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nine_jobs_within_a_hundredth(seed):
+    lengths = [int(1 + x) for x in np.random.default_rng(seed).lognormal(4, 1, 9)]
+    for slots, loads in ((3, None), (3, [100, 0, 40]), (2, None)):
+        steps = makespan(plan_makespan(lengths, slots, 0.01, loads), lengths, loads)
+        assert steps <= 1.01 * shortest(lengths, slots, loads)
+
+
+@given(problems(st.lists(whole, max_size=40)), st.randoms())
+def test_order_of_the_jobs_does_not_matter(problem, rng):
+    lengths, slots, loads = problem
+    shuffled = rng.sample(lengths, len(lengths))
+    assert makespan(plan_makespan(lengths, slots, loads=loads), lengths, loads) == makespan(
+        plan_makespan(shuffled, slots, loads=loads), shuffled, loads
+    )
+
+
+def test_where_longest_first_is_at_its_worst():
+    lengths = [3, 3, 2, 2, 2]
+    assert longest_first(lengths, 2) == [[0, 2, 4], [1, 3]]
+    assert makespan([[0, 2, 4], [1, 3]], lengths) == 7  # 4/3 - 1/6 times the shortest
+    assert plan_makespan(lengths, 2, 0.01) == [[2, 3, 4], [0, 1]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_search_beats_swaps(seed):
+    lengths = unplannable(seed)
+    assert makespan(longest_first(lengths, 3), lengths) > 1000
+    assert makespan(plan_makespan(lengths, 3, 1e-4), lengths) == 1000
+    halves = [length / 2 for length in lengths]
+    assert makespan(plan_makespan(halves, 3, 1e-4), halves) == 500
+
+
+@pytest.mark.parametrize(
+    ("lengths", "loads", "before"), [([3, 3, 2, 2, 2], None, 7), ([3, 3, 2, 2], [2, 0], 7)]
+)
+def test_swaps_alone(monkeypatch, lengths, loads, before):
+    monkeypatch.setattr(planning, "_MAX_CELLS", 1)
+    assert makespan(longest_first(lengths, 2, loads), lengths, loads) == before
+    assert makespan(plan_makespan(lengths, 2, 0.01, loads), lengths, loads) == 6
+
+
+@given(small, st.sampled_from([0.5, 2, 10]))
+def test_search_loses_a_grain_a_job(problem, grain):
+    lengths, slots, loads = problem
+    longest = np.array(sorted(lengths, reverse=True), float)
+    busy = np.array(loads or [0] * slots, float)
+    found = planning._search(longest, busy, math.inf, grain, 10**6)
+    np.add.at(busy, found, longest)
+    assert busy.max() <= shortest(lengths, slots, loads) + len(lengths) * grain + 1e-6
+
+
+def test_merged_states_bound_the_work():
+    longest, busy = np.arange(60, 20, -1.0) ** 2, np.zeros(3)
+    assert planning._search(longest, busy, 1e9, 1.0, 100_000) is None
+    assert planning._search(longest, busy, 1e9, 3000.0, 100_000) is not None
+
+
+def test_grain_adds_up_to_half_of_epsilon(monkeypatch):
+    grains = []
+    monkeypatch.setattr(
+        planning, "_search", lambda jobs, busy, best, grain, cells: grains.append(grain)
+    )
+    lengths = unplannable(0)
+    plan_makespan(lengths, 3, 0.2)
+    assert grains == [pytest.approx(0.2 / 2 * 1000 / 12)]
+
+
+@given(small)
+@example(([3, 3, 2, 2, 2], 2, None))
+def test_without_time_to_search_as_good_as_longest_first(problem):
+    lengths, slots, loads = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_MAX_CELLS", 1)
+        patch.setattr(planning, "_MAX_PAIRS", 1)
+        steps = makespan(plan_makespan(lengths, slots, 0.01, loads), lengths, loads)
+    assert steps == makespan(longest_first(lengths, slots, loads), lengths, loads)
+    worst = 4 / 3 - 1 / (3 * slots) if loads is None else 3 / 2 - 1 / (2 * slots)
+    assert steps <= worst * shortest(lengths, slots, loads) * (1 + 1e-9)
+
+
+def test_queues_follow_the_loads():
+    assert longest_first([5, 4, 3], 3, [4, 9, 0]) == [[1], [], [0, 2]]
+    assert plan_makespan([5, 4, 3], 3, loads=[4, 9, 0]) == [[1], [], [0, 2]]
+    assert makespan([[1], [], [0, 2]], [5, 4, 3], [4, 9, 0]) == 9
+    assert plan_makespan([1, 2], 2, loads=[0, 3]) == [[1, 0], []]
+
+
+def test_lower_bound_by_hand():
+    assert lower_bound([7, 1, 1], 2) == 7  # the longest
+    assert lower_bound([3, 3, 3, 1, 1], 2) == 6  # two of the three share a slot, and 11 / 2
+    assert lower_bound([5, 5, 5], 2) == 10  # two share a slot; the sum is 7.5 each
+    assert lower_bound([4, 4, 4, 4, 4], 2) == 12  # three share a slot
+    assert lower_bound([3, 2, 2, 2], 2) == 5  # 9 / 2, rounded up
+    assert lower_bound([3.0, 2, 2, 2], 2) == pytest.approx(4.5)
+    assert lower_bound([2, 2], 2, [5, 0]) == 5  # the fullest slot
+    assert lower_bound([4, 4, 4], 3, [90, 6, 5]) == 90
+    assert lower_bound([7, 1], 2, [4, 3]) == 10  # the longest after the smallest load
+    assert lower_bound([5, 5, 5, 5], 3, [11, 0, 0]) == 11
+    assert lower_bound([6, 6, 6, 6], 3, [11, 0, 0]) == 12  # the full slot does not help
+    assert lower_bound([], 3) == 0
+    assert isinstance(lower_bound([], 3), int)
+    assert isinstance(lower_bound(np.array([3, 4]), 3, [1, 0, 0]), int)
+    assert isinstance(lower_bound([3, 4], 3, [1.0, 0, 0]), float)
+
+
+def test_corner_cases():
+    assert plan_makespan([], 3) == [[], [], []]
+    assert plan_makespan([2, 5, 5], 1) == [[1, 2, 0]]
+    assert plan_makespan([2, 5], 4) == [[1], [0], [], []]
+    assert sorted(map(len, plan_makespan([0, 0, 0, 0], 2))) == [0, 4]
+    assert plan_makespan([3.0], 2, math.inf) == [[0], []]
+    assert plan_makespan(np.array([1, 2], np.int32), 2) == [[1], [0]]
+    assert makespan([], []) == 0
+
+
+@pytest.mark.parametrize("slots", [8, 1024])
+@pytest.mark.parametrize("epsilon", [1e-12, 0.1])
+def test_ten_thousand_jobs(slots, epsilon):
+    lengths = np.random.default_rng(0).lognormal(5, 1, 10_000).clip(max=1024)
+    queues = plan_makespan(lengths, slots, epsilon)
+    assert sorted(i for queue in queues for i in queue) == list(range(10_000))
+    assert makespan(queues, lengths) <= 1.02 * lower_bound(lengths, slots)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("n", "slots"), [(32, 4), (32, 8), (256, 32), (512, 64)])
+def test_within_three_percent_of_the_bound(n, slots, seed):
+    lengths = np.ceil(np.random.default_rng(seed).lognormal(6, 1, n)).clip(max=1024).astype(int)
+    assert makespan(plan_makespan(lengths, slots), lengths) <= 1.03 * lower_bound(lengths, slots)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_makespan([1], 1, 0), "`epsilon=0`: use more than 0"),
+        (lambda: plan_makespan([1], 1, -0.1), "`epsilon=-0.1`"),
+        (lambda: plan_makespan([1], 1, math.nan), "`epsilon=nan`"),
+        (lambda: plan_makespan([1], 0), "`slots=0`: use 1 or more"),
+        (lambda: longest_first([1], -1), "`slots=-1`: use 1 or more"),
+        (lambda: lower_bound([1], 0), "`slots=0`: use 1 or more"),
+        (lambda: plan_makespan([1, -2], 1), r"`lengths\[1\]=-2`: use a finite"),
+        (lambda: longest_first([math.nan], 1), r"`lengths\[0\]=nan`"),
+        (lambda: lower_bound([1, math.inf], 1), r"`lengths\[1\]=inf`"),
+        (lambda: plan_makespan([1], 2, loads=[0, -1]), r"`loads\[1\]=-1`"),
+        (lambda: plan_makespan([1], 2, loads=[0]), "`loads` has 1 values for 2 slots: give one"),
+        (lambda: lower_bound([1], 1, []), "`loads` has 0 values for 1 slots"),
+        (lambda: makespan([[0], []], [1], [1]), "`loads` has 1 values for 2 slots"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
