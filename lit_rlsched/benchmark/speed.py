@@ -11,7 +11,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlsched._malloc import keep_heap
-from lit_rlsched.benchmark.record import record
+from lit_rlsched.benchmark.record import read_recording, record
 from lit_rlsched.benchmark.replay import Schedule, Unscored
-from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.controller import RolloutController
@@ -38,7 +37,13 @@ from lit_rlsched.scheduling.lengths import TokenConditioned
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.rounds import FullRound
 
-PROBE_TOKENS = 16
+PROBE = 16
+"""Tokens."""
+
+
+def prompts_of(recording: str) -> list[list[Prompt]]:
+    """The prompts of each recorded round."""
+    return [[group.prompt for group in groups] for groups in read_recording(recording)]
 
 
 def learned(lengths: dict[str, int]) -> TokenConditioned:
@@ -49,20 +54,10 @@ def learned(lengths: dict[str, int]) -> TokenConditioned:
 SCHEDULES = [
     Schedule("naive rounds", "rounds"),
     Schedule("continuous, fifo"),
-    Schedule("continuous, longest first", "continuous", "longest_first", learned, PROBE_TOKENS),
-    Schedule("continuous, planned", "continuous", "planned", learned, PROBE_TOKENS),
+    Schedule("continuous, longest first", "continuous", "longest_first", learned),
+    Schedule("continuous, longest first, probe", "continuous", "longest_first", learned, PROBE),
+    Schedule("continuous, planned, probe", "continuous", "planned", learned, PROBE),
 ]
-
-
-def prompts_of(model: str) -> Iterator[list[Prompt]]:
-    """The quick task's prompts, 32 at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = Countdown("train", 4000).rows()
-    for start in range(0, len(rows) - 32, 32):
-        yield [
-            Prompt(str(start + i), row["prompt"], tuple(tokenizer(row["prompt"])["input_ids"]))
-            for i, row in enumerate(rows[start : start + 32])
-        ]
 
 
 class Clocked:
@@ -94,6 +89,8 @@ class Clocked:
         start, cpu = time.perf_counter(), time.process_time()
         for _ in self.controller.run(plan, FullRound(len(plan)), version, predict=True):
             pass
+        if self.controller.lengths is not None:
+            self.controller.lengths.end_round()
         if measure:
             self.seconds.append(time.perf_counter() - start)
             self.cpu_seconds.append(time.process_time() - cpu)
@@ -103,17 +100,18 @@ class Clocked:
         return {f"{g.id}/{c.index}": c.token_ids for g in plan for c in g.completions}
 
 
-def wall_clock(model: str, slots: int, warm_up: int, rounds: int) -> None:
+def wall_clock(recording: str, slots: int, warm_up: int, rounds: int) -> None:
     """Schedules in turn, round by round."""
+    model, prompts = f"{recording}/model", prompts_of(recording)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = VLLMEngine()
     eos = AutoTokenizer.from_pretrained(model).eos_token_id
     engine.start(EngineSpec(model, slots, 1024, (eos,), policy=policy))
     clocked = [Clocked(engine, policy, schedule, slots) for schedule in SCHEDULES]
-    for number, prompts in zip(range(warm_up + rounds), prompts_of(model), strict=False):
+    for number in range(warm_up + rounds):
         turn = number % len(clocked)
         order = clocked[turn:] + clocked[:turn]
-        drawn = [c.run(prompts, number, number >= warm_up) for c in order]
+        drawn = [c.run(prompts[number], number, number >= warm_up) for c in order]
         assert all(d == drawn[0] for d in drawn), "a schedule changed a completion"
     engine.close()
     naive = clocked[0]
@@ -150,37 +148,43 @@ class Timed(VLLMEngine):
         self.inside += time.perf_counter() - start
 
 
-def overhead(model: str, running: int) -> None:
-    """What admission, trace and controller take of a decode step with all slots full."""
+def overhead(recording: str, running: int) -> None:
+    """What the schedules themselves take of a decode step with all slots full."""
+    model, prompts = f"{recording}/model", prompts_of(recording)[0]
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = Timed()
     engine.start(EngineSpec(model, running, 512, (), policy=policy))  # no EOS: all run to the limit
-    schedule = SCHEDULES[-1]
-    clocked = Clocked(engine, policy, schedule, running)
-    prompts = next(prompts_of(model))
-    shares, ours, theirs = [], 0.0, 0.0
+    clocked = [Clocked(engine, policy, schedule, running) for schedule in SCHEDULES]
+    ours: dict[str, list[float]] = {c.name: [] for c in clocked}
+    theirs = []
     for version in range(5):
-        engine.sync_weights(policy.named_parameters(), version)
-        plan = [
-            Group(f"{p.uid}.{version}", p, Sampling(200), [Completion(i) for i in range(16)])
-            for p in prompts
-        ]
-        trace = clocked.worker.start_trace()
-        engine.inside, start = 0.0, time.perf_counter()
-        for _ in clocked.controller.run(plan, FullRound(len(plan)), version, predict=True):
-            pass
-        total = time.perf_counter() - start
-        assert statistics.fmean(trace.steps["running"]) > 0.95 * running
-        if version:  # the first warms up
-            shares.append((total - engine.inside) / engine.inside)
-            ours += (total - engine.inside) / trace.decode_steps / 4
-            theirs += engine.inside / trace.decode_steps / 4
+        for c in clocked:
+            engine.sync_weights(policy.named_parameters(), version)
+            plan = [
+                Group(f"{p.uid}.{version}", p, Sampling(200), [Completion(i) for i in range(16)])
+                for p in prompts
+            ]
+            trace = c.worker.start_trace()
+            engine.inside, start = 0.0, time.perf_counter()
+            for _ in c.controller.run(plan, FullRound(len(plan)), version, predict=True):
+                pass
+            if c.controller.lengths is not None:
+                c.controller.lengths.end_round()
+            total = time.perf_counter() - start
+            assert statistics.fmean(trace.steps["running"]) > 0.95 * running
+            if version:  # the first warms up
+                ours[c.name].append((total - engine.inside) / trace.decode_steps)
+                theirs.append(engine.inside / trace.decode_steps)
     engine.close()
+    step = statistics.median(theirs)
     print(
-        f"\nScheduling takes {ours * 1e6:.0f} us of a decode step of {theirs * 1e3:.2f} ms with "
-        f"{running} running ({statistics.median(shares):.1%}; '{schedule.name}', the quick task's "
-        "model of 0.45 M parameters, the cheapest step there is)"
+        f"\n{running} running, a decode step of {step * 1e3:.2f} ms: the quick task's model of "
+        "0.45 M parameters, the cheapest step there is\n\n"
+        "| schedule | scheduling a step, us | of the step |\n|---|---|---|"
     )
+    for name, seconds in ours.items():
+        own = statistics.median(seconds)
+        print(f"| {name} | {own * 1e6:.0f} | {own / step:.1%} |")
 
 
 def planner() -> None:
@@ -211,9 +215,8 @@ def main() -> None:
     if not Path(options.recording).exists():
         record(options.recording)
     keep_heap()
-    model = f"{options.recording}/model"
-    wall_clock(model, options.slots, options.warm_up, options.rounds)
-    overhead(model, 256)
+    wall_clock(options.recording, options.slots, options.warm_up, options.rounds)
+    overhead(options.recording, 256)
     planner()
 
 

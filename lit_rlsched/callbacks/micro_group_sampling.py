@@ -42,10 +42,17 @@ class MicroGroupSampling(RolloutCallback):
         order: Which waiting completion goes first: `fifo`, in the order of the data;
             `shortest_first` or `longest_first`, by what `LengthPrediction` expects; `planned`:
             spread over the slots so that the last one ends early, then a slot without work steals
-            the shortest that has not started (the paper's two stages). By default `planned` where
-            there is a `LengthPrediction` and `fifo` where there is none.
+            the shortest that has not started (the paper's two stages). By default `longest_first`
+            where there is a `LengthPrediction` and `fifo` where there is none, see below.
         epsilon: The plan ends at most this share later than the best, where it is small enough to
             be solved that closely.
+
+    What the orders need more than the fewest decode steps possible, on the quick task's completions
+    with 16 slots (`python -m lit_rlsched.benchmark.steps`): naive rounds 204 %; continuous fifo
+    13 %. With lengths known in advance shortest first 16 %, as much as sorted rounds, longest first
+    0.6 %, planned 0.0 %. With learned lengths longest first 8 % and planned 11 %: a plan binds a
+    completion to a slot by a length that is often wrong, and what is stolen shortest first leaves
+    the long ones to the end. Hence the default, and `planned` where lengths are known well.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
@@ -47,7 +47,8 @@ class TraceLengths:
     Args:
         lengths: lengths by request id, or a plain list of which every id takes one by its hash. A
             path is a Parquet or JSONL file like the spans of a `RolloutTrace`, with columns
-            `tokens` and, to replay the lengths request by request, `request`.
+            `tokens` and, to replay the lengths request by request, `request`; or the folder
+            `traces/` that `RolloutLogger(save_trace=True)` fills, all rounds of it.
     """
 
     def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
@@ -95,10 +96,10 @@ class RecordedCompletions:
 
 def _read(path: Path) -> Mapping[str, int] | list[int]:
     """Read lengths; the spans of a request that was resumed add up."""
-    if path.suffix == ".parquet":
-        table = pq.read_table(path).to_pylist()
+    if path.is_dir():
+        table = [row for file in sorted(path.glob("*_spans.parquet")) for row in _rows(file)]
     else:
-        table = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        table = _rows(path)
     if not table or "tokens" not in table[0]:
         raise ValueError(f"trace {str(path)!r} needs rows with a column `tokens`")
     if "request" not in table[0]:
@@ -107,3 +108,9 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
     for row in table:
         totals[row["request"]] += row["tokens"]
     return totals
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

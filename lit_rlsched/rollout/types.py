@@ -115,11 +115,11 @@ class Completion:
         if event.token_ids:
             self.token_ids.extend(event.token_ids)
             self.logprobs.extend(event.logprobs)
-            if self.version_spans and self.version_spans[-1][0] == version:
-                version, count = self.version_spans.pop()
-                self.version_spans.append((version, count + len(event.token_ids)))
+            spans, new = self.version_spans, len(event.token_ids)
+            if spans and spans[-1][0] == version:
+                spans[-1] = version, spans[-1][1] + new
             else:
-                self.version_spans.append((version, len(event.token_ids)))
+                spans.append((version, new))
         self.finish_reason = None if event.finish_reason == "paused" else event.finish_reason
 
     @property

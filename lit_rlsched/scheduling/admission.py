@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lit_rlsched.rollout.types import Request
-from lit_rlsched.scheduling.queues import Order, waiting_queue
+from lit_rlsched.scheduling.queues import Order, PlannedQueue, waiting_queue
 
 Refill = Literal["continuous", "rounds"]
 
@@ -113,7 +113,8 @@ class Admission:
             return []
         for request_id in self._running.keys() - running.keys():
             heapq.heappush(self._free, self._running.pop(request_id)[1])
-        self._waiting.prepare(self._loads(running))
+        if isinstance(self._waiting, PlannedQueue):
+            self._waiting.plan(self._loads(running))
         room = self._room(running, kv_tokens)
         admitted: list[Request] = []
         while self._free and len(self):

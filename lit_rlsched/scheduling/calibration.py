@@ -59,6 +59,7 @@ class CalibratedPredictor:
         """Predictions that were no positive number, or came in the wrong number: replaced."""
         self._asked: dict[tuple[str, int], tuple[int, float, float]] = {}
         self._pairs: list[tuple[float, float, float, int, bool]] = []
+        self._finished: list[Row] = []
         self._correlations = np.zeros(3)  # weight, weighted sums: the predictor's, the history's
         self._observations = 0
 
@@ -85,7 +86,12 @@ class CalibratedPredictor:
         return (from_history if self.fallback else expected).tolist()
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Let both learn from finished completions, and note how well they were predicted."""
+        """Note finished completions and how well they were predicted; `end_round` learns from them.
+
+        Once a round and in an order of its own, so that what is learned does not depend on which
+        finished first.
+        """
+        self._finished.extend(rows)
         for row in rows:
             key = (row.group.id, row.completion.index)
             if (asked := self._asked.pop(key, None)) is None:
@@ -95,11 +101,13 @@ class CalibratedPredictor:
             if remaining > 0:  # else it was drawn anew since
                 capped = row.completion.finish_reason == "length"
                 self._pairs.append((expected, from_history, float(remaining), have, capped))
-        self.predictor.observe(rows)
-        self.history.observe(rows)
 
     def end_round(self) -> dict[str, float]:
-        """The round's metrics, empty of those that are undefined; then nothing of it is kept."""
+        """Let both learn from the round; its metrics, without those that are undefined."""
+        finished = sorted(self._finished, key=lambda row: (row.group.id, row.completion.index))
+        self._finished = []
+        self.predictor.observe(finished)
+        self.history.observe(finished)
         pairs, self._pairs = self._pairs, []
         self._asked.clear()  # what goes on in the next round is asked for anew
         metrics = {"length_prediction/invalid": float(self.invalid)}
@@ -149,6 +157,7 @@ class CalibratedPredictor:
         self.fallback, self.invalid = state["fallback"], state["invalid"]
         self._asked.clear()
         self._pairs.clear()
+        self._finished.clear()
 
     def _valid(self, predictions: Sequence[float], otherwise: np.ndarray) -> np.ndarray:
         """The predictions, and the history's where they make no sense."""

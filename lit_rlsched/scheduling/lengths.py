@@ -1,8 +1,9 @@
 """How many tokens a completion will still draw: predictors that learn from the run itself."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,29 +15,35 @@ BINS = 256
 """Of the histogram of lengths; each is 5 % wider than the last, so the last begins at 344,000."""
 
 
-class LengthPredictor(Protocol):
+class LengthPredictor(ABC):
     """Predicts how long unfinished completions go on. All lengths are in tokens.
 
-    Subclass it, or write the same methods.
+    Example::
+
+        class PromptLength(LengthPredictor):
+            def predict(self, rows):
+                return [3.0 * len(row.group.prompt.token_ids) for row in rows]
     """
 
     revises: bool = False
     """Whether a finished completion changes what is predicted for its unfinished siblings in the
     same round."""
 
+    @abstractmethod
     def predict(self, rows: Sequence[Row]) -> Sequence[float]:
         """Tokens still to come of each completion, given what it has drawn so far.
 
-        Each lies between 1 and `max_completion_length` minus what was drawn.
+        Each should lie between 1 and `max_completion_length` minus what was drawn.
         """
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, rows: Sequence[Row]) -> None:  # noqa: B027
         """Learn from finished completions."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, in primitives and tensors."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Restore what was learned."""
 
 
@@ -338,8 +345,10 @@ class Oracle(LengthPredictor):
     """Knows the lengths: the bound that a predictor could reach, for simulations and tests.
 
     Args:
-        trace: Lengths by request id (`<group id>/<index>`), or a Parquet or JSONL file with columns
-            `request` and `tokens`, like the spans of a `RolloutTrace`.
+        trace: Lengths by request id (`<group id>/<index>`); or a Parquet or JSONL file with columns
+            `request` and `tokens`, like the spans of a `RolloutTrace`; or the folder `traces/` of
+            a run with `RolloutLogger(save_trace=True)`, whose completions a run with the same
+            settings draws again.
 
     Raises:
         ValueError: The file does not say which request each length belongs to.
@@ -366,13 +375,3 @@ class Oracle(LengthPredictor):
             raise ValueError(f"request {unknown!r} has no length in the oracle's trace")
         totals = np.array([self.lengths[i] for i in ids], dtype=float)
         return within_limit(rows, totals - drawn(rows)).tolist()
-
-    def observe(self, rows: Sequence[Row]) -> None:
-        """Nothing is left to learn."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the trace is part of the configuration."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""

@@ -24,9 +24,6 @@ class WaitingQueue(Protocol):
     def push(self, request: Request) -> None:
         """Let a request wait."""
 
-    def prepare(self, loads: Sequence[float]) -> None:
-        """Slots are about to be filled; `loads[i]` tokens are expected of what slot i runs."""
-
     def peek(self, slot: int) -> Request:
         """What slot `slot` takes next; raises `IndexError` where nothing waits."""
 
@@ -52,9 +49,6 @@ class FifoQueue:
     def push(self, request: Request) -> None:
         """Let a request wait."""
         self._queue.append(request)
-
-    def prepare(self, loads: Sequence[float]) -> None:
-        """Nothing to do."""
 
     def peek(self, slot: int) -> Request:
         """The oldest."""
@@ -98,9 +92,6 @@ class SortedQueue:
         """Let a request wait."""
         self._arrivals += 1
         self._enter(request, self._arrivals)
-
-    def prepare(self, loads: Sequence[float]) -> None:
-        """Nothing to do."""
 
     def peek(self, slot: int = 0) -> Request:
         """The first in the order."""
@@ -168,8 +159,12 @@ class PlannedQueue:
         self._waiting.push(request)
         self._changes += 1
 
-    def prepare(self, loads: Sequence[float]) -> None:
-        """Plan, if enough has changed since the last time."""
+    def plan(self, loads: Sequence[float]) -> None:
+        """Plan, if enough has changed since the last time.
+
+        Args:
+            loads: Tokens expected of what each slot runs already.
+        """
         if self._changes == 0 or self._changes < REPLAN_SHARE * len(self):
             return
         requests = self._waiting.requests()

@@ -3,8 +3,13 @@ import math
 import pytest
 import torch
 
-from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling, RolloutCallback
-from lit_rlsched.scheduling.lengths import PromptHistory, SiblingMax
+from lit_rlsched.callbacks import (
+    LengthPrediction,
+    MicroGroupSampling,
+    RolloutCallback,
+    RolloutLogger,
+)
+from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax
 
 
 class Recorder(RolloutCallback):
@@ -103,3 +108,17 @@ def test_validation_is_neither_predicted_nor_learned_from(fit, sums):
     drawn(fit, MicroGroupSampling(slots=3), plain, trainer={"max_epochs": 1})
     assert str(prediction.state_dict()) == str(plain.state_dict())
     assert len(rounds) == 1
+
+
+def test_an_oracle_replays_a_run(fit, tmp_path):
+    setting = {"trainer": {"default_root_dir": tmp_path, "max_epochs": 2, "precision": "64-true"}}
+    plain, _ = drawn(fit, RolloutLogger(save_trace=True), **setting)
+    traces = next(tmp_path.glob("**/traces"))
+    oracle = LengthPrediction(Oracle(str(traces)), 0)
+    slots = MicroGroupSampling(slots=3, order="planned")
+    rounds, _ = drawn(fit, slots, oracle, **setting)
+    for a, b in zip(rounds, plain, strict=True):
+        assert [c.token_ids for c in a.completions] == [c.token_ids for c in b.completions]
+        assert a.metrics["length_prediction/mae"] == 0
+        assert a.metrics["length_prediction/rank_correlation"] == pytest.approx(1)
+        assert a.metrics["rollout/steps_over_lower_bound"] < 1.1
