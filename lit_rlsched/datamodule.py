@@ -234,8 +234,9 @@ class RolloutDataModule(LightningDataModule):
         return Evaluation(self, "test") if self.test_data is not None else []
 
     def teardown(self, stage: str) -> None:
-        """Close engine and workers."""
+        """Close engine and workers; forget what callbacks have set."""
         self.close()
+        self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, 0
 
     def on_exception(self, exception: BaseException) -> None:
         """Close engine and workers."""
@@ -264,6 +265,8 @@ class RolloutDataModule(LightningDataModule):
         if self._resumed is not None:
             self._restore(self._resumed)
             self._resumed = None
+        if self._cursor < 0:  # of another Trainer, which had gone further
+            self.current = None
         if self._round_is_over:
             self.counters += self._untrained()
             self.num_rounds += 1
@@ -491,12 +494,9 @@ class RolloutDataModule(LightningDataModule):
         settings, predicted = self.slot_settings, self.lengths is not None
         settings.resolved_order(predicted)  # refuses an order without predictions, before it builds
         check_probe(self.probe_tokens, limit)
-        token_bytes = kv_bytes_per_token(base_model(policy).config, dtype)
         spec = EngineSpec(
             model=model,
-            slots=settings.engine_slots(
-                self._largest_rollout, token_bytes, prompts.shortest, max_model_len
-            ),
+            slots=0,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids(policy, tokenizer),
             dtype=dtype,
@@ -505,6 +505,11 @@ class RolloutDataModule(LightningDataModule):
             seed=self.seed,
             kv_cache_bytes=settings.memory_budget,
         )
+        token_bytes = kv_bytes_per_token(base_model(policy).config, self.engine.cache_dtype(spec))
+        slots = settings.engine_slots(
+            self.engine, spec, token_bytes, self._largest_rollout, prompts.shortest
+        )
+        spec = replace(spec, slots=slots)
         if self.sampling.truncated:
             rank_zero_warn(
                 "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "

@@ -94,6 +94,47 @@ def test_slots_from_a_memory_budget(fit):
     assert recorder.rounds[0].metrics["rollout/peak_running"] == 3
 
 
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("completions", [1, 3, 5])
+def test_a_memory_budget_holds_for_the_cache_of_our_own_engine(fit, precision, completions):
+    class Watched(TransformersEngine):
+        peak = 0
+
+        def step(self):
+            events = super().step()
+            layers = self._cache._layers.values()
+            size = sum(tensor.nbytes for layer in layers for tensor in layer)
+            self.peak = max(self.peak, size)
+            return events
+
+    # 2 layers, 1 head of 32, keys and values; 4 + 24 tokens a completion
+    budget = completions * 28 * 128 * (8 if precision == "64-true" else 4)
+    engine, recorder = Watched(), Recorder()
+    slots = MicroGroupSampling(memory_budget=budget)
+    fit(
+        callbacks=[recorder, slots],
+        engine=engine,
+        trainer={"precision": precision, "max_epochs": 1},
+    )
+    assert recorder.rounds[0].metrics["rollout/peak_running"] == completions
+    assert budget / 2 < engine.peak <= budget
+
+
+def test_a_data_module_of_a_trainer_that_went_further(fit, tiny_model):
+    recorder, again = Recorder(), Recorder()
+    _, _, datamodule = fit(callbacks=[recorder], trainer={"max_epochs": 3})
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[again],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(GRPOModule(tiny_model), datamodule=datamodule)
+    assert len(again.rounds) == 2
+
+
 def test_figures_of_a_round(fit):
     recorder = Recorder()
     fit(callbacks=[recorder, MicroGroupSampling(slots=4)], num_iterations=2)

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 from lit_rlsched.benchmark.common import ENVIRONMENT
@@ -50,7 +51,6 @@ def measure(
     prompt_tokens: int,
     slots: int | None = None,
     memory_budget: int | None = None,
-    eos: bool = False,
 ) -> dict[str, Any]:
     """Decode one group in this process and say what it took."""
     import resource
@@ -68,19 +68,18 @@ def measure(
     from lit_rlsched.scheduling.rounds import FullRound
 
     token_bytes = kv_bytes_per_token(AutoConfig.from_pretrained(model), torch.bfloat16)
-    settings = SlotSettings(slots=slots, memory_budget=memory_budget)
-    context = prompt_tokens + limit
+    settings, engine = SlotSettings(slots=slots, memory_budget=memory_budget), VLLMEngine()
     spec = EngineSpec(
         model,
-        settings.engine_slots(generations, token_bytes, prompt_tokens, context),
-        context,
-        (0,) if eos else (),
+        0,
+        prompt_tokens + limit,
+        (),  # no EOS: all run to the limit
         dtype=torch.bfloat16,
         kv_cache_bytes=memory_budget,
     )
-    engine = VLLMEngine()
+    most = settings.engine_slots(engine, spec, token_bytes, generations, prompt_tokens)
+    spec = replace(spec, slots=most)
     engine.start(spec)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     worker = RolloutWorker(engine, settings.admission(engine, spec, token_bytes, limit, False))
     controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
     worker.start_trace()
@@ -103,7 +102,7 @@ def measure(
         "pauses": trace.pauses,
         "lengths": [len(c.token_ids) for c in group.completions],
         "seconds": trace.seconds,
-        "rss_growth": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     engine.close()
     return figures
@@ -142,8 +141,8 @@ def by_slots(folder: str, generations: int, limit: int) -> None:
     make_model(model, layers=28, kv_heads=8, head_dim=128)
     print(f"\nG = {generations}, {limit:,} tokens each, Qwen3-1.7B's cache in bfloat16\n")
     print(
-        "| | peak running | peak cache, GiB | less | resident memory grew by, GiB | with weights, "
-        "GiB (arithmetic) | decode steps | seconds |"
+        "| | peak running | peak cache, GiB | less | peak resident memory of the process, GiB | "
+        "cache and weights, GiB (arithmetic) | decode steps | seconds |"
     )
     print("|---|---|---|---|---|---|---|---|")
     whole = None
@@ -161,7 +160,7 @@ def by_slots(folder: str, generations: int, limit: int) -> None:
         whole = whole or cache
         print(
             f"| {name} | {f['peak_running']} | {cache:.2f} | {1 - cache / whole:.0%} | "
-            f"{f['rss_growth'] / 2**30:.2f} | {cache + WEIGHTS_GIB:.2f} | {f['decode_steps']:,} | "
+            f"{f['peak_rss'] / 2**30:.2f} | {cache + WEIGHTS_GIB:.2f} | {f['decode_steps']:,} | "
             f"{f['seconds']:.0f} |",
             flush=True,
         )

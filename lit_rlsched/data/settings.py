@@ -112,6 +112,6 @@ def check_probe(probe_tokens: int, max_completion_length: int) -> None:
     if probe_tokens >= max_completion_length:
         raise ValueError(
             f"`LengthPrediction(probe_tokens={probe_tokens})` leaves nothing to predict of "
-            f"completions with `max_completion_length={max_completion_length}`. Use less, such as "
-            f"{max_completion_length // 16}."
+            f"completions with `max_completion_length={max_completion_length}`. Use less, or 0 to "
+            "predict from the prompt alone."
         )

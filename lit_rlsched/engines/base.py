@@ -1,8 +1,9 @@
 """The contract between the rollout core and whatever decodes tokens."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ class EngineStats:
     waiting: int
     kv_tokens: int
     """Tokens of key-value cache in use; a prefix that the engine shares counts once."""
+    step_kv_tokens: int | None = None
+    """The most in use during the last step, where that is more: before finished requests left."""
     preemptions: int = 0
     decode_steps: int = 0
     prefill_tokens: int = 0
@@ -54,24 +57,31 @@ class Partial:
     logprobs: list[float]
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """Decodes requests step by step and keeps no policy of its own.
 
     The caller decides what runs: it never submits more than `slots` requests at once, and the
     engine never reorders, drops or delays one. Every completion depends on its own seed, not on its
     company, nor on where it was paused.
+
+    An engine of your own inherits from this class.
     """
 
     kv_block: int | None = None
-    """Tokens of the smallest piece of key-value cache, once started; `None` where the cache is not
-    paged and every slot has room for a whole completion."""
+    """Tokens of the smallest piece of key-value cache; `None` where the cache is not paged and
+    every slot has room for a whole completion. The number may change in `start`."""
     kv_capacity: int | None = None
     """Tokens of key-value cache the engine has room for, once started; `None`: it grows."""
 
+    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
+        """Precision of the key-value cache; may be asked for before `start`."""
+        return spec.dtype
+
+    @abstractmethod
     def start(self, spec: EngineSpec) -> None:
         """Build what is expensive. Called once, before anything else."""
 
+    @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests in.
 
@@ -81,12 +91,15 @@ class RolloutEngine(Protocol):
                 taken in then.
         """
 
+    @abstractmethod
     def step(self) -> list[Event]:
         """Advance by one decode step, or as far as the next event where the engine can jump."""
 
+    @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         """Drop requests and free their memory; unknown ids are ignored."""
 
+    @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load the policy's weights, under their Hugging Face names, and forget cached prefixes.
 
@@ -94,18 +107,21 @@ class RolloutEngine(Protocol):
             RuntimeError: requests are running: their caches belong to the old weights.
         """
 
+    @abstractmethod
     def stats(self) -> EngineStats:
         """What is running, waiting and in memory."""
 
+    @abstractmethod
     def now(self) -> float:
         """Seconds on the engine's clock: wall time, or virtual time in a simulation."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027
         """Give memory back to the trainer while nothing decodes, where the engine can."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Undo `sleep`; weights must be synced before the next request."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free everything; safe to call twice."""
 

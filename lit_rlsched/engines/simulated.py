@@ -96,7 +96,7 @@ class SimulatedEngine(RolloutEngine):
         self._ends: list[tuple[int, int, _Live]] = []  # heap by last step; aborted ones stay in it
         self._now = 0.0
         self._step = self._submitted = 0
-        self._kv_tokens = self._new_tokens = self._prefill_tokens = 0
+        self._kv_tokens = self._new_tokens = self._prefill_tokens = self._step_kv_tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(self._spec, self._live, requests)
@@ -124,6 +124,7 @@ class SimulatedEngine(RolloutEngine):
         self._prefill_tokens += self._new_tokens
         self._new_tokens = 0
         self._kv_tokens += steps * running
+        self._step_kv_tokens = self._kv_tokens
         self._step += steps
 
         finished = []
@@ -152,6 +153,7 @@ class SimulatedEngine(RolloutEngine):
             running=len(self._live),
             waiting=0,
             kv_tokens=self._kv_tokens,
+            step_kv_tokens=self._step_kv_tokens,
             decode_steps=self._step,
             prefill_tokens=self._prefill_tokens,
         )

@@ -43,6 +43,10 @@ class TransformersEngine(RolloutEngine):
     version = 0
     """Policy version of the last `sync_weights`."""
 
+    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
+        """The policy's: its layers write the cache."""
+        return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
+
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy
         if policy is None:

@@ -56,6 +56,8 @@ class VLLMEngine(RolloutEngine):
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
     """
 
+    kv_block = CPU_BLOCK
+
     def __init__(
         self,
         dtype: str | None = None,
@@ -81,6 +83,10 @@ class VLLMEngine(RolloutEngine):
         self._held: dict[str, _Held] = {}
         self._preempted: set[str] = set()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+
+    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
+        """The engine's own precision, or the policy's."""
+        return getattr(torch, self.dtype) if self.dtype else spec.dtype
 
     def start(self, spec: EngineSpec) -> None:
         """Build the engine from the checkpoint of the policy.
@@ -148,8 +154,8 @@ class VLLMEngine(RolloutEngine):
         """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
         from transformers import AutoConfig
 
-        dtype = getattr(torch, self.dtype) if self.dtype else spec.dtype
-        token = kv_bytes_per_token(AutoConfig.from_pretrained(spec.model), dtype)
+        config = AutoConfig.from_pretrained(spec.model)
+        token = kv_bytes_per_token(config, self.cache_dtype(spec))
         blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
         return blocks * CPU_BLOCK * token
 

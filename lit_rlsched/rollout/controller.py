@@ -79,6 +79,8 @@ class RolloutController:
         """
         self._version = version
         lengths = self.lengths if predict else None
+        if lengths is not None:
+            lengths.start_round()
         state = RoundState(groups_planned=len(groups))
         self._submit([Row(g, c) for g in groups for c in g.completions], salt, lengths)
         try:
@@ -162,7 +164,7 @@ class RolloutController:
                 waiting.append(row)
         self._expect(waiting, lengths)
         requests = (self._live[_request_id(row)][1] for row in waiting)
-        self.worker.admission.rekey({r.id: r.expected for r in requests if r.expected is not None})
+        self.worker.rekey({r.id: r.expected for r in requests if r.expected is not None})
 
     def _go_on(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
         """Submit what paused again, predicted if its probe is over."""

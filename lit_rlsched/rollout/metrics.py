@@ -89,12 +89,12 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
     """What the schedule did: deterministic counters first, then seconds.
 
     `steps_over_lower_bound` compares with the fewest decode steps that any order of the same
-    lengths could need on as many slots.
+    lengths could need on as many slots. With a memory budget the slots are the most that ran.
     """
     lengths: Counter[str] = Counter()
     for request, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
         lengths[request] += tokens
-    least = lower_bound(list(lengths.values()), trace.slots)
+    least = lower_bound(list(lengths.values()), trace.slots) if lengths else 0
     return {
         "rollout/slots": trace.slots,
         "rollout/decode_steps": trace.decode_steps,
@@ -106,7 +106,7 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
         "rollout/cached_tokens": trace.total("cached_tokens"),
         "rollout/pauses": trace.pauses,
         "rollout/preemptions": trace.total("preemptions"),
-        "rollout/peak_running": max(trace.steps["running"], default=0),
+        "rollout/peak_running": trace.peak_running,
         "rollout/peak_kv_tokens": max(trace.steps["kv_tokens"], default=0),
         "rollout/bubble_ratio": trace.bubble_ratio,
         "rollout/seconds": trace.seconds,

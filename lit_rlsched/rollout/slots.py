@@ -39,21 +39,26 @@ class SlotSettings:
             )
         return self.order
 
-    def engine_slots(self, most: int, token_bytes: int, shortest: int, spec_tokens: int) -> int:
+    def engine_slots(
+        self, engine: RolloutEngine, spec: EngineSpec, token_bytes: int, most: int, shortest: int
+    ) -> int:
         """Most requests the engine will hold at once.
 
         Args:
-            most: Completions of the largest rollout.
+            engine: Not started yet.
+            spec: Without its `slots`.
             token_bytes: Bytes a token takes in the key-value cache.
+            most: Completions of the largest rollout.
             shortest: Tokens of the shortest prompt.
-            spec_tokens: `max_model_len`.
 
         Raises:
             ValueError: the memory budget is less than one completion may take.
         """
         if self.memory_budget is None:
             return min(most, self.slots or MAX_SLOTS)
-        slots_for_budget(self.memory_budget, token_bytes, spec_tokens)
+        full = slots_for_budget(self.memory_budget, token_bytes, spec.max_model_len)
+        if engine.kv_block is None:  # a slot takes the room of a whole completion
+            return min(most, MAX_SLOTS, full)
         return max(1, min(most, MAX_SLOTS, self.memory_budget // (token_bytes * (shortest + 1))))
 
     def admission(
@@ -69,37 +74,32 @@ class SlotSettings:
         Raises:
             ValueError: the engine's cache is too small for the slots or for one completion.
         """
-        admission = Admission(spec.slots, self.refill, self.resolved_order(predicted), self.epsilon)
-        room = CacheBudget(engine.kv_capacity or 0, engine.kv_block or 1)
-        whole = room.blocks(spec.max_model_len)
-        if self.memory_budget is not None:
-            tokens = engine.kv_capacity or self.memory_budget // token_bytes
-            if engine.kv_block is None:  # a slot takes the room of a whole completion
-                admission = Admission(
-                    min(spec.slots, tokens // spec.max_model_len),
-                    self.refill,
-                    admission.order,
-                    self.epsilon,
-                )
-            elif tokens < whole:
+        budget, block, capacity = None, engine.kv_block or 1, engine.kv_capacity
+        whole = CacheBudget(0, block).blocks(spec.max_model_len)
+        if self.memory_budget is not None and engine.kv_block is not None:
+            tokens = self.memory_budget // token_bytes
+            tokens = tokens if capacity is None else min(tokens, capacity)
+            if tokens < whole:
                 raise ValueError(
                     f"`memory_budget={self.memory_budget}` bytes leave {tokens} tokens of cache, "
                     f"and one completion may take {whole}: {whole * token_bytes} bytes, and one "
-                    f"block of {engine.kv_block} tokens that the engine keeps. Raise it, or lower "
+                    f"block of {block} tokens that the engine keeps. Raise it, or lower "
                     "`max_completion_length`."
                 )
-            else:
-                lease = max(engine.kv_block, -(-max_completion_length // LEASES))
-                admission.budget = CacheBudget(tokens, engine.kv_block, lease)
-        elif self.slots is not None and engine.kv_capacity is not None:
-            fit = engine.kv_capacity // whole
-            if fit < spec.slots:
-                gib = token_bytes / 2**30
-                raise ValueError(
-                    f"`MicroGroupSampling(slots={self.slots})`: completions as long as they may "
-                    f"get need {spec.slots * whole * gib:.3g} GiB of key-value cache, and the "
-                    f"engine has {engine.kv_capacity * gib:.3g} GiB. Use `slots={fit}`, or "
-                    "`memory_budget`, from which as many run as really fit, or give the engine "
-                    "more memory."
-                )
-        return admission
+            budget = CacheBudget(tokens, block, max(block, -(-max_completion_length // LEASES)))
+        elif capacity is not None and self != SlotSettings():
+            self._check_capacity(capacity, spec.slots, whole, token_bytes)
+        order = self.resolved_order(predicted)
+        return Admission(spec.slots, self.refill, order, self.epsilon, budget)
+
+    def _check_capacity(self, capacity: int, slots: int, whole: int, token_bytes: int) -> None:
+        fit, gib = capacity // whole, token_bytes / 2**30
+        if fit < slots:
+            advice = f"Use `slots={fit}`, or " if fit else "Not even one fits. Use "
+            raise ValueError(
+                f"`MicroGroupSampling(slots={slots})`: completions as long as they may get need "
+                f"{slots * whole * gib:.3g} GiB of key-value cache, and the engine has "
+                f"{capacity * gib:.3g} GiB. {advice}a lower `max_completion_length`, or "
+                "`memory_budget`, from which as many run as really fit, or give the engine more "
+                "memory."
+            )

@@ -23,11 +23,14 @@ class RolloutTrace:
     """Records what ran when. Times are seconds on the engine's clock, counted from the first step.
 
     Args:
-        slots: `Q`, the places in the engine's running batch.
+        slots: The places in the engine's running batch.
+        dynamic: Whether memory decides how many of them there are at a time. `Q` is then the most
+            that ever ran at once.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, dynamic: bool = False) -> None:
+        self.dynamic = dynamic
+        self.peak_running = 0
         self.steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
         """One row for each time the engine was stepped; a simulated one may jump over steps."""
         self.spans: dict[str, list] = {name: [] for name in SPAN_COLUMNS}
@@ -35,8 +38,14 @@ class RolloutTrace:
         self.decode_steps = 0
         """Decode steps the engine took."""
         self._origin: float | None = None
+        self._places = slots
         self._free = list(range(slots))
         self._live: dict[str, tuple[int, float, int]] = {}
+
+    @property
+    def slots(self) -> int:
+        """`Q`, the places that all figures are relative to."""
+        return self.peak_running if self.dynamic else self._places
 
     @property
     def slot_steps(self) -> int:
@@ -102,6 +111,7 @@ class RolloutTrace:
         """The engine was stepped with `running` requests in it."""
         assert self._origin is not None, "a step before anything was admitted"
         self.decode_steps += decode_steps
+        self.peak_running = max(self.peak_running, running)
         times = start - self._origin, end - self._origin
         row = (
             *times,

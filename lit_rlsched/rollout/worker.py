@@ -1,6 +1,6 @@
 """One engine and the admission in front of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
@@ -20,7 +20,7 @@ class RolloutWorker:
     def __init__(self, engine: RolloutEngine, admission: Admission) -> None:
         self.engine = engine
         self.admission = admission
-        self.trace = RolloutTrace(admission.slots)
+        self.trace = self._new_trace()
         self._requests: dict[str, Request] = {}
         self._drawn: dict[str, int] = {}
         self._stats = engine.stats()
@@ -56,7 +56,7 @@ class RolloutWorker:
             start,
             end,
             running,
-            after.kv_tokens,
+            after.step_kv_tokens or after.kv_tokens,
             after.decode_steps - before.decode_steps,
             after.prefill_tokens - before.prefill_tokens,
             after.cached_tokens - before.cached_tokens,
@@ -77,6 +77,10 @@ class RolloutWorker:
             return replace(event, finish_reason="paused")
         return event
 
+    def rekey(self, expected: Mapping[str, float]) -> None:
+        """New estimates of the tokens that waiting requests will draw, by id."""
+        self.admission.rekey(expected)
+
     def abort(self) -> None:
         """Drop everything that runs or waits."""
         self.admission.clear()
@@ -89,6 +93,9 @@ class RolloutWorker:
     def start_trace(self) -> RolloutTrace:
         """Begin a new trace; nothing may be running."""
         assert not self.busy, "a trace begins between rollouts"
-        self.trace = RolloutTrace(self.admission.slots)
+        self.trace = self._new_trace()
         self._stats = self.engine.stats()
         return self.trace
+
+    def _new_trace(self) -> RolloutTrace:
+        return RolloutTrace(self.admission.slots, dynamic=self.admission.budget is not None)

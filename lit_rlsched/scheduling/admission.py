@@ -59,9 +59,8 @@ class Admission:
         refill: When freed slots are refilled.
         order: Which waiting request goes first.
         epsilon: Of the plan of `planned`.
+        budget: Key-value cache that all running requests may take.
     """
-
-    budget: CacheBudget | None = None
 
     def __init__(
         self,
@@ -69,8 +68,10 @@ class Admission:
         refill: Refill = "continuous",
         order: Order = "fifo",
         epsilon: float = 0.1,
+        budget: CacheBudget | None = None,
     ) -> None:
         self.slots = slots
+        self.budget = budget
         self.refill = refill
         self.order = order
         self._paused: deque[Request] = deque()
@@ -89,7 +90,7 @@ class Admission:
         for request in requests:
             if request.id in self._leased:
                 self._leased.remove(request.id)
-                self._paused.append(request)
+                self._paused.appendleft(request)  # its cache is the last to be overwritten
             elif request.pause_at is not None:
                 self._probes.append(request)
             else:
@@ -131,14 +132,13 @@ class Admission:
             admitted.append(request)
         return admitted
 
-    def clear(self) -> list[Request]:
-        """Forget what waits, and return it."""
-        waiting = [*self._paused, *self._probes, *self._waiting.clear()]
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
         self._paused.clear()
         self._probes.clear()
         self._leased.clear()
         self._pushed, self._expected_tokens = 0, 0.0
-        return waiting
 
     def _peek(self) -> Request:
         for queue in (self._paused, self._probes):
@@ -173,9 +173,10 @@ class Admission:
         return self.budget.tokens - kv_tokens - growth
 
     def _lease(self, request: Request, room: int) -> Request:
-        """The request as it is let in: whole in rounds, or where nothing else waits and it fits."""
+        """The request as it is let in: whole in rounds, or where memory does not make one wait."""
         assert self.budget is not None
-        if self.refill == "rounds" or (len(self) == 1 and self.budget.cost(request) <= room):
+        coming = min(len(self), len(self._free))
+        if self.refill == "rounds" or self.budget.cost(request) * coming <= room:
             return request
         lease = min(request.limit, len(request.prefix_ids) + self.budget.lease)
         return replace(request, pause_at=lease)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torchmetrics.functional import mean_absolute_error, spearman_corrcoef
-from torchmetrics.functional.retrieval import retrieval_r_precision
 
 from lit_rlsched.rollout.types import Row
 from lit_rlsched.scheduling.lengths import (
@@ -58,8 +57,9 @@ class CalibratedPredictor:
         self.invalid = 0
         """Predictions that were no positive number, or came in the wrong number: replaced."""
         self._asked: dict[tuple[str, int], tuple[int, float, float]] = {}
-        self._pairs: list[tuple[float, float, float, int, bool]] = []
+        self._pairs: dict[tuple[str, int], tuple[float, float, float, int, bool]] = {}
         self._finished: list[Row] = []
+        self._invalid = 0
         self._correlations = np.zeros(3)  # weight, weighted sums: the predictor's, the history's
         self._observations = 0
 
@@ -72,6 +72,13 @@ class CalibratedPredictor:
         """Hand on how token ids become text, to a predictor that reads text."""
         if hasattr(self.predictor, "bind"):
             self.predictor.bind(decode)
+
+    def start_round(self) -> None:
+        """Forget what is left of a round that did not come to its end: it is drawn again."""
+        self._asked.clear()
+        self._pairs.clear()
+        self._finished.clear()
+        self._invalid = 0
 
     def expect(self, rows: Sequence[Row]) -> list[float]:
         """Tokens still to come of each completion, between 1 and what it may still draw."""
@@ -100,16 +107,16 @@ class CalibratedPredictor:
             remaining = len(row.completion.token_ids) - have
             if remaining > 0:  # else it was drawn anew since
                 capped = row.completion.finish_reason == "length"
-                self._pairs.append((expected, from_history, float(remaining), have, capped))
+                self._pairs[key] = expected, from_history, float(remaining), have, capped
 
     def end_round(self) -> dict[str, float]:
         """Let both learn from the round; its metrics, without those that are undefined."""
         finished = sorted(self._finished, key=lambda row: (row.group.id, row.completion.index))
-        self._finished = []
+        pairs = [pair for _, pair in sorted(self._pairs.items())]
+        self.invalid += self._invalid
+        self.start_round()
         self.predictor.observe(finished)
         self.history.observe(finished)
-        pairs, self._pairs = self._pairs, []
-        self._asked.clear()  # what goes on in the next round is asked for anew
         metrics = {"length_prediction/invalid": float(self.invalid)}
         if pairs:
             expected, from_history, remaining, have, capped = torch.tensor(
@@ -155,18 +162,16 @@ class CalibratedPredictor:
         self._correlations = np.array(state["correlations"])
         self._observations = state["observations"]
         self.fallback, self.invalid = state["fallback"], state["invalid"]
-        self._asked.clear()
-        self._pairs.clear()
-        self._finished.clear()
+        self.start_round()
 
     def _valid(self, predictions: Sequence[float], otherwise: np.ndarray) -> np.ndarray:
         """The predictions, and the history's where they make no sense."""
         values = np.array(predictions, dtype=float)
         if values.shape != otherwise.shape:
-            self.invalid += len(otherwise)
+            self._invalid += len(otherwise)
             return otherwise
         wrong = ~np.isfinite(values) | (values < 0)
-        self.invalid += int(wrong.sum())
+        self._invalid += int(wrong.sum())
         return np.where(wrong, otherwise, values)
 
     def _average(self, count: int, own: float, history: float) -> None:
@@ -196,5 +201,17 @@ def _calibration(
     if predicted.unique().numel() > 1 and remaining.unique().numel() > 1:
         metrics["rank_correlation"] = spearman_corrcoef(predicted, remaining).item()
     if capped.any():
-        metrics["cap_coverage"] = retrieval_r_precision(predicted + have, capped).item()
+        metrics["cap_coverage"] = _coverage(predicted + have, capped)
     return metrics
+
+
+def _coverage(predicted: torch.Tensor, capped: torch.Tensor) -> float:
+    """R-precision: of the R capped completions, the share among the R longest predicted.
+
+    torchmetrics' lets the order of the data decide where predictions are equal, as they often are.
+    """
+    count = int(capped.sum())
+    least = predicted.sort(descending=True).values[count - 1]
+    above, equal = predicted > least, predicted == least
+    places = count - int(above.sum())
+    return (capped[above].sum() + places * capped[equal].double().mean()).item() / count

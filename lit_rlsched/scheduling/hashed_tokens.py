@@ -24,34 +24,62 @@ class HashedTokens:
 
     def __call__(self, rows: Sequence[Row]) -> np.ndarray:
         """Hash the tokens of each row, the prompt of each group once."""
-        prompts: dict[str, np.ndarray] = {}
-        features = np.zeros((len(rows), self.size))
-        for row, vector in zip(rows, features, strict=True):
-            if row.group.id not in prompts:
-                ids = np.array(row.group.prompt.token_ids, dtype=np.uint64)
-                prompts[row.group.id] = np.zeros(self.size)
-                scale = max(len(ids), 1) ** -0.5  # long prompts must not outweigh short ones
-                self._add(prompts[row.group.id], 1, ids, scale)
-                self._add(prompts[row.group.id], 2, _pairs(ids), scale)
-            vector += prompts[row.group.id]
-            ids = np.array(row.completion.token_ids, dtype=np.uint64)
-            for salt, keys in ((3, ids), (4, _pairs(ids))):
-                unique, counts = np.unique(keys, return_counts=True)
-                self._add(vector, salt, unique, np.log1p(counts))
-            for place, token in enumerate(ids[: -self.last - 1 : -1]):
-                self._add(vector, 5 + place, token[None], 1.0)
+        groups = {row.group.id: row.group for row in rows}
+        at = {name: i for i, name in enumerate(groups)}
+        ids, owners, _ = _flat([group.prompt.token_ids for group in groups.values()])
+        scale = (
+            np.bincount(owners, minlength=len(groups)).clip(1) ** -0.5
+        )  # long ones must not outweigh
+        prompts = np.zeros((len(groups), self.size))
+        self._add(prompts, owners, 1, ids, scale[owners])
+        keys, pair_owners = _pairs(ids, owners)
+        self._add(prompts, pair_owners, 2, keys, scale[pair_owners])
+        features = prompts[[at[row.group.id] for row in rows]]
+
+        ids, owners, from_end = _flat([row.completion.token_ids for row in rows])
+        for salt, keys, places in ((3, ids, owners), (4, *_pairs(ids, owners))):
+            keys, places, counts = _unique(keys, places)
+            self._add(features, places, salt, keys, np.log1p(counts))
+        late = from_end < self.last
+        self._add(features, owners[late], 5 + from_end[late], ids[late], np.ones(late.sum()))
         return features
 
     def _add(
-        self, vector: np.ndarray, salt: int, keys: np.ndarray, values: np.ndarray | float
+        self,
+        features: np.ndarray,
+        owners: np.ndarray,
+        salt: int | np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
     ) -> None:
-        bits = _mix(keys + _mix(np.array([salt], dtype=np.uint64)))
+        """Add each value to a column of its owner's row that key and salt decide."""
+        bits = _mix(keys + _mix(np.atleast_1d(salt).astype(np.uint64)))
         signs = 1.0 - 2.0 * (bits >> np.uint64(63))
-        np.add.at(vector, bits % np.uint64(self.size), signs * values)
+        columns = (bits % np.uint64(self.size)).astype(np.int64)
+        np.add.at(features.reshape(-1), owners * self.size + columns, signs * values)
 
 
-def _pairs(ids: np.ndarray) -> np.ndarray:
-    return _mix(ids[:-1]) + ids[1:]
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All values one after the other, the list each is from, and its place from that list's end."""
+    sizes = np.array([len(values) for values in lists], dtype=np.int64)
+    ids = np.fromiter((v for values in lists for v in values), np.uint64, int(sizes.sum()))
+    ends = np.repeat(sizes.cumsum(), sizes)
+    return ids, np.repeat(np.arange(len(lists)), sizes), ends - 1 - np.arange(len(ids))
+
+
+def _pairs(ids: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A key for each two neighbours of the same owner, and the owner."""
+    inside = owners[:-1] == owners[1:]
+    return (_mix(ids[:-1]) + ids[1:])[inside], owners[1:][inside]
+
+
+def _unique(keys: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each key of an owner once, the owners, and how often it came."""
+    order = np.lexsort((keys, owners))
+    keys, owners = keys[order], owners[order]
+    first = np.ones(len(keys), dtype=bool)
+    first[1:] = (keys[1:] != keys[:-1]) | (owners[1:] != owners[:-1])
+    return keys[first], owners[first], np.diff(np.flatnonzero(first), append=len(keys))
 
 
 def _mix(keys: np.ndarray) -> np.ndarray:

@@ -33,8 +33,8 @@ class WaitingQueue(Protocol):
     def rekey(self, expected: Mapping[str, float]) -> None:
         """New estimates by request id; what does not wait here is passed over."""
 
-    def clear(self) -> list[Request]:
-        """Take everything out, in the order it came."""
+    def clear(self) -> None:
+        """Take everything out."""
 
 
 class FifoQueue:
@@ -61,11 +61,9 @@ class FifoQueue:
     def rekey(self, expected: Mapping[str, float]) -> None:
         """Nothing to do."""
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> None:
         """Take everything out."""
-        waiting = list(self._queue)
         self._queue.clear()
-        return waiting
 
 
 class SortedQueue:
@@ -122,11 +120,9 @@ class SortedQueue:
         """What waits, in the order it came."""
         return list(self._waiting.values())
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> None:
         """Take everything out."""
-        waiting = self.requests()
         self._waiting, self._entries, self._heap = {}, {}, []
-        return waiting
 
     def _enter(self, request: Request, arrival: int) -> None:
         entry = self._sign * (request.expected or 0.0), arrival
@@ -192,10 +188,10 @@ class PlannedQueue:
         self._changes += sum(request_id in self._waiting for request_id in expected)
         self._waiting.rekey(expected)
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> None:
         """Take everything out."""
         self._shares, self._changes = [], 0
-        return self._waiting.clear()
+        self._waiting.clear()
 
 
 def waiting_queue(order: Order, epsilon: float) -> WaitingQueue:

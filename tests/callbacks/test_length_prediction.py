@@ -9,6 +9,7 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     RolloutLogger,
 )
+from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax
 
 
@@ -86,6 +87,13 @@ def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
     assert figures == [
         [r.metrics[f"length_prediction/{name}"] for name in names] for r in recorder.rounds
     ]
+
+
+def test_settings_end_with_their_callbacks(fit):
+    callbacks = MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
+    _, _, datamodule = fit(callbacks=callbacks, trainer={"max_epochs": 1})
+    assert datamodule.lengths is None and datamodule.probe_tokens == 0
+    assert datamodule.slot_settings == SlotSettings()
 
 
 def test_a_checkpoint_of_another_predictor(fit, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_rlsched import engines
+from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
@@ -136,15 +137,12 @@ def test_a_schedule_changes_when_never_what(bench, slots, refill, order, predict
 
 def test_a_prompt_is_computed_once_a_group(bench):
     trace, _ = bench.run(Admission(5))
-    block = bench.engine.kv_block or SHARED - 1  # our own cache shares all but the last token
-    rest = SHARED - SHARED // block * block if bench.engine.kv_block else 1
-    shared = SHARED - rest
-    # a group's siblings of the first read the shared part, where one of them is there in time
     assert trace.total("prefill_tokens") + trace.total("cached_tokens") == 24 * SHARED
-    if bench.engine.kv_block:
-        assert trace.total("prefill_tokens") == 4 * shared + 24 * rest
-    else:
-        assert trace.total("prefill_tokens") <= 24 * SHARED
+    if bench.engine.kv_block:  # whole blocks of the prompt once a group, the rest for each
+        rest = SHARED % bench.engine.kv_block
+        assert trace.total("prefill_tokens") == 4 * (SHARED - rest) + 24 * rest
+    else:  # all but the last token, once for siblings that run at the same time
+        assert 4 * (SHARED - 1) + 24 <= trace.total("prefill_tokens") < 24 * SHARED / 2
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -163,7 +161,8 @@ def test_a_memory_budget_is_never_overdrawn(
     plain.engine.close()
 
     settings = SlotSettings(memory_budget=budget, order=order)
-    slots = settings.engine_slots(24, TOKEN_BYTES, SHARED, SHARED + limit)
+    spec = EngineSpec(tiny_model, 0, SHARED + limit, (1,))
+    slots = settings.engine_slots(VLLMEngine(), spec, TOKEN_BYTES, 24, SHARED)
     bench = Bench("VLLMEngine", tiny_model, policy, scheduler, slots, limit, budget)
     try:
         assert bench.engine.kv_capacity == blocks * block
@@ -172,8 +171,9 @@ def test_a_memory_budget_is_never_overdrawn(
         )
         trace, leased = bench.run(admission, predictor and predictor(), probe)
         same(leased, drawn, 2e-6)
-        assert max(trace.steps["kv_tokens"]) <= blocks * block
-        assert trace.total("preemptions") == 0  # it was never vLLM that made room
+        # the pool is the budget: had more been let in, vLLM would have had to make room
+        assert trace.total("preemptions") == 0
+        assert max(trace.steps["kv_tokens"]) > blocks * block / 2
         assert max(trace.steps["running"]) > contexts  # more than fixed slots would let run
         assert trace.pauses > 0
     finally:

@@ -129,9 +129,10 @@ def test_nonsense_is_replaced_by_the_history_and_counted():
     rows = asked([0] * 6)
     expected = history.predict(rows)
     assert calibrated.expect(rows) == [*expected[:3], 7, 1, CAP]
-    assert calibrated.invalid == 3
-    assert calibrated.expect(rows) == expected and calibrated.invalid == 9  # a wrong number
-    assert calibrated.expect(rows) == expected and calibrated.invalid == 15  # a wrong shape
+    assert calibrated.end_round()["length_prediction/invalid"] == 3
+    assert calibrated.expect(rows) == expected  # a wrong number
+    assert calibrated.end_round()["length_prediction/invalid"] == 9
+    assert calibrated.expect(rows) == expected  # a wrong shape
     assert calibrated.end_round()["length_prediction/invalid"] == 15
     assert calibrated.expect([]) == []
 
@@ -234,3 +235,42 @@ def test_the_state_of_another_predictor_is_refused():
 def test_what_a_predictor_raises_is_not_hidden():
     with pytest.raises(ValueError, match="'p0/0/0'"):
         CalibratedPredictor(Oracle({"x": 1})).expect(asked([5]))
+
+
+def test_a_round_that_is_cut_short_is_not_learned_from():
+    whole, cut = CalibratedPredictor(PromptHistory()), CalibratedPredictor(PromptHistory())
+    for calibrated in (whole, cut):
+        if calibrated is cut:
+            calibrated.start_round()
+            begun = asked([5, 9, 14])
+            calibrated.expect(begun)
+            calibrated.observe(finish(begun[:2], [5, 9]))
+        calibrated.start_round()
+        rows = asked([5, 9, 14])
+        calibrated.expect(rows)
+        calibrated.observe(finish(rows, [5, 9, 14]))
+    assert cut.end_round() == whole.end_round()
+    assert str(cut.state_dict()) == str(whole.state_dict())
+
+
+def test_what_is_learned_does_not_depend_on_who_finished_first():
+    figures = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        calibrated, lengths = CalibratedPredictor(PromptHistory()), [5, 9, 14, 70]
+        rows = finish(asked(lengths), lengths)
+        calibrated.expect(rows)
+        for i in order:
+            calibrated.observe([rows[i]])
+        figures.append((calibrated.end_round(), str(calibrated.state_dict())))
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.parametrize("capped", [[0, 1], [6, 7], [0, 7]])
+def test_cap_coverage_of_equal_predictions_is_chance(capped):
+    told = Told([50.0] * 8)
+    calibrated = CalibratedPredictor(told)
+    lengths = [CAP if i in capped else 10 + i for i in range(8)]
+    rows = asked(lengths)
+    calibrated.expect(rows)
+    calibrated.observe(finish(rows, lengths))
+    assert calibrated.end_round()["length_prediction/cap_coverage"] == 2 / 8
