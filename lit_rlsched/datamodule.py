@@ -175,7 +175,7 @@ class RolloutDataModule(LightningDataModule):
         """How many completions decode at once, in which order; set by `MicroGroupSampling`."""
         self.lengths: CalibratedPredictor | None = None
         """Predicts how long completions become; set by `LengthPrediction`."""
-        self.probe_tokens = 0
+        self.probe_tokens: int | None = None
         """Tokens after which it is asked; set by `LengthPrediction`."""
 
         self.pool = RolloutBuffer()
@@ -236,7 +236,7 @@ class RolloutDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Close engine and workers; forget what callbacks have set."""
         self.close()
-        self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, 0
+        self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
 
     def on_exception(self, exception: BaseException) -> None:
         """Close engine and workers."""
@@ -493,7 +493,8 @@ class RolloutDataModule(LightningDataModule):
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
         settings, predicted = self.slot_settings, self.lengths is not None
         settings.resolved_order(predicted)  # refuses an order without predictions, before it builds
-        check_probe(self.probe_tokens, limit)
+        probe_tokens = min(16, limit // 16) if self.probe_tokens is None else self.probe_tokens
+        check_probe(probe_tokens, limit)
         spec = EngineSpec(
             model=model,
             slots=0,
@@ -534,7 +535,7 @@ class RolloutDataModule(LightningDataModule):
             probe_temperature=self.sampling.temperature,
             forward_context=trainer.precision_plugin.forward_context,
             lengths=self.lengths,
-            probe_tokens=self.probe_tokens,
+            probe_tokens=probe_tokens,
             on_completion=lambda completion: self._fire("on_completion_end", completion),
             on_group=lambda group: self._fire("on_group_end", group),
         )

@@ -83,7 +83,7 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: GRPOModule("m", loss_type="cispo"), "epsilon_high"),
         (lambda: RLOOModule("m", learning_rate=-1.0), "learning_rate=-1.0"),
         (lambda: GRPOModule("m", importance_sampling_mode="token"), "token"),
-        (lambda: MicroGroupSampling(slots=0), r"slots=0\)`: must be 1 or more"),
+        (lambda: MicroGroupSampling(slots=0), r"slots=0\)`: must be a whole number, 1 or more"),
         (lambda: MicroGroupSampling(), "exactly one"),
         (lambda: MicroGroupSampling(slots=2, memory_budget="1GiB"), "exactly one"),
         (lambda: MicroGroupSampling(memory_budget="much"), "memory_budget='much'"),
@@ -91,11 +91,18 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: MicroGroupSampling(slots=2, order="longest"), r"'longest'` is unknown.*'planned'"),
         (lambda: MicroGroupSampling(slots=2, epsilon=0), r"epsilon=0\)`: must be above 0"),
         (lambda: MicroGroupSampling(slots=2, epsilon=float("nan")), "epsilon=nan"),
+        (lambda: MicroGroupSampling(slots=2, epsilon=float("inf")), "epsilon=inf"),
+        (lambda: MicroGroupSampling(slots=2.5), r"slots=2.5\)`: must be a whole number"),
+        (lambda: MicroGroupSampling(memory_budget=0.5), "memory_budget=0.5"),
+        (lambda: LengthPrediction(probe_tokens="3"), "probe_tokens='3'"),
         (
             lambda: MicroGroupSampling(slots=2, refill="rounds", order="planned"),
             "order='longest_first'",
         ),
-        (lambda: LengthPrediction(probe_tokens=-1), r"probe_tokens=-1\)`: must be 0 or more"),
+        (
+            lambda: LengthPrediction(probe_tokens=-1),
+            r"probe_tokens=-1\)`: must be a whole number, 0 or",
+        ),
     ],
 )
 def test_settings_that_cannot_work(make, message):
@@ -142,6 +149,8 @@ def test_sizes():
     assert parse_bytes("2GiB") == 2 << 30
     assert parse_bytes("1.5 MB") == 1_500_000
     assert parse_bytes(4096) == 4096
+    assert parse_bytes("1e9") == 10**9
+    assert parse_bytes("2TiB") == 2 << 40
 
 
 def test_a_callback_without_rollouts(tiny_policy):

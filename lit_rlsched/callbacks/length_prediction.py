@@ -25,36 +25,58 @@ class LengthPrediction(RolloutCallback):
     predicted. A predictor that ranks worse than the plain history of prompts is replaced by it
     until it is better again, with a warning and `length_prediction/fallback`.
 
+    Predictors live in `lit_rlsched.scheduling.lengths`: `TokenConditioned` for most runs;
+    `SiblingMax` where the completions of a prompt are of like length; `PromptHistory` where prompts
+    come again many times; `Oracle` to replay a recorded run; or a `LengthPredictor` of your own.
+
     Args:
         predictor: By default `TokenConditioned()`, which learns from the run's own completions.
         probe_tokens: Tokens drawn of each completion before it is predicted; 0: predict from the
-            prompt alone. Where completions have hundreds of tokens, 16 tell more than they delay;
-            on the quick task, whose median is 51, 0 is better (`lit_rlsched.benchmark.steps`).
+            prompt alone. By default 16, less where `max_completion_length` is below 256; and none
+            where all completions of a round decode at once. Where completions have hundreds of
+            tokens, 16 tell more than they delay; on the quick task, whose median is 51, 0 is better
+            (`python -m lit_rlsched.benchmark.steps`).
 
     Raises:
-        ValueError: `probe_tokens` is negative, or as large as `max_completion_length`.
+        ValueError: `predictor` is none, keeps a state that a checkpoint cannot hold, or
+            `probe_tokens` is negative or as large as `max_completion_length`.
 
     Example::
 
         Trainer(callbacks=[MicroGroupSampling(slots=32), LengthPrediction()])
     """
 
-    def __init__(self, predictor: LengthPredictor | None = None, probe_tokens: int = 16) -> None:
-        if probe_tokens < 0:
-            raise ValueError(f"`LengthPrediction(probe_tokens={probe_tokens})`: must be 0 or more.")
-        self.predictor = CalibratedPredictor(predictor or TokenConditioned())
+    def __init__(
+        self, predictor: LengthPredictor | None = None, probe_tokens: int | None = None
+    ) -> None:
+        if predictor is not None and not isinstance(predictor, LengthPredictor):
+            raise ValueError(
+                f"`LengthPrediction(predictor={predictor!r})` is no `LengthPredictor`. Give an "
+                "instance, such as `PromptHistory()`; one of your own inherits from "
+                "`lit_rlsched.scheduling.lengths.LengthPredictor`."
+            )
+        if probe_tokens is not None and (type(probe_tokens) is not int or probe_tokens < 0):
+            raise ValueError(
+                f"`LengthPrediction(probe_tokens={probe_tokens!r})`: must be a whole number, 0 or "
+                "more."
+            )
+        self.predictor = CalibratedPredictor(TokenConditioned() if predictor is None else predictor)
         self.probe_tokens = probe_tokens
+        self._trains = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the predictor to the data module, before it starts its engine."""
-        datamodule = rollout_datamodule(trainer, self)
+        datamodule = rollout_datamodule(trainer, self, only=True)
+        self.predictor.state_dict()  # refuses one that could not be saved, before anything is drawn
         datamodule.lengths = self.predictor
         datamodule.probe_tokens = self.probe_tokens
+        self._trains = stage == "fit"
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned: primitives and tensors only."""
         return self.predictor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.predictor.load_state_dict(state_dict)
+        """Go on from there; validation and test predict nothing."""
+        if self._trains:
+            self.predictor.load_state_dict(state_dict)

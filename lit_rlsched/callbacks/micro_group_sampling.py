@@ -1,5 +1,6 @@
 """Infinite Sampling: group size no longer decides how much memory decoding takes."""
 
+import math
 import re
 from typing import get_args
 
@@ -17,9 +18,11 @@ _UNITS = {
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
+    "TIB": 2**40,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
+    "TB": 10**12,
 }
 
 
@@ -27,7 +30,8 @@ class MicroGroupSampling(RolloutCallback):
     """Decode at most `slots` completions at once, whatever `num_generations` is.
 
     The micro sampling groups and the continuous sampling of Infinite Sampling (arXiv 2506.22950).
-    It changes when a completion is drawn, never which: nothing that is learned depends on it.
+    It changes when a completion is drawn, never which: the same tokens, with log-probs equal up to
+    the engine's batch noise (on vLLM in fp32 5e-7).
 
     Args:
         slots: Most completions that decode at once (the paper's fixed slots). Refused where the
@@ -75,8 +79,10 @@ class MicroGroupSampling(RolloutCallback):
                 f"`MicroGroupSampling(slots={slots}, memory_budget={memory_budget})`: give exactly "
                 "one of the two."
             )
-        if slots is not None and slots < 1:
-            raise ValueError(f"`MicroGroupSampling(slots={slots})`: must be 1 or more.")
+        if slots is not None and (type(slots) is not int or slots < 1):
+            raise ValueError(
+                f"`MicroGroupSampling(slots={slots!r})`: must be a whole number, 1 or more."
+            )
         for name, value, known in (
             ("refill", refill, get_args(Refill)),
             ("order", order, (None, *get_args(Order))),
@@ -90,16 +96,16 @@ class MicroGroupSampling(RolloutCallback):
                 "are refilled. Use `refill='continuous'`, or `order='longest_first'`, which sorts "
                 "the micro groups."
             )
-        if not epsilon > 0:
+        if not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
             raise ValueError(
-                f"`MicroGroupSampling(epsilon={epsilon})`: must be above 0, such as 0.1."
+                f"`MicroGroupSampling(epsilon={epsilon!r})`: must be above 0, such as 0.1."
             )
         budget = None if memory_budget is None else parse_bytes(memory_budget)
         self.settings = SlotSettings(slots, budget, refill, order, epsilon)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the settings to the data module, before it starts its engine."""
-        rollout_datamodule(trainer, self).slot_settings = self.settings
+        rollout_datamodule(trainer, self, only=True).slot_settings = self.settings
 
 
 def parse_bytes(size: str | int) -> int:
@@ -108,7 +114,8 @@ def parse_bytes(size: str | int) -> int:
     Raises:
         ValueError: it is not one, or not positive.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if not match or match[2].upper() not in _UNITS or float(match[1]) == 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper(), 0) if match else 0
+    if not match or float(match[1]) * unit < 1:
         raise ValueError(f"`memory_budget={size!r}`: expected a size such as '2GiB' or '512MB'.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(float(match[1]) * unit)

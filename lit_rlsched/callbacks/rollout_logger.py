@@ -100,6 +100,9 @@ class RolloutLogger(RolloutCallback):
         folder.mkdir(parents=True, exist_ok=True)
         if not self._clean:
             _drop_rows(folder / "completions.jsonl", round.number)
+            for path in (folder / "traces").glob("round_*.parquet"):
+                if int(path.stem.split("_")[1]) >= round.number:
+                    path.unlink()
             self._clean = True
         if round.number % self.every_n_rounds == 0:
             rows = self._rows(round, rollout_datamodule(trainer, self).rewards.names)

@@ -101,7 +101,7 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
     else:
         table = _rows(path)
     if not table or "tokens" not in table[0]:
-        raise ValueError(f"trace {str(path)!r} needs rows with a column `tokens`")
+        raise ValueError(f"trace {str(path)!r} needs rows with a column `tokens`, as spans have")
     if "request" not in table[0]:
         return [row["tokens"] for row in table]
     totals: Counter[str] = Counter()

@@ -26,6 +26,7 @@ class RolloutController:
 
     With a predictor, every completion first decodes `probe_tokens` tokens and pauses; what is left
     of it is then predicted, and the admission orders what waits by that. A pause changes no token.
+    Where every completion has a slot, none pauses.
 
     Args:
         worker: Engine and admission.
@@ -101,7 +102,9 @@ class RolloutController:
             self._live.clear()
 
     def _submit(self, rows: Sequence[Row], salt: str, lengths: CalibratedPredictor | None) -> None:
-        probe = self.probe_tokens if lengths is not None else 0
+        admission = self.worker.admission
+        waits = len(rows) > admission.slots or admission.budget is not None
+        probe = self.probe_tokens if lengths is not None and waits else 0
         requests = [
             Request(
                 id=_request_id(row),

@@ -94,7 +94,11 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
     lengths: Counter[str] = Counter()
     for request, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
         lengths[request] += tokens
-    least = lower_bound(list(lengths.values()), trace.slots) if lengths else 0
+    least = 0
+    if lengths and trace.pauses:  # in pieces, completions can be dealt out more evenly
+        least = max(-(-trace.tokens // trace.slots), *lengths.values())
+    elif lengths:
+        least = int(lower_bound(list(lengths.values()), trace.slots))
     return {
         "rollout/slots": trace.slots,
         "rollout/decode_steps": trace.decode_steps,

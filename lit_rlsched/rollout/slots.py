@@ -56,9 +56,12 @@ class SlotSettings:
         """
         if self.memory_budget is None:
             return min(most, self.slots or MAX_SLOTS)
-        full = slots_for_budget(self.memory_budget, token_bytes, spec.max_model_len)
         if engine.kv_block is None:  # a slot takes the room of a whole completion
+            full = slots_for_budget(self.memory_budget, token_bytes, spec.max_model_len)
             return min(most, MAX_SLOTS, full)
+        # whole blocks, and one that a paged engine may keep for itself
+        one = CacheBudget(0, engine.kv_block).blocks(spec.max_model_len) + engine.kv_block
+        slots_for_budget(self.memory_budget, token_bytes, one)
         return max(1, min(most, MAX_SLOTS, self.memory_budget // (token_bytes * (shortest + 1))))
 
     def admission(

@@ -21,6 +21,8 @@ HALF_LIFE = 4.0
 """Rounds after which a round's rank correlation counts half."""
 MARGIN = 0.05
 """By which a predictor's rank correlation must be below the history's to be replaced."""
+ERROR = 1.5
+"""Times the history's mean error that is too much where a predictor ranks no better."""
 MIN_OBSERVATIONS = 256
 """Predicted completions that must have finished before a predictor may be replaced."""
 
@@ -31,9 +33,10 @@ class CalibratedPredictor:
     Of each completion one prediction a round is compared with what came: the first, or the last of
     a predictor that revises, which before any sibling has finished has nothing to say.
 
-    Rank correlation decides, for a schedule only needs the order: when its average over rounds
+    Rank correlation decides, for a schedule needs the order: when its average over rounds
     (half-life 4 rounds, each weighted by its completions) is below that of the history by more than
-    0.05, after at least 256 completions, the history answers until the predictor is better again.
+    0.05, after at least 256 completions, the history answers until the predictor is better again;
+    and so where it ranks no better and errs by half as much again.
     Meanwhile the predictor is still asked, and learns. Never replaced are an `Oracle`, a
     `PromptHistory`, and `SiblingMax`, whose probes go first on purpose and not because they are
     thought to be long.
@@ -60,7 +63,8 @@ class CalibratedPredictor:
         self._pairs: dict[tuple[str, int], tuple[float, float, float, int, bool]] = {}
         self._finished: list[Row] = []
         self._invalid = 0
-        self._correlations = np.zeros(3)  # weight, weighted sums: the predictor's, the history's
+        self._warned = False
+        self._averages = np.zeros(5)  # weight; weighted sums of correlations and errors
         self._observations = 0
 
     @property
@@ -70,8 +74,7 @@ class CalibratedPredictor:
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:
         """Hand on how token ids become text, to a predictor that reads text."""
-        if hasattr(self.predictor, "bind"):
-            self.predictor.bind(decode)
+        self.predictor.bind(decode)
 
     def start_round(self) -> None:
         """Forget what is left of a round that did not come to its end: it is drawn again."""
@@ -125,72 +128,91 @@ class CalibratedPredictor:
             for name, predicted in (("", expected), ("history_", from_history)):
                 for key, value in _calibration(predicted, remaining, have, capped.bool()).items():
                     metrics[f"length_prediction/{name}{key}"] = value
-            self._average(
-                len(pairs),
-                metrics["length_prediction/rank_correlation"],
-                metrics["length_prediction/history_rank_correlation"],
-            )
+            self._average(len(pairs), metrics)
         metrics["length_prediction/fallback"] = float(self.fallback)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """State of predictor and history, and how they compare; not what a round has begun."""
+        """State of predictor and history, and how they compare; not what a round has begun.
+
+        Raises:
+            ValueError: The predictor's own holds what a checkpoint could not be loaded with.
+        """
+        own = self.predictor.state_dict()
+        _check_plain(f"{type(self.predictor).__name__}.state_dict()", own)
         return {
             "class": type(self.predictor).__name__,
-            "predictor": self.predictor.state_dict(),
+            "predictor": own,
             "history": self.history.state_dict(),
-            "correlations": self._correlations.tolist(),
+            "averages": self._averages.tolist(),
             "observations": self._observations,
             "fallback": self.fallback,
             "invalid": self.invalid,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it.
-
-        Raises:
-            ValueError: It was saved with a predictor of another class.
-        """
+        """Restore it; the state of another class is left alone, with a warning."""
         name = type(self.predictor).__name__
         if state["class"] != name:
-            raise ValueError(
-                f"the checkpoint holds the state of a `{state['class']}`, but the length predictor "
-                f"is a `{name}`. Resume with `{state['class']}`."
+            warnings.warn(
+                f"The checkpoint holds what a `{state['class']}` learned, and "
+                f"`LengthPrediction(predictor={name}(...))` learns anew.",
+                stacklevel=2,
             )
+            return
         self.predictor.load_state_dict(state["predictor"])
         self.history.load_state_dict(state["history"])
-        self._correlations = np.array(state["correlations"])
+        self._averages = np.array(state["averages"])
         self._observations = state["observations"]
         self.fallback, self.invalid = state["fallback"], state["invalid"]
         self.start_round()
 
-    def _valid(self, predictions: Sequence[float], otherwise: np.ndarray) -> np.ndarray:
+    def _valid(self, predictions: Any, otherwise: np.ndarray) -> np.ndarray:
         """The predictions, and the history's where they make no sense."""
-        values = np.array(predictions, dtype=float)
+        try:
+            if isinstance(predictions, torch.Tensor):
+                predictions = predictions.detach().double().cpu()
+            values = np.array(predictions, dtype=float)
+        except (TypeError, ValueError):
+            values = np.empty(0)
         if values.shape != otherwise.shape:
-            self._invalid += len(otherwise)
-            return otherwise
-        wrong = ~np.isfinite(values) | (values < 0)
+            values = np.full(len(otherwise), np.nan)
+        wrong = np.isnan(values) | (values < 0)
         self._invalid += int(wrong.sum())
+        if wrong.all() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"`{type(self.predictor).__name__}.predict` returned a "
+                f"`{type(predictions).__name__}` without a single positive number for "
+                f"{len(otherwise)} completions: the prompts' history stands in. It should return "
+                "one number of tokens for each.",
+                stacklevel=2,
+            )
         return np.where(wrong, otherwise, values)
 
-    def _average(self, count: int, own: float, history: float) -> None:
-        """Add a round's correlations to the averages; change over if they say so."""
-        self._correlations *= 0.5 ** (1 / HALF_LIFE)
-        self._correlations += count * np.array([1.0, own, history])
+    def _average(self, count: int, metrics: dict[str, float]) -> None:
+        """Add a round's figures to the averages; change over if they say so."""
+        names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
+        figures = [metrics[f"length_prediction/{name}"] for name in names]
+        self._averages *= 0.5 ** (1 / HALF_LIFE)
+        self._averages += count * np.array([1.0, *figures])
         self._observations += count
-        own, history = (self._correlations[1:] / self._correlations[0]).tolist()
-        exempt = isinstance(self.predictor, Oracle | PromptHistory | SiblingMax)
+        own, history, error, history_error = (self._averages[1:] / self._averages[0]).tolist()
+        exempt = type(self.predictor) in (Oracle, PromptHistory, SiblingMax)
         if exempt or self._observations < MIN_OBSERVATIONS:
             return
-        figures = f"rank correlation {own:.3f}, that of the prompts' history {history:.3f}"
-        name = type(self.predictor).__name__
-        if not self.fallback and own < history - MARGIN:
-            self.fallback = True
-            warnings.warn(f"`{name}` is replaced by the history: {figures}.", stacklevel=3)
-        elif self.fallback and own > history:
-            self.fallback = False
-            warnings.warn(f"`{name}` answers again: {figures}.", stacklevel=3)
+        no_better = own < history + MARGIN
+        worse = own < history - MARGIN or (no_better and error > ERROR * history_error)
+        if self.fallback == (worse or (self.fallback and own <= history)):
+            return
+        self.fallback = not self.fallback
+        warnings.warn(
+            f"`LengthPrediction`: `{type(self.predictor).__name__}` "
+            f"{'is replaced by the history of prompts' if self.fallback else 'answers again'}: "
+            f"rank correlation {own:.3f} and mean error {error:.3g} tokens, that history's "
+            f"{history:.3f} and {history_error:.3g}.",
+            stacklevel=3,
+        )
 
 
 def _calibration(
@@ -215,3 +237,18 @@ def _coverage(predicted: torch.Tensor, capped: torch.Tensor) -> float:
     above, equal = predicted > least, predicted == least
     places = count - int(above.sum())
     return (capped[above].sum() + places * capped[equal].double().mean()).item() / count
+
+
+def _check_plain(name: str, state: Any) -> None:
+    """Refuse what `torch.load(weights_only=True)` would: to find out on resuming is too late."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            _check_plain(f"{name}[{key!r}]", value)
+    elif isinstance(state, list | tuple):
+        for i, value in enumerate(state):
+            _check_plain(f"{name}[{i}]", value)
+    elif not (state is None or type(state) in (bool, int, float, str, torch.Tensor)):
+        raise ValueError(
+            f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
+            "Keep numbers, strings, tensors, and lists and dicts of them."
+        )

@@ -39,6 +39,9 @@ class LengthPredictor(ABC):
     def observe(self, rows: Sequence[Row]) -> None:  # noqa: B027
         """Learn from finished completions."""
 
+    def bind(self, decode: Callable[[list[int]], str]) -> None:  # noqa: B027
+        """Learn how token ids become text, before the first `predict`."""
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned, in primitives and tensors."""
         return {}
@@ -358,20 +361,22 @@ class Oracle(LengthPredictor):
         if isinstance(trace, str | Path):
             from lit_rlsched.engines.lengths import TraceLengths  # reading needs pyarrow
 
-            lengths = TraceLengths(trace).lengths
-            if not isinstance(lengths, Mapping):
-                raise ValueError(f"trace {str(trace)!r} needs a column `request` for an `Oracle`")
-            trace = lengths
-        self.lengths = trace
+            if not Path(trace).exists():
+                raise ValueError(
+                    f"`Oracle(trace={str(trace)!r})`: there is no such file or folder."
+                )
+            recorded = TraceLengths(trace).lengths
+        else:
+            recorded = trace
+        if not isinstance(recorded, Mapping) or not recorded:
+            raise ValueError(
+                f"`Oracle(trace={trace!r:.80})` does not say which request each length belongs to. "
+                "Give lengths by request id, or a trace with a column `request`."
+            )
+        self.lengths = recorded
 
     def predict(self, rows: Sequence[Row]) -> list[float]:
-        """Look the lengths up.
-
-        Raises:
-            ValueError: A completion is not in the trace.
-        """
+        """Look the lengths up; NaN for a completion that is not in the trace."""
         ids = [f"{row.group.id}/{row.completion.index}" for row in rows]
-        if unknown := next((i for i in ids if i not in self.lengths), None):
-            raise ValueError(f"request {unknown!r} has no length in the oracle's trace")
-        totals = np.array([self.lengths[i] for i in ids], dtype=float)
+        totals = np.array([self.lengths.get(i, np.nan) for i in ids], dtype=float)
         return within_limit(rows, totals - drawn(rows)).tolist()

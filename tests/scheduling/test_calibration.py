@@ -128,12 +128,12 @@ def test_nonsense_is_replaced_by_the_history_and_counted():
     history.observe(finish(asked([20]), [20]))
     rows = asked([0] * 6)
     expected = history.predict(rows)
-    assert calibrated.expect(rows) == [*expected[:3], 7, 1, CAP]
-    assert calibrated.end_round()["length_prediction/invalid"] == 3
+    assert calibrated.expect(rows) == [*expected[:2], CAP, 7, 1, CAP]
+    assert calibrated.end_round()["length_prediction/invalid"] == 2
     assert calibrated.expect(rows) == expected  # a wrong number
-    assert calibrated.end_round()["length_prediction/invalid"] == 9
+    assert calibrated.end_round()["length_prediction/invalid"] == 8
     assert calibrated.expect(rows) == expected  # a wrong shape
-    assert calibrated.end_round()["length_prediction/invalid"] == 15
+    assert calibrated.end_round()["length_prediction/invalid"] == 14
     assert calibrated.expect([]) == []
 
 
@@ -158,7 +158,7 @@ def test_fallback_engages_and_releases():
         for number in range(3):  # 64 completions each: too few to judge
             expected, metrics = play(calibrated, told, wrong, number)
             assert expected == wrong and metrics["length_prediction/fallback"] == 0
-    with pytest.warns(UserWarning, match=r"`Told` is replaced.*correlation -1\.000.*history 0\."):
+    with pytest.warns(UserWarning, match=r"`Told` is replaced.*correlation -1\.000.*history's 0\."):
         expected, metrics = play(calibrated, told, wrong, 3)
     assert expected == wrong and metrics["length_prediction/fallback"] == 1
     expected, metrics = play(calibrated, told, wrong, 4)
@@ -187,11 +187,28 @@ def test_within_the_margin_nothing_is_replaced():
     assert other - 0.05 < own < other
 
 
-@pytest.mark.parametrize("make", [PromptHistory, SiblingMax, lambda: Oracle({})])
+@pytest.mark.parametrize("make", [PromptHistory, SiblingMax, lambda: Oracle({"x": 1})])
 def test_some_are_never_replaced(make):
     calibrated = CalibratedPredictor(make())
-    calibrated._average(1000, -1.0, 1.0)
+    names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
+    worst = dict(zip((f"length_prediction/{n}" for n in names), (-1.0, 1.0, 9.0, 1.0), strict=True))
+    calibrated._average(1000, worst)
     assert not calibrated.fallback
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "replaced"),
+    [(0.02, 9.0, True), (0.02, 7.0, False), (0.3, 90.0, False), (-0.1, 1.0, True)],
+)
+def test_who_is_replaced(own, error, replaced):
+    names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
+    figures = {f"length_prediction/{n}": v for n, v in zip(names, (own, 0, error, 5), strict=True)}
+    calibrated = CalibratedPredictor(Told())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        calibrated._average(1000, figures)
+        calibrated._average(1000, figures)
+    assert calibrated.fallback == replaced and len(seen) == replaced
 
 
 def test_a_history_cannot_stand_in_for_its_own_predictor():
@@ -226,15 +243,55 @@ def test_state_round_trip_is_exact():
     assert other.invalid == 3
 
 
-def test_the_state_of_another_predictor_is_refused():
-    state = CalibratedPredictor(SiblingMax()).state_dict()
-    with pytest.raises(ValueError, match=r"`SiblingMax`.*`PromptHistory`"):
-        CalibratedPredictor(PromptHistory()).load_state_dict(state)
+def test_the_state_of_another_predictor_is_left_alone():
+    learned = CalibratedPredictor(SiblingMax())
+    learned.observe(finish(asked([5]), [5]))
+    learned.end_round()
+    fresh = CalibratedPredictor(PromptHistory())
+    before = str(fresh.state_dict())
+    with pytest.warns(UserWarning, match=r"`SiblingMax` learned.*PromptHistory.*learns anew"):
+        fresh.load_state_dict(learned.state_dict())
+    assert str(fresh.state_dict()) == before
+
+
+class Broken(PromptHistory):
+    def predict(self, rows):
+        raise RuntimeError("no weights")
 
 
 def test_what_a_predictor_raises_is_not_hidden():
-    with pytest.raises(ValueError, match="'p0/0/0'"):
-        CalibratedPredictor(Oracle({"x": 1})).expect(asked([5]))
+    with pytest.raises(RuntimeError, match="no weights"):
+        CalibratedPredictor(Broken()).expect(asked([5]))
+
+
+def test_an_oracle_that_lacks_a_completion_asks_the_history():
+    calibrated = CalibratedPredictor(Oracle({"x": 1}))
+    with pytest.warns(UserWarning, match="`Oracle.predict` returned"):
+        assert calibrated.expect(asked([5])) == [CAP]
+    assert calibrated.end_round()["length_prediction/invalid"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        torch.tensor([7.0, 9.0], requires_grad=True),
+        torch.tensor([7.0, 9.0], dtype=torch.bfloat16),
+        np.array([7, 9]),
+        (7, 9),
+    ],
+)
+def test_numbers_in_any_form_are_numbers(answer):
+    assert CalibratedPredictor(Told(answer)).expect(asked([0, 0])) == [7, 9]
+
+
+@pytest.mark.parametrize(
+    "answer", [None, {"a": 1}, ["many", "few"], [[1], [2, 3]], [1.0], iter([1])]
+)
+def test_what_is_no_list_of_numbers_is_counted(answer):
+    calibrated = CalibratedPredictor(Told(answer))
+    with pytest.warns(UserWarning, match="`Told.predict` returned a"):
+        assert calibrated.expect(asked([0, 0])) == [CAP, CAP]
+    assert calibrated.end_round()["length_prediction/invalid"] == 2
 
 
 def test_a_round_that_is_cut_short_is_not_learned_from():
