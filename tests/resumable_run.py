@@ -73,7 +73,7 @@ class Uids(RolloutCallback):
 def state_hash(state):
     """Of numbers, strings and tensors, however nested."""
     if isinstance(state, torch.Tensor):
-        state = state.tolist()
+        state = hashlib.sha256(state.numpy().tobytes()).hexdigest()
     if isinstance(state, dict):
         state = [[key, state_hash(value)] for key, value in sorted(state.items(), key=str)]
     elif isinstance(state, (list, tuple)):
