@@ -10,6 +10,7 @@ the clock starts.
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ os.environ.update(ENVIRONMENT)
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.benchmark.record import read_recording, record
@@ -148,9 +149,25 @@ class Timed(VLLMEngine):
         self.inside += time.perf_counter() - start
 
 
-def overhead(recording: str, running: int) -> None:
+def larger_model(folder: str) -> None:
+    """A random model of 11 M parameters, still far below what anybody trains."""
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def overhead(model: str, prompts: Sequence[Prompt], running: int, limit: int) -> None:
     """What the schedules themselves take of a decode step with all slots full."""
-    model, prompts = f"{recording}/model", prompts_of(recording)[0]
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = Timed()
     engine.start(EngineSpec(model, running, 512, (), policy=policy))  # no EOS: all run to the limit
@@ -161,7 +178,7 @@ def overhead(recording: str, running: int) -> None:
         for c in clocked:
             engine.sync_weights(policy.named_parameters(), version)
             plan = [
-                Group(f"{p.uid}.{version}", p, Sampling(200), [Completion(i) for i in range(16)])
+                Group(f"{p.uid}.{version}", p, Sampling(limit), [Completion(i) for i in range(16)])
                 for p in prompts
             ]
             trace = c.worker.start_trace()
@@ -171,15 +188,15 @@ def overhead(recording: str, running: int) -> None:
             if c.controller.lengths is not None:
                 c.controller.lengths.end_round()
             total = time.perf_counter() - start
-            assert statistics.fmean(trace.steps["running"]) > 0.95 * running
+            assert statistics.fmean(trace.steps["running"]) > 0.9 * running
             if version:  # the first warms up
                 ours[c.name].append((total - engine.inside) / trace.decode_steps)
                 theirs.append(engine.inside / trace.decode_steps)
     engine.close()
     step = statistics.median(theirs)
     print(
-        f"\n{running} running, a decode step of {step * 1e3:.2f} ms: the quick task's model of "
-        "0.45 M parameters, the cheapest step there is\n\n"
+        f"\n{running} running, a decode step of {step * 1e3:.1f} ms with "
+        f"{policy.num_parameters() / 1e6:.2g} M parameters\n\n"
         "| schedule | scheduling a step, us | of the step |\n|---|---|---|"
     )
     for name, seconds in ours.items():
@@ -216,7 +233,11 @@ def main() -> None:
         record(options.recording)
     keep_heap()
     wall_clock(options.recording, options.slots, options.warm_up, options.rounds)
-    overhead(options.recording, 256)
+    prompts = prompts_of(options.recording)[0]
+    overhead(f"{options.recording}/model", prompts, running=256, limit=200)
+    with tempfile.TemporaryDirectory() as folder:
+        larger_model(folder)
+        overhead(folder, prompts, running=256, limit=50)
     planner()
 
 
