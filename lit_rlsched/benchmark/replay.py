@@ -8,7 +8,7 @@ from lit_rlsched.engines.lengths import RecordedCompletions
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.rollout.types import Completion, Group, Row
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission, Refill
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -59,17 +59,10 @@ class Unscored:
         self._finished.clear()
 
 
-def lengths_of(rounds: Sequence[Sequence[Group]]) -> list[dict[str, int]]:
-    """The length of each completion, by request id, a round each."""
-    return [
-        {f"{g.id}/{c.index}": len(c.token_ids) for g in groups for c in g.completions}
-        for groups in rounds
-    ]
-
-
 def least_steps(rounds: Sequence[Sequence[Group]], slots: int) -> int:
     """Fewest decode steps any schedule could need, round by round."""
-    return sum(int(lower_bound(list(lengths.values()), slots)) for lengths in lengths_of(rounds))
+    lengths = ([len(c.token_ids) for g in groups for c in g.completions] for groups in rounds)
+    return sum(int(lower_bound(of_round, slots)) for of_round in lengths)
 
 
 def oracle(lengths: dict[str, int]) -> LengthPredictor:
@@ -86,7 +79,7 @@ def replay(rounds: Sequence[Sequence[Group]], schedule: Schedule, slots: int) ->
         slots: Most completions that decode at once.
     """
     recorded = {
-        f"{g.id}/{c.index}": c.token_ids for groups in rounds for g in groups for c in g.completions
+        Row(g, c).id: c.token_ids for groups in rounds for g in groups for c in g.completions
     }
     engine = SimulatedEngine(lengths=RecordedCompletions(recorded), stream=False)
     longest = max(

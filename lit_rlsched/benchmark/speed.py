@@ -30,7 +30,7 @@ from lit_rlsched.benchmark.replay import Schedule, Unscored
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
+from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Row, Sampling
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -98,7 +98,7 @@ class Clocked:
             self.steps += trace.decode_steps
             self.tokens += trace.tokens
             self.prefill_tokens += trace.total("prefill_tokens")
-        return {f"{g.id}/{c.index}": c.token_ids for g in plan for c in g.completions}
+        return {Row(g, c).id: c.token_ids for g in plan for c in g.completions}
 
 
 def wall_clock(recording: str, slots: int, warm_up: int, rounds: int) -> None:

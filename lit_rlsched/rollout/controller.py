@@ -107,7 +107,7 @@ class RolloutController:
         probe = self.probe_tokens if lengths is not None and waits else 0
         requests = [
             Request(
-                id=_request_id(row),
+                id=row.id,
                 prompt_ids=row.group.prompt.token_ids,
                 seed=completion_seed(self.seed, row.group, row.completion, self._version, salt),
                 sampling=row.group.sampling,
@@ -125,7 +125,7 @@ class RolloutController:
     def _expect(self, rows: Sequence[Row], lengths: CalibratedPredictor) -> None:
         """Write what is predicted of completions into their requests."""
         for row, expected in zip(rows, lengths.expect(rows), strict=True):
-            request = self._live[_request_id(row)][1]
+            request = self._live[row.id][1]
             self._live[request.id] = row, replace(request, expected=expected)
 
     def _take(self, events: Iterable[Event], lengths: CalibratedPredictor | None) -> None:
@@ -144,7 +144,7 @@ class RolloutController:
 
     def _finish(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
         for row in rows:
-            del self._live[_request_id(row)]
+            del self._live[row.id]
         if lengths is not None:
             lengths.observe(rows)
             if lengths.revises:
@@ -161,19 +161,19 @@ class RolloutController:
         groups = {row.group.id: row.group for row in finished}.values()
         waiting = []
         for row in (Row(group, c) for group in groups for c in group.completions):
-            _, request = self._live.get(_request_id(row), (row, None))
+            _, request = self._live.get(row.id, (row, None))
             drawn = len(row.completion.token_ids)
             if request and request.pause_at is None and len(request.prefix_ids) == drawn:
                 waiting.append(row)
         self._expect(waiting, lengths)
-        requests = (self._live[_request_id(row)][1] for row in waiting)
+        requests = (self._live[row.id][1] for row in waiting)
         self.worker.rekey({r.id: r.expected for r in requests if r.expected is not None})
 
     def _go_on(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
         """Submit what paused again, predicted if its probe is over."""
         probed = []
         for row in rows:
-            _, request = self._live[_request_id(row)]
+            _, request = self._live[row.id]
             drawn = len(row.completion.token_ids)
             expected = request.expected
             if expected is not None:
@@ -188,8 +188,4 @@ class RolloutController:
         if probed:
             assert lengths is not None, "only a prediction asks for a probe"
             self._expect(probed, lengths)
-        self.worker.submit(self._live[_request_id(row)][1] for row in rows)
-
-
-def _request_id(row: Row) -> str:
-    return f"{row.group.id}/{row.completion.index}"
+        self.worker.submit(self._live[row.id][1] for row in rows)

@@ -157,6 +157,11 @@ class Row:
     completion: Completion
 
     @property
+    def id(self) -> str:
+        """Of its request, and of its spans in a trace."""
+        return f"{self.group.id}/{self.completion.index}"
+
+    @property
     def token_ids(self) -> list[int]:
         """Prompt and completion."""
         return [*self.group.prompt.token_ids, *self.completion.token_ids]

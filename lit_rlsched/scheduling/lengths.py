@@ -377,6 +377,5 @@ class Oracle(LengthPredictor):
 
     def predict(self, rows: Sequence[Row]) -> list[float]:
         """Look the lengths up; NaN for a completion that is not in the trace."""
-        ids = [f"{row.group.id}/{row.completion.index}" for row in rows]
-        totals = np.array([self.lengths.get(i, np.nan) for i in ids], dtype=float)
+        totals = np.array([self.lengths.get(row.id, np.nan) for row in rows], dtype=float)
         return within_limit(rows, totals - drawn(rows)).tolist()
