@@ -1,7 +1,7 @@
 """Rewards to advantages, one row per prompt group. NaN marks a completion that could not be scored.
 
 An unscorable completion gets advantage 0 and stays out of its group's baseline; so does the only
-scorable completion of a group, which has nothing to be compared with.
+scorable completion of a group, or of a batch, which has nothing to be compared with.
 """
 
 from typing import Literal
@@ -96,6 +96,22 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
     if normalize:
         # No mean to subtract: each group's advantages sum to zero.
         advantages = advantages / (_nanstd(advantages.reshape(1, -1)) + STD_EPSILON)
+    return advantages.nan_to_num(nan=0.0)
+
+
+def batch_normalized(rewards: Tensor) -> Tensor:
+    """REINFORCE++'s advantage (arXiv 2501.03262): `A = (R - mean) / (std + 1e-4)` over the batch.
+
+    As in SortedRL (arXiv 2603.23414, equation 3), over the completions that are trained on
+    together: what is in the batch decides what an advantage is, and a prompt needs no siblings.
+
+    Args:
+        rewards: `[P, G]`.
+
+    Returns:
+        `[P, G]`.
+    """
+    advantages = (rewards - rewards.nanmean()) / (_nanstd(rewards.reshape(1, -1)) + STD_EPSILON)
     return advantages.nan_to_num(nan=0.0)
 
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lit_rlsched.data.settings import (
     check_probe,
     check_sampling,
     check_settings,
+    check_siblings,
     check_val_temperature,
 )
 from lit_rlsched.data.source import PromptSource, Rows, load_rows
@@ -31,16 +33,17 @@ from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
 from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
 from lit_rlsched.rollout.learner import Learner, PlainLearner
-from lit_rlsched.rollout.metrics import measure
+from lit_rlsched.rollout.metrics import measure, staleness_metrics
 from lit_rlsched.rollout.round import Round, check_rewards, score_round, set_advantages
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 _SAME_ON_RESUME = (
@@ -177,8 +180,13 @@ class RolloutDataModule(LightningDataModule):
         """Predicts how long completions become; set by `LengthPrediction`."""
         self.probe_tokens: int | None = None
         """Tokens after which it is asked; set by `LengthPrediction`."""
+        self.round_policy: RoundPolicy = FullRound(prompts_per_round)
+        """When a round ends; set by `SortedBatching`."""
+        self.mask_stale_tokens = False
+        """Leave tokens of earlier policy versions out of the loss; set by `SortedBatching`."""
 
         self.pool = RolloutBuffer()
+        self._audit = PoolAudit()
         self.current: Round | None = None
         """The round that is being trained on."""
         self.num_rounds = 0
@@ -207,6 +215,8 @@ class RolloutDataModule(LightningDataModule):
                 f"`Trainer` runs {self.trainer.world_size} processes, but RolloutDataModule trains "
                 "in one. Use `devices=1, num_nodes=1`."
             )
+        if stage == "fit":
+            check_siblings(self.num_generations, self._learner.needs_group)
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for name in wanted.get(stage, ()):
             data = getattr(self, f"{name}_data")
@@ -237,6 +247,7 @@ class RolloutDataModule(LightningDataModule):
         """Close engine and workers; forget what callbacks have set."""
         self.close()
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
+        self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
 
     def on_exception(self, exception: BaseException) -> None:
         """Close engine and workers."""
@@ -266,7 +277,9 @@ class RolloutDataModule(LightningDataModule):
             self._restore(self._resumed)
             self._resumed = None
         if self._cursor < 0:  # of another Trainer, which had gone further
-            self.current = None
+            self.current, self._round_start = None, 0
+            for completion in (c for group in self.pool for c in group.completions):
+                completion.restart()  # its policy versions mean nothing here
         if self._round_is_over:
             self.counters += self._untrained()
             self.num_rounds += 1
@@ -308,13 +321,15 @@ class RolloutDataModule(LightningDataModule):
         started = time.perf_counter()
         trainer, session, learner = self.trainer, self._ensure_session(), self._learner
         assert trainer is not None
-        policy = FullRound(self.prompts_per_round)
+        policy, version = self.round_policy, trainer.global_step
         plan = self._plan(policy)
+        stale = restart_stale(plan, version, policy)
         fire(trainer, "on_round_start", plan)
         before = self._failures(session)
-        for _ in session.rollout(plan, trainer.global_step, policy, predict=True):
+        for _ in session.rollout(plan, version, policy, predict=True):
             pass
-        round = Round(self.num_rounds, trainer.global_step, plan, session.trace)
+        harvest = settle(plan, policy, stale)
+        round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights)
         if self.steps_per_epoch > 1 or learner.needs_reference:
@@ -324,7 +339,9 @@ class RolloutDataModule(LightningDataModule):
             )
         set_advantages(round, learner, self.rewards.weights)
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
-        round.metrics |= measure(round, self.rewards.names, self.rewards.weights, steps)
+        round.metrics |= measure(round, harvest, self.rewards.names, self.rewards.weights, steps)
+        if policy.max_staleness != 0:
+            round.metrics |= staleness_metrics(round.rows, version)
         if self.lengths is not None:
             round.metrics |= self.lengths.end_round()
         if session.max_logp_diff is not None:
@@ -332,10 +349,16 @@ class RolloutDataModule(LightningDataModule):
         round.metrics["time/rollout"] = drawn - started
         round.metrics["time/score"] = time.perf_counter() - drawn
 
-        self.pool.remove(plan)
-        self.current, self._round_start, self._empty_steps = round, trainer.global_step, 0
+        self.pool.settle(plan, harvest.left)
+        round.metrics["rollout/pool_prompts"] = len(self.pool)
+        self._audit.add(harvest, (len(c.token_ids) for c in round.completions), session.trace)
+        if not len(self.pool):
+            round.metrics |= self._audit.metrics()
+            self._audit = PoolAudit()
+        self.current, self._round_start, self._empty_steps = round, version, 0
         self.counters["num_completions"] += len(round.completions)
         self.counters["num_tokens"] += sum(map(len, round.rows))
+        self.counters["num_discarded_tokens"] += int(round.metrics["rollout/discarded_tokens"])
         self.counters += self._failures(session) - before
         round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
         fire(trainer, "on_round_end", round)
@@ -347,14 +370,14 @@ class RolloutDataModule(LightningDataModule):
         drops = {f"dropped/{why}": count for why, count in session.controller.drops.items()}
         return Counter(drops | self.rewards.counters())
 
-    def _plan(self, policy: FullRound) -> list[Group]:
+    def _plan(self, policy: RoundPolicy) -> list[Group]:
         """Fill the pool and take the round's groups from its front."""
         assert self._source is not None
         for draw in self._source.draw(policy.fresh_prompts(len(self.pool))):
             self.pool.add(self._new_group(draw.key, draw.prompt))
-        # copies: the pool stays undrawn, so that a rollout cut short is drawn again as a whole
-        plan = list(self.pool)[: self.prompts_per_round]
-        return [self._new_group(group.id, group.prompt) for group in plan]
+        # copies: a rollout cut short is drawn again as a whole, from the pool as it was
+        planned = islice(self.pool, policy.most_prompts(len(self.pool)))
+        return [group.copy() for group in planned]
 
     def _new_group(self, group_id: str, prompt: Prompt) -> Group:
         completions = [Completion(i) for i in range(self.num_generations)]
@@ -371,6 +394,7 @@ class RolloutDataModule(LightningDataModule):
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
             skip_zero_advantage=self._learner.skip_zero_advantage,
+            only_version=round.version if self.mask_stale_tokens else None,
         )
 
     @property
@@ -419,6 +443,7 @@ class RolloutDataModule(LightningDataModule):
             "settings": {name: getattr(self, name) for name in _SAME_ON_RESUME},
             "source": None if self._source is None else self._source.state_dict(),
             "pool": self.pool.state_dict(),
+            "audit": self._audit.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "round": saved,
@@ -451,6 +476,9 @@ class RolloutDataModule(LightningDataModule):
         self.current, self._round_start, self._empty_steps = None, 0, 0
         prompts = {prompt.uid: prompt for prompt in self._prompts.train}
         self.pool.load_state_dict(state["pool"], prompts.__getitem__)
+        for completion in (c for group in self.pool for c in group.completions if c.finished):
+            completion.text = self._ensure_session().scorer.decode(completion.token_ids)
+        self._audit = PoolAudit.from_state(state["audit"])
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
         if (saved := state["round"]) is not None:
@@ -487,7 +515,7 @@ class RolloutDataModule(LightningDataModule):
         )
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
         if prompts.train and self._source is None:  # else the run goes on where it was
-            check_enough(prompts.train, self.prompts_per_round)
+            check_enough(prompts.train, self.prompts_per_round, self.round_policy.fresh_prompts(0))
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         max_model_len = prompts.longest + limit
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
@@ -547,7 +575,9 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def _largest_rollout(self) -> int:
-        """Completions of a round or of a validation, whichever are more."""
+        """Completions that a round or a validation may decode, whichever are more."""
         held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
-        return max(self.prompts_per_round * self.num_generations, held_out * answers)
+        policy = self.round_policy
+        prompts = policy.most_prompts(policy.fresh_prompts(0))
+        return max(prompts * self.num_generations, held_out * answers)

@@ -15,7 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from transformers import get_scheduler
 
-from lit_rlsched.advantages import group_relative, kl_in_reward, leave_one_out
+from lit_rlsched.advantages import (
+    batch_normalized,
+    group_relative,
+    kl_in_reward,
+    leave_one_out,
+)
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep
 from lit_rlsched.evaluation import Evaluated
 from lit_rlsched.logprobs import completion_logprobs
@@ -67,6 +72,11 @@ class PolicyModule(LightningModule):
         importance_sampling_mode: How the ratio of the trainer's and the engine's log-probs corrects
             the loss; `None` leaves it out.
         importance_sampling_clip_max: Largest such ratio that is trusted.
+        old_logprobs: What the clipped ratio is relative to: the `trainer`'s log-probs under the
+            weights at the start of the round, or those that the `engine` recorded as it drew each
+            token, under whatever version it had then. With `engine` the ratio itself corrects for
+            tokens of earlier versions, as in SortedRL's partial mode (arXiv 2603.23414), and
+            `importance_sampling_mode` must be `None`.
     """
 
     kl_in_loss = True
@@ -93,6 +103,7 @@ class PolicyModule(LightningModule):
         beta: float = 0.0,
         importance_sampling_mode: ImportanceSamplingMode | None = "sequence_mask",
         importance_sampling_clip_max: float = 3.0,
+        old_logprobs: Literal["trainer", "engine"] = "trainer",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -114,6 +125,14 @@ class PolicyModule(LightningModule):
             raise ValueError(
                 f"`loss_type='rloo'` has no KL term for `beta={beta}` to weigh. Use `RLOOModule`, "
                 "which charges the KL to the reward, or `beta=0`."
+            )
+        if old_logprobs not in ("trainer", "engine"):
+            raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
+        if old_logprobs == "engine" and importance_sampling_mode is not None:
+            raise ValueError(
+                "`old_logprobs='engine'` makes the clipped ratio the correction for what the "
+                f"engine drew; `importance_sampling_mode={importance_sampling_mode!r}` would have "
+                "no effect. Set it to `None`, or use `old_logprobs='trainer'`."
             )
         for name, value, low in (
             ("learning_rate", learning_rate, 0.0),
@@ -173,6 +192,11 @@ class PolicyModule(LightningModule):
         """Whether a completion without advantage adds nothing to the gradient."""
         return self._hp.beta == 0
 
+    @property
+    def needs_group(self) -> bool:
+        """Whether a completion's advantage is relative to its siblings."""
+        return True
+
     @abstractmethod
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         """Advantages `[P, G]` of a round's rewards `[P, G]`, NaN where there is none."""
@@ -214,13 +238,16 @@ class PolicyModule(LightningModule):
     def loss(self, batch: MicroBatch) -> LossOutput:
         """The micro-batch's share of its optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
+        old_logp, rollout_logp = batch.old_logp, batch.rollout_logp
+        if self._hp.old_logprobs == "engine":
+            old_logp = rollout_logp
         output = policy_loss(
             logp,
             batch.advantages,
             batch.completion_mask,
-            old_logp=batch.old_logp,
+            old_logp=old_logp,
             ref_logp=batch.ref_logp,
-            rollout_logp=None if batch.truncated_sampling else batch.rollout_logp,
+            rollout_logp=None if batch.truncated_sampling else rollout_logp,
             step_sequences=batch.step_sequences,
             step_tokens=batch.step_tokens,
             max_completion_length=batch.max_completion_length,
@@ -336,9 +363,16 @@ class GRPOModule(PolicyModule):
 
     Args:
         model: See `PolicyModule`, which takes all further arguments too.
+        advantage: What a reward is compared with: `group`, those of the prompt's other completions
+            (GRPO); `reinforce++`, those of all completions of the update, by mean and standard
+            deviation (REINFORCE++, arXiv 2501.03262). That needs no siblings: `num_generations` may
+            be 1, and `SortedBatching` trains on single completions.
         scale_rewards: What advantages are divided by: the `group`'s standard deviation, that of
             the whole `batch`, or `none` (Dr. GRPO).
         **kwargs: See `PolicyModule`.
+
+    Raises:
+        ValueError: an argument is out of range, or two contradict each other.
 
     Example::
 
@@ -349,13 +383,28 @@ class GRPOModule(PolicyModule):
         self,
         model: str,
         *,
+        advantage: Literal["group", "reinforce++"] = "group",
         scale_rewards: Literal["group", "batch", "none"] = "group",
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
+        if advantage not in ("group", "reinforce++"):
+            raise ValueError(f"`{advantage=}` is unknown. Use 'group' or 'reinforce++'.")
+        if advantage == "reinforce++" and scale_rewards != "group":
+            raise ValueError(
+                f"`{scale_rewards=}` has no effect on `advantage='reinforce++'`, which divides by "
+                "the standard deviation of the update. Leave it out."
+            )
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a completion's advantage is relative to its siblings."""
+        return self._hp.advantage == "group"
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """Group-relative; the KL stands in the loss."""
+        """Relative to the group or to the update; the KL stands in the loss."""
+        if not self.needs_group:
+            return batch_normalized(rewards)
         return group_relative(rewards, self._hp.scale_rewards)
 
 

@@ -46,6 +46,13 @@ class Unscored:
     def __init__(self) -> None:
         self._finished: list[tuple[Group, Completion]] = []
 
+    @property
+    def pending(self) -> int:
+        return len(self._finished)
+
+    def wait(self) -> None:
+        pass
+
     def submit(self, group: Group, completion: Completion) -> None:
         self._finished.append((group, completion))
 

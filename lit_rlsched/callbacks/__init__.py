@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.rng_state import RNGState
     from lit_rlsched.callbacks.rollout_callback import RolloutCallback
     from lit_rlsched.callbacks.rollout_logger import RolloutLogger
+    from lit_rlsched.callbacks.sorted_batching import SortedBatching
 
 __all__ = [
     "LengthPrediction",
@@ -20,6 +21,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutLogger",
     "RolloutProgressBar",
+    "SortedBatching",
 ]
 
 _HOMES = {
@@ -30,6 +32,7 @@ _HOMES = {
     "RolloutCallback": "rollout_callback",
     "RolloutLogger": "rollout_logger",
     "RolloutProgressBar": "progress",
+    "SortedBatching": "sorted_batching",
 }
 
 

@@ -6,26 +6,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_rlsched.datamodule import RolloutDataModule
 
 
-def rollout_datamodule(
-    trainer: Trainer, callback: Callback, only: bool = False
-) -> RolloutDataModule:
+def rollout_datamodule(trainer: Trainer, callback: Callback) -> RolloutDataModule:
     """The run's `RolloutDataModule`.
 
-    Args:
-        trainer: The callback's.
-        callback: Which asks.
-        only: Whether a second callback of its kind would overrule the first.
-
     Raises:
-        MisconfigurationException: there is none, or a second callback.
+        MisconfigurationException: there is none, or another callback sets the same of it.
     """
-    name = type(callback).__name__
-    callbacks = trainer.callbacks if only else []  # type: ignore[attr-defined]
-    alike = sum(type(c) is type(callback) for c in callbacks)
-    if alike > 1:
+    name, setting = type(callback).__name__, getattr(callback, "sets", None)
+    callbacks = trainer.callbacks if setting else []  # type: ignore[attr-defined]
+    alike = [c for c in callbacks if getattr(c, "sets", None) == setting]
+    if len(alike) > 1:
+        names = " and ".join(f"`{type(c).__name__}`" for c in alike)
         raise MisconfigurationException(
-            f"The Trainer has {alike} callbacks `{name}`, of which one would overrule the "
-            "other. Remove all but one; an overlay with `callbacks+:` adds to those of the base."
+            f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. One would "
+            "overrule the other: remove all but one. An overlay with `callbacks+:` adds to those "
+            "of the base."
         )
     datamodule = getattr(trainer, "datamodule", None)
     if not isinstance(datamodule, RolloutDataModule):

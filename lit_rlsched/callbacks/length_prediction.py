@@ -46,6 +46,8 @@ class LengthPrediction(RolloutCallback):
         Trainer(callbacks=[MicroGroupSampling(slots=32), LengthPrediction()])
     """
 
+    sets = "what predicts lengths"
+
     def __init__(
         self, predictor: LengthPredictor | None = None, probe_tokens: int | None = None
     ) -> None:
@@ -66,7 +68,7 @@ class LengthPrediction(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the predictor to the data module, before it starts its engine."""
-        datamodule = rollout_datamodule(trainer, self, only=True)
+        datamodule = rollout_datamodule(trainer, self)
         self.predictor.state_dict()  # refuses one that could not be saved, before anything is drawn
         datamodule.lengths = self.predictor
         datamodule.probe_tokens = self.probe_tokens

@@ -66,6 +66,8 @@ class MicroGroupSampling(RolloutCallback):
         Trainer(callbacks=[MicroGroupSampling(slots=32), LengthPrediction()])
     """
 
+    sets = "which completion decodes when"
+
     def __init__(
         self,
         slots: int | None = None,
@@ -105,7 +107,7 @@ class MicroGroupSampling(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the settings to the data module, before it starts its engine."""
-        rollout_datamodule(trainer, self, only=True).slot_settings = self.settings
+        rollout_datamodule(trainer, self).slot_settings = self.settings
 
 
 def parse_bytes(size: str | int) -> int:

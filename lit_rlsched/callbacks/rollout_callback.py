@@ -1,6 +1,6 @@
 """Lightning's callback with the hooks of a rollout."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch import Callback
@@ -15,7 +15,8 @@ class RolloutCallback(Callback):
     """A callback that also sees rounds; override what you need.
 
     Each hook fires exactly once for each round, completion and group of training, whether the run
-    was resumed or not. Validation rollouts fire none.
+    was resumed or not. Validation rollouts fire none. A callback that sets something of the data
+    module names it in `sets`; two that set the same are refused.
 
     Example::
 
@@ -23,6 +24,8 @@ class RolloutCallback(Callback):
             def on_round_end(self, trainer, pl_module, round):
                 print(max(len(c.token_ids) for c in round.completions))
     """
+
+    sets: ClassVar[str | None] = None
 
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]

@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lit_rlsched.rollout.types import Row, stable_hash
+from lit_rlsched.rollout.types import Completion, Row, stable_hash
 
 
 class MicroBatch:
@@ -59,7 +59,7 @@ class MicroBatch:
         self.prompt_lengths = torch.tensor([len(row.group.prompt.token_ids) for row in rows])
         self.completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
         self.input_ids = _pad([row.token_ids for row in rows], torch.long)
-        self.completion_mask = _pad([[1.0] * len(c.token_ids) for c in completions])
+        self.completion_mask = _pad([step.mask(c) for c in completions])
         # float32 by name: in bf16-true training it would be the default dtype, bf16
         self.advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32)
         self.rollout_logp = _pad([c.logprobs for c in completions])
@@ -76,10 +76,23 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What the losses divide by."""
+    """What the losses divide by, and which tokens they are defined on."""
 
     sequences: int
     tokens: int
+    version: int | None = None
+    """The policy version that tokens must be of to be trained on; `None`: any."""
+
+    def trained(self, completion: Completion) -> int:
+        """How many tokens of a completion are trained on: the last ones."""
+        if self.version is None:
+            return len(completion.token_ids)
+        return completion.tokens_of(self.version)
+
+    def mask(self, completion: Completion) -> list[float]:
+        """1 for each token that is trained on."""
+        trained = self.trained(completion)
+        return [0.0] * (len(completion.token_ids) - trained) + [1.0] * trained
 
 
 @dataclass(slots=True)
@@ -100,6 +113,7 @@ class OptimizerStep:
         skip_zero_advantage: Whether rows whose advantage is zero are left out of the passes. They
             still count in the normalisers: where the loss has no other term, the gradient is the
             same.
+        only_version: The policy version that tokens must be of to be trained on; `None`: any.
     """
 
     def __init__(
@@ -109,14 +123,16 @@ class OptimizerStep:
         *,
         mask_truncated: bool = False,
         skip_zero_advantage: bool = False,
+        only_version: int | None = None,
     ) -> None:
         rows = [r for r in rows if not r.completion.dropped]
-        num_sequences = len(rows)
+        totals = StepTotals(len(rows), 0, only_version)
         if mask_truncated:
             rows = [r for r in rows if r.completion.finish_reason != "length"]
+        rows = [r for r in rows if totals.trained(r.completion)]
         self.rows = rows
         """Those the loss is defined on, trained on or not."""
-        self.totals = StepTotals(num_sequences, sum(len(r.completion.token_ids) for r in rows))
+        self.totals = replace(totals, tokens=sum(totals.trained(r.completion) for r in rows))
         trained = [r for r in rows if r.completion.advantage or not skip_zero_advantage]
         self.micro_batches = split_by_tokens(trained, micro_batch_tokens)
 

@@ -7,7 +7,7 @@ from lit_rlsched.rollout.types import Prompt, Sampling
 
 _LEAST = {
     "prompts_per_round": 1,
-    "num_generations": 2,
+    "num_generations": 1,
     "steps_per_round": 1,
     "num_iterations": 1,
     "micro_batch_tokens": 1,
@@ -23,8 +23,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     for name, low in _LEAST.items():
         if settings[name] < low:
-            why = " (a baseline needs a sibling)" if name == "num_generations" else ""
-            raise ValueError(f"`{name}={settings[name]}`: use {low} or more{why}.")
+            raise ValueError(f"`{name}={settings[name]}`: use {low} or more.")
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
     if prompts % steps:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
@@ -38,6 +37,19 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate `val_data` "
             "with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
+
+
+def check_siblings(num_generations: int, needs_group: bool) -> None:
+    """Refuse groups of one where a completion is compared with its siblings.
+
+    Raises:
+        ValueError: names the argument and what to use instead.
+    """
+    if needs_group and num_generations < 2:
+        raise ValueError(
+            f"`num_generations={num_generations}`: use 2 or more (a baseline needs a sibling), or "
+            "`GRPOModule(advantage='reinforce++')`, which needs none."
         )
 
 
@@ -90,12 +102,19 @@ def check_lengths(longest_prompt: int, max_completion_length: int, micro_batch_t
         )
 
 
-def check_enough(prompts: Collection[Prompt], prompts_per_round: int) -> None:
-    """Refuse a data set that cannot fill a round.
+def check_enough(prompts: Collection[Prompt], prompts_per_round: int, pool: int) -> None:
+    """Refuse a data set that cannot fill a round, or a pool of several.
 
     Raises:
         ValueError: names the argument, its value and the most that works.
     """
+    rounds, fit = pool // prompts_per_round, len(prompts) // prompts_per_round
+    if fit and len(prompts) < pool:
+        raise ValueError(
+            f"`SortedBatching(pool_rounds={rounds})` loads {pool} prompts at a time, and "
+            f"`train_data` holds {len(prompts)}. Use `pool_rounds={fit}` or less, or a lower "
+            "`prompts_per_round`."
+        )
     if len(prompts) < prompts_per_round:
         raise ValueError(
             f"`prompts_per_round={prompts_per_round}` is more than `train_data` holds: "

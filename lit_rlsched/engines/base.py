@@ -67,6 +67,9 @@ class RolloutEngine(ABC):
     An engine of your own inherits from this class.
     """
 
+    logprobs = True
+    """Whether events carry the policy's log-probs of their tokens. Where not, tokens of an earlier
+    policy cannot be trained on."""
     kv_block: int | None = None
     """Tokens of the smallest piece of key-value cache; `None` where the cache is not paged and
     every slot has room for a whole completion. The number may change in `start`."""

@@ -56,6 +56,7 @@ class SimulatedEngine(RolloutEngine):
 
     version = 0
     """Policy version of the last `sync_weights`."""
+    logprobs = False
 
     def __init__(
         self,

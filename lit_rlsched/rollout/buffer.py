@@ -1,5 +1,6 @@
 """The pool: prompts drawn and not yet trained on, and how it is written to a checkpoint."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -32,10 +33,14 @@ class RolloutBuffer:
         assert group.id not in self._groups, f"group {group.id} is already in the pool"
         self._groups[group.id] = group
 
-    def remove(self, groups: Iterable[Group]) -> None:
-        """Let groups go."""
-        for group in groups:
-            del self._groups[group.id]
+    def settle(self, planned: Iterable[Group], left: Iterable[Group]) -> None:
+        """After a round: of those that were planned, `left` stay, each in its place."""
+        stay = {group.id: group for group in left}
+        for group in planned:
+            if group.id in stay:
+                self._groups[group.id] = stay[group.id]
+            else:
+                del self._groups[group.id]
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives and tensors only, for `torch.load(weights_only=True)`."""
@@ -47,7 +52,7 @@ class RolloutBuffer:
 
 
 def pack(groups: Iterable[Group]) -> dict[str, Any]:
-    """Write groups as flat tensors; prompts are kept by uid, texts are not kept at all."""
+    """Write groups as flat tensors; prompts are kept by uid, texts are made again from tokens."""
     groups = list(groups)
     completions = [c for g in groups for c in g.completions]
     spans = [s for c in completions for s in c.version_spans]
@@ -60,6 +65,9 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
         "dropped": [c.dropped for c in completions],
         "advantage": torch.tensor([c.advantage for c in completions], dtype=torch.float64),
         "scores": [c.scores for c in completions],
+        "attempts": torch.tensor([c.attempts for c in completions], dtype=torch.int32),
+        "extra": [json.dumps(c.extra) if c.extra else "" for c in completions],
+        "logged": [c.logged for c in completions],
         "offsets": _offsets(c.token_ids for c in completions),
         "token_ids": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
         "logprobs": _floats(c.logprobs for c in completions),
@@ -85,16 +93,20 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
             version_spans=spans[i],
             finish_reason=_FINISH[finish],
             scores=state["scores"][i],
+            extra=json.loads(state["extra"][i] or "{}"),
+            logged=state["logged"][i],
+            attempts=attempts,
             dropped=state["dropped"][i],
             advantage=advantage,
             old_logprobs=old[i],
             ref_logprobs=ref[i],
         )
-        for i, (index, finish, advantage) in enumerate(
+        for i, (index, finish, advantage, attempts) in enumerate(
             zip(
                 state["index"].tolist(),
                 state["finish"].tolist(),
                 state["advantage"].tolist(),
+                state["attempts"].tolist(),
                 strict=True,
             )
         )

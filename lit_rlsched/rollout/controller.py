@@ -59,6 +59,8 @@ class RolloutController:
         self._on_completion = on_completion
         self._on_group = on_group
         self._live: dict[str, tuple[Row, Request]] = {}
+        self._undecoded: dict[str, int] = {}
+        self._state = RoundState(0, 0)
         self._version = 0
 
     def run(
@@ -71,8 +73,11 @@ class RolloutController:
     ) -> Iterator[Group]:
         """Draw what the groups lack and yield each group as it completes.
 
+        A completion that the end of the round leaves unfinished has the tokens drawn until then.
+
         Args:
-            groups: The round's groups; completions with tokens are resumed after those.
+            groups: The round's groups; completions with tokens are resumed after those, before
+                others are begun, and finished ones are scored unless they are.
             policy: Says when the round is over; what is unfinished then is aborted.
             version: Policy version of the engine's weights.
             salt: Keeps the seeds of another use of the same prompts (validation) apart.
@@ -82,24 +87,42 @@ class RolloutController:
         lengths = self.lengths if predict else None
         if lengths is not None:
             lengths.start_round()
-        state = RoundState(groups_planned=len(groups))
-        self._submit([Row(g, c) for g in groups for c in g.completions], salt, lengths)
+        rows = [Row(g, c) for g in groups for c in g.completions]
+        self._state = RoundState(len(groups), len(rows))
+        self._undecoded = {g.id: len(g.completions) for g in groups}
         try:
-            while not policy.done(state):
-                if self.worker.busy:
-                    self._take(self.worker.step(), lengths)
-                else:
-                    self.scorer.wait()
-                for group, completion in self.scorer.poll():
-                    self._on_completion(completion)
-                    if group.complete:
-                        state.groups_complete += 1
-                        self._on_group(group)
-                        yield group
+            for row in rows:
+                if row.completion.finished:
+                    self._count(row)
+                    if not row.completion.scored:
+                        self.scorer.submit(row.group, row.completion)
+            rows = [row for row in rows if not row.completion.finished]
+            rows.sort(key=lambda row: not row.completion.token_ids)
+            self._submit(rows, salt, lengths)
+            while self._live and not policy.done(self._state):
+                self._take(self.worker.step(), lengths)
+                yield from self._scored()
+            self._take(self.worker.abort(), lengths)
+            while self.scorer.pending:
+                self.scorer.wait()
+                yield from self._scored()
         finally:
             self.worker.abort()
             self.scorer.cancel()
             self._live.clear()
+
+    def _scored(self) -> Iterator[Group]:
+        for group, completion in self.scorer.poll():
+            self._on_completion(completion)
+            if group.complete:
+                self._on_group(group)
+                yield group
+
+    def _count(self, row: Row) -> None:
+        """One more is decoded."""
+        self._undecoded[row.group.id] -= 1
+        self._state.completions_decoded += 1
+        self._state.groups_decoded += not self._undecoded[row.group.id]
 
     def _submit(self, rows: Sequence[Row], salt: str, lengths: CalibratedPredictor | None) -> None:
         admission = self.worker.admission
@@ -150,6 +173,7 @@ class RolloutController:
             if lengths.revises:
                 self._revise(rows, lengths)
         for row in rows:
+            self._count(row)
             completion = row.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"

@@ -26,12 +26,14 @@ class Learner(Protocol):
     """Whether the advantages or the loss need the reference's log-probs."""
     skip_zero_advantage: bool
     """Whether a completion with zero advantage adds nothing to the gradient."""
+    needs_group: bool
+    """Whether a completion's advantage is relative to its siblings, or to all of the update."""
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """`old_logprobs` and, where needed, `ref_logprobs`, each `[B, C]`."""
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """Advantages `[P, G]` of rewards `[P, G]`, NaN where there is no reward."""
+        """Advantages `[P, G]` of rewards `[P, G]`, NaN where there is no reward or completion."""
 
 
 class PlainLearner:
@@ -42,6 +44,7 @@ class PlainLearner:
 
     needs_reference = False
     skip_zero_advantage = False
+    needs_group = True
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """The engine's own log-probs."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rlsched.data.batching import OptimizerStep
+from lit_rlsched.rollout.audit import Harvest, length_bias
 from lit_rlsched.rollout.round import Round, reward_matrix
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Row
@@ -15,17 +16,23 @@ from lit_rlsched.scheduling.planning import lower_bound
 
 
 def measure(
-    round: Round, names: Sequence[str], weights: Sequence[float], steps: Sequence[OptimizerStep]
+    round: Round,
+    harvest: Harvest,
+    names: Sequence[str],
+    weights: Sequence[float],
+    steps: Sequence[OptimizerStep],
 ) -> dict[str, float]:
     """All figures of a round.
 
     Args:
         round: Fresh from its rollout, advantages set.
+        harvest: What became of everything that was decoded.
         names: Of the reward functions.
         weights: Of the reward functions.
         steps: The optimizer steps the round is dealt out to.
     """
     assert round.trace is not None, "a resumed round was measured before"
+    trained = [row for step in steps for row in step.rows]
     padding = [step.padding() for step in steps]
     positions = sum(p.positions for p in padding)
     return {
@@ -37,7 +44,10 @@ def measure(
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, reward_matrix(round.groups, weights)),
         **rollout_metrics(round.trace),
-        **length_audit(round.rows, [row for step in steps for row in step.rows]),
+        **harvest_metrics(round, harvest),
+        "rollout/trained_over_drawn_length": length_bias(
+            [len(row.completion.token_ids) for row in trained], harvest.ran
+        ),
     }
 
 
@@ -81,7 +91,7 @@ def reward_metrics(
     figures["reward"] = float(rewards.nanmean())
     figures["reward_std"] = float(std.mean())
     figures["frac_reward_zero_std"] = float((std < 1e-8).double().mean())
-    figures["rewards/unscorable"] = float(rewards.isnan().sum())
+    figures["rewards/unscorable"] = float(len(completions) - (~rewards.isnan()).sum())
     return figures
 
 
@@ -118,10 +128,36 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
     }
 
 
-def length_audit(drawn: Sequence[Row], trained: Sequence[Row]) -> dict[str, float]:
-    """Mean length trained on over mean length drawn: 1.0 where nothing biases it."""
-    means = [
-        fmean(len(row.completion.token_ids) for row in rows) if rows else 0.0
-        for rows in (drawn, trained)
-    ]
-    return {"rollout/trained_over_drawn_length": means[1] / means[0] if means[0] else 1.0}
+def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
+    """What was thrown away, how often prompts were begun, and what waits."""
+    assert round.trace is not None
+    discarded = sum(a.tokens for a in harvest.discarded)
+    attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
+    return {
+        "rollout/useful_token_share": 1 - discarded / max(1, round.trace.tokens),
+        "rollout/discarded_tokens": discarded,
+        "rollout/restarts": len(harvest.discarded),
+        "rollout/attempts/mean": fmean(attempts),
+        "rollout/attempts/max": max(attempts),
+    }
+
+
+def staleness_metrics(rows: Sequence[Row], version: int, bins: int = 8) -> dict[str, float]:
+    """How many policy versions old the tokens that are trained on are.
+
+    `staleness/k` is the share of tokens drawn `k` versions before `version`; the last bin has all
+    that are older.
+    """
+    counts: Counter[int] = Counter()
+    for row in rows:
+        for drawn_under, tokens in row.completion.version_spans:
+            counts[version - drawn_under] += tokens
+    total = max(1, counts.total())
+    shares = {f"staleness/{k}": counts[k] / total for k in range(bins)}
+    older = sum(n for k, n in counts.items() if k >= bins)
+    return {
+        **shares,
+        f"staleness/{bins}+": older / total,
+        "staleness/mean": sum(k * n for k, n in counts.items()) / total,
+        "staleness/max": max(counts, default=0),
+    }

@@ -18,7 +18,10 @@ ZERO_ADVANTAGE = 1e-8
 
 @dataclass(slots=True)
 class Round:
-    """The completed groups of one turn of rollout, in the order they were planned."""
+    """What one turn of rollout gave to train on: groups in the order they were planned.
+
+    A group has all its completions, or those that were ready, where each stands for itself.
+    """
 
     number: int
     """Rounds before this one."""
@@ -28,6 +31,11 @@ class Round:
     trace: RolloutTrace | None = None
     """Gone after a resume: a checkpoint keeps what is trained on, not how it was drawn."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """`G`, completions of a group as far as their places go."""
+        return 1 + max(c.index for c in self.completions)
 
     @property
     def completions(self) -> list[Completion]:
@@ -41,17 +49,28 @@ class Round:
 
 
 def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
-    """Rewards `[P, G]` in float64, NaN where no function gave a score."""
+    """Rewards `[P, G]` in float64, a column for each completion's place in its group.
+
+    NaN where no function gave a score, and where the completion is not there.
+    """
     nan = float("nan")
+    completions = [c for g in groups for c in g.completions]
     scores = [
-        [nan if s is None else s for s in c.scores or [None] * len(weights)]
-        for g in groups
-        for c in g.completions
+        [nan if s is None else s for s in c.scores or [None] * len(weights)] for c in completions
     ]
     rewards = combine_rewards(
         torch.tensor(scores, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     )
-    return rewards.view(len(groups), -1)
+    matrix = torch.full((len(groups), 1 + max(c.index for c in completions)), nan).double()
+    matrix[cells(groups)] = rewards
+    return matrix
+
+
+def cells(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of every completion in a matrix `[P, G]`, group after group."""
+    at = [(row, c.index) for row, group in enumerate(groups) for c in group.completions]
+    rows, columns = torch.tensor(at).T
+    return rows, columns
 
 
 def check_rewards(round: Round, weights: Sequence[float]) -> None:
@@ -86,17 +105,20 @@ def score_round(
 
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
     """Let the learner turn the round's rewards into advantages."""
-    logprobs = _logprobs(round.completions) if learner.needs_reference else None
+    logprobs = _logprobs(round) if learner.needs_reference else None
     advantages = learner.compute_advantages(reward_matrix(round.groups, weights), logprobs)
-    for completion, advantage in zip(round.completions, advantages.flatten().tolist(), strict=True):
+    values = advantages[cells(round.groups)].tolist()
+    for completion, advantage in zip(round.completions, values, strict=True):
         # equal rewards may leave rounding noise, and a row of zero advantage need not be trained on
         completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0
 
 
-def _logprobs(completions: Sequence[Completion]) -> RoundLogprobs:
-    width = max(len(c.token_ids) for c in completions)
-    old, ref, mask = torch.zeros(3, len(completions), width, dtype=torch.float64)
-    for i, c in enumerate(completions):
+def _logprobs(round: Round) -> RoundLogprobs:
+    longest = max(len(c.token_ids) for c in round.completions)
+    old, ref, mask = torch.zeros(3, len(round.groups) * round.width, longest, dtype=torch.float64)
+    rows, columns = cells(round.groups)
+    places = (rows * round.width + columns).tolist()
+    for i, c in zip(places, round.completions, strict=True):
         if c.old_logprobs is not None and c.ref_logprobs is not None:  # else it was dropped
             length = len(c.token_ids)
             old[i, :length] = torch.tensor(c.old_logprobs)

@@ -17,7 +17,7 @@ class Scorer:
 
     def __init__(self, scheduler: RewardScheduler, decode: Callable[[list[int]], str]) -> None:
         self.scheduler = scheduler
-        self._decode = decode
+        self.decode = decode
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
 
@@ -28,7 +28,7 @@ class Scorer:
 
     def submit(self, group: Group, completion: Completion) -> None:
         """Start scoring a finished completion."""
-        completion.text = self._decode(completion.token_ids)
+        completion.text = self.decode(completion.token_ids)
         if completion.dropped:
             self._unscorable.append((group, completion))
             return

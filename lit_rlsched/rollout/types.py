@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
@@ -109,6 +109,8 @@ class Completion:
     old_logprobs: list[float] | None = None
     """Of each token, by the trainer's own forward pass under the weights that drew it."""
     ref_logprobs: list[float] | None = None
+    attempts: int = 0
+    """Times it was begun, thrown away and is to be drawn anew."""
 
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under `version`."""
@@ -121,6 +123,35 @@ class Completion:
             else:
                 spans.append((version, new))
         self.finish_reason = None if event.finish_reason == "paused" else event.finish_reason
+
+    def restart(self) -> None:
+        """Throw away what was drawn of it."""
+        blank = Completion(self.index, attempts=self.attempts + bool(self.token_ids))
+        for name in self.__slots__:
+            setattr(self, name, getattr(blank, name))
+
+    def copy(self) -> "Completion":
+        """One that can go on without this one."""
+        return replace(
+            self,
+            token_ids=[*self.token_ids],
+            logprobs=[*self.logprobs],
+            version_spans=[*self.version_spans],
+        )
+
+    def staleness(self, version: int) -> int:
+        """Policy versions from the one that drew its first token to `version`."""
+        return version - self.version_spans[0][0] if self.version_spans else 0
+
+    def tokens_of(self, version: int) -> int:
+        """How many of its tokens, the last ones, were drawn under `version`."""
+        spans = self.version_spans
+        return spans[-1][1] if spans and spans[-1][0] == version else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it is drawn."""
+        return self.finish_reason is not None
 
     @property
     def scored(self) -> bool:
@@ -142,6 +173,11 @@ class Group:
     prompt: Prompt
     sampling: Sampling
     completions: list[Completion]
+    """Those that were not trained on yet."""
+
+    def copy(self) -> "Group":
+        """One whose completions can go on without those of this one."""
+        return replace(self, completions=[c.copy() for c in self.completions])
 
     @property
     def complete(self) -> bool:

@@ -81,14 +81,18 @@ class RolloutWorker:
         """New estimates of the tokens that waiting requests will draw, by id."""
         self.admission.rekey(expected)
 
-    def abort(self) -> None:
-        """Drop everything that runs or waits."""
+    def abort(self) -> list[Event]:
+        """Drop everything that runs or waits; the tokens that no event has told of yet."""
         self.admission.clear()
-        self.engine.abort(list(self._drawn))
-        for request_id, tokens in self._drawn.items():
-            self.trace.left(request_id, self.engine.now(), tokens)
+        untold = []
+        for request_id, partial in self.engine.abort(list(self._drawn)).items():
+            told = self._drawn[request_id]
+            self.trace.left(request_id, self.engine.now(), len(partial.token_ids))
+            if new := partial.token_ids[told:]:
+                untold.append(Event(request_id, new, partial.logprobs[told:]))
         self._drawn.clear()
         self._requests.clear()
+        return untold
 
     def start_trace(self) -> RolloutTrace:
         """Begin a new trace; nothing may be running."""

@@ -1,28 +1,56 @@
 """When a round ends and what becomes of what did not finish."""
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lit_rlsched.rollout.types import Completion, Group
+
+Mode = Literal["on_policy", "partial"]
+Unit = Literal["group", "completion"]
 
 
 @dataclass(slots=True)
 class RoundState:
-    """What a round policy may look at."""
+    """What a round policy may look at: counts of what is planned, and of what is decoded of it.
 
-    groups_planned: int
-    groups_complete: int = 0
+    Scores do not count, and so neither does how long reward functions take: when a round ends
+    follows from its seeds and its schedule alone.
+    """
+
+    groups: int
+    completions: int
+    groups_decoded: int = 0
+    completions_decoded: int = 0
 
 
-class RoundPolicy(Protocol):
-    """Decides how many prompts a round takes and when it is over."""
+class RoundPolicy(ABC):
+    """Decides which prompts a round takes, when it is over, and what becomes of the rest."""
 
+    max_staleness: int | None = 0
+    """Policy versions that may lie between a completion's first token and the round: an older one
+    is begun anew. 0: every token of a round is of one version; `None`: no limit."""
+
+    @abstractmethod
     def fresh_prompts(self, pool: int) -> int:
         """How many prompts to draw from the source, given how many wait in the pool."""
 
+    @abstractmethod
+    def most_prompts(self, pool: int) -> int:
+        """How many prompts of the pool, from its front, the round may decode."""
+
+    @abstractmethod
     def done(self, state: RoundState) -> bool:
-        """Whether the round has what it needs."""
+        """Whether the round has what it needs, asked after each step while some still decode."""
+
+    def settle(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """Split a round's groups into those that are trained on and those that stay in the pool."""
+        return list(groups), []
 
 
-class FullRound:
+class FullRound(RoundPolicy):
     """Every planned prompt is completed before anything is trained on: plain synchronous GRPO.
 
     Args:
@@ -36,6 +64,85 @@ class FullRound:
         """As many as the pool lacks."""
         return max(0, self.prompts_per_round - pool)
 
+    def most_prompts(self, pool: int) -> int:
+        """Those of a round."""
+        return self.prompts_per_round
+
     def done(self, state: RoundState) -> bool:
-        """When all groups are complete."""
-        return state.groups_complete == state.groups_planned
+        """Not before everything is decoded."""
+        return False
+
+
+class SortedRound(RoundPolicy):
+    """Train as soon as an update's worth is decoded; the rest goes on in the next round.
+
+    SortedRL's controller (arXiv 2603.23414, section 3): prompts are loaded a pool at a time, and
+    none before every prompt of the last pool was trained on. All of the pool runs at once, as far
+    as there are slots; whatever has finished when an update's worth has is trained on, what
+    finished in the same step included. So the short come first in every pool, the long ones last,
+    and nobody starves: a pool of `n` updates is trained on in `n` rounds at most.
+
+    Args:
+        update_prompts: Prompts of an update.
+        pool_prompts: Prompts of a pool.
+        num_generations: Completions of a prompt.
+        unit: What is trained on as a whole: a `group`, where completions are compared with their
+            siblings, or a `completion`, of which `update_prompts * num_generations` make an update.
+        mode: `on_policy` throws away what did not finish, `partial` keeps its tokens.
+        max_staleness: See `RoundPolicy`, for `partial`.
+        oversubscribe: Prompts that decode towards an update, as a multiple of `update_prompts`;
+            `None`: the whole pool.
+    """
+
+    def __init__(
+        self,
+        update_prompts: int,
+        pool_prompts: int,
+        num_generations: int,
+        unit: Unit = "group",
+        mode: Mode = "on_policy",
+        max_staleness: int | None = None,
+        oversubscribe: float | None = None,
+    ) -> None:
+        self.update_prompts = update_prompts
+        self.pool_prompts = pool_prompts
+        self.update_completions = update_prompts * num_generations
+        self.unit = unit
+        self.max_staleness = 0 if mode == "on_policy" else max_staleness
+        self.oversubscribe = oversubscribe
+
+    def fresh_prompts(self, pool: int) -> int:
+        """A whole pool, once the last one is empty."""
+        return 0 if pool else self.pool_prompts
+
+    def most_prompts(self, pool: int) -> int:
+        """All of the pool, or what `oversubscribe` allows."""
+        if self.oversubscribe is None:
+            return pool
+        return math.ceil(self.oversubscribe * self.update_prompts)
+
+    def done(self, state: RoundState) -> bool:
+        """When an update's worth is decoded."""
+        if self.unit == "completion":
+            return state.completions_decoded >= self.update_completions
+        return state.groups_decoded >= self.update_prompts
+
+    def settle(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """What has finished, and the rest, both in the order of the pool."""
+        trained, left = [], []
+        for group in groups:
+            done, rest = _split(group.completions)
+            if self.unit == "group" and rest:
+                done, rest = [], group.completions
+            if done:
+                trained.append(replace(group, completions=done) if rest else group)
+            if rest:
+                left.append(replace(group, completions=rest))
+        return trained, left
+
+
+def _split(completions: Iterable[Completion]) -> tuple[list[Completion], list[Completion]]:
+    parts: tuple[list[Completion], list[Completion]] = [], []
+    for completion in completions:
+        parts[not completion.finished].append(completion)
+    return parts

@@ -60,7 +60,7 @@ def test_the_pool_survives_a_checkpoint():
     other = RolloutBuffer()
     other.load_state_dict(pool.state_dict(), {"a": prompt}.__getitem__)
     assert list(other) == list(pool)
-    other.remove(list(other))
+    other.settle(list(other), [])
     assert len(other) == 0
 
 

@@ -1,0 +1,155 @@
+"""SortedRL: train early on the short, without idle slots and without starving the long."""
+
+import math
+from typing import get_args
+
+from lightning import LightningModule, Trainer
+
+from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.scheduling.rounds import Mode, SortedRound
+
+
+class SortedBatching(RolloutCallback):
+    """Train as soon as an update's worth of completions is ready, the short ones first.
+
+    SortedRL (arXiv 2603.23414). Prompts are loaded `pool_rounds * prompts_per_round` at a time, and
+    all of that pool decodes, as far as there are slots. When `update_prompts` of them are ready the
+    round is over and they are trained on, with whatever became ready in the same decode step; the
+    others decode again, or go on, under the new weights. No fresh prompt is loaded before all of
+    the pool has been trained on, so that nobody starves. Within a pool updates thus go from the
+    short to the long, and inside an update micro-batches do: the paper's micro-curriculum.
+
+    What is trained on as a whole is a prompt with all its completions where the module compares
+    those with each other (GRPO, RLOO), and a single completion with `advantage="reinforce++"`.
+
+    What the method does to what is learned: in `on_policy` mode a completion that takes long may be
+    thrown away and drawn anew, and may then be a short one, so that a prompt's completions are
+    biased towards the short; `pool/trained_over_drawn_length` says by how much. In `partial` mode
+    every completion that was begun is trained on (unless `max_staleness` intervenes), without that
+    bias, but its tokens are of several policies. In both, an update sees prompts of like length.
+
+    Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
+    `rollout/useful_token_share`, `rollout/attempts/*` (times a prompt was begun),
+    `rollout/trained_over_drawn_length`, and in `partial` mode `staleness/*`; each pool, at its end,
+    `pool/*`, the last drain included. Hooks: `on_completion_end` also fires for a completion that
+    is then thrown away with its group, `on_group_end` only for what is trained on.
+
+    Args:
+        pool_rounds: Rounds' worth of prompts in a pool (the paper's n). With 1, and the default
+            `update_prompts`, the run is the synchronous one, bit for bit.
+        update_prompts: Prompts of an update; by default `prompts_per_round`. Of the last update of
+            a pool what is left.
+        mode: `on_policy` trains only on tokens of the newest policy and throws away what has not
+            finished; `partial` keeps the tokens, with their log-probs and policy versions, and goes
+            on after them.
+        max_staleness: In `partial` mode, policy versions (optimizer steps) that a trained token may
+            be old; a completion that began earlier is drawn anew. By default only the pool limits
+            it: a pool of n updates has tokens of at most n - 1 updates ago.
+        oversubscribe: Prompts that decode towards an update, as a multiple of `update_prompts`; by
+            default the whole pool. Less wastes fewer tokens in `on_policy` mode, and idles more.
+        mask_stale_tokens: In `partial` mode, train only on tokens of the newest policy.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts the module or the data module.
+
+    Example::
+
+        Trainer(callbacks=[SortedBatching(pool_rounds=4), MicroGroupSampling(slots=64)])
+    """
+
+    sets = "when a round ends"
+
+    def __init__(
+        self,
+        pool_rounds: int = 4,
+        update_prompts: int | None = None,
+        mode: Mode = "on_policy",
+        max_staleness: int | None = None,
+        oversubscribe: float | None = None,
+        mask_stale_tokens: bool = False,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"`{mode=}` is unknown. Use 'on_policy' or 'partial'.")
+        for name, value in (
+            ("pool_rounds", pool_rounds),
+            ("update_prompts", update_prompts),
+            ("max_staleness", max_staleness),
+        ):
+            optional = name != "pool_rounds"
+            if not (value is None and optional) and (type(value) is not int or value < 1):
+                fix = "a whole number, 1 or more"
+                if name == "max_staleness":
+                    fix += "; for tokens of the newest policy only use `mode='on_policy'`"
+                raise ValueError(f"`SortedBatching({name}={value!r})`: must be {fix}.")
+        if oversubscribe is not None and not 1 <= oversubscribe < math.inf:
+            raise ValueError(
+                f"`SortedBatching(oversubscribe={oversubscribe!r})`: must be 1 or more, the "
+                "prompts of an update at least. Leave it out to decode the whole pool."
+            )
+        if mode == "on_policy":
+            for name, value in (
+                ("max_staleness", max_staleness),
+                ("mask_stale_tokens", mask_stale_tokens),
+            ):
+                if value:
+                    raise ValueError(
+                        f"`SortedBatching({name}={value!r}, mode='on_policy')`: no token is stale "
+                        f"there. Use `mode='partial'`, or leave `{name}` out."
+                    )
+        self.pool_rounds = pool_rounds
+        self.update_prompts = update_prompts
+        self.mode: Mode = mode
+        self.max_staleness = max_staleness
+        self.oversubscribe = oversubscribe
+        self.mask_stale_tokens = mask_stale_tokens
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Hand the round policy to the data module."""
+        datamodule = rollout_datamodule(trainer, self)
+        pool = self.pool_rounds * datamodule.prompts_per_round
+        update = self.update_prompts or datamodule.prompts_per_round
+        if update > pool:
+            raise ValueError(
+                f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
+                f"`pool_rounds={self.pool_rounds}` times `prompts_per_round="
+                f"{datamodule.prompts_per_round}` are {pool} prompts. Use {pool} or less, or more "
+                "`pool_rounds`."
+            )
+        if datamodule.steps_per_round > 1:
+            raise ValueError(
+                f"`steps_per_round={datamodule.steps_per_round}` with `SortedBatching`: each of "
+                "its rounds is one update. Use `steps_per_round=1` and "
+                f"`SortedBatching(update_prompts={max(1, update // datamodule.steps_per_round)})`."
+            )
+        if self.mode == "partial":
+            self._check_logprobs(datamodule, pl_module)
+        datamodule.round_policy = SortedRound(
+            update,
+            pool,
+            datamodule.num_generations,
+            unit="group" if getattr(pl_module, "needs_group", True) else "completion",
+            mode=self.mode,
+            max_staleness=self.max_staleness,
+            oversubscribe=self.oversubscribe,
+        )
+        datamodule.mask_stale_tokens = self.mask_stale_tokens
+
+    def _check_logprobs(self, datamodule: RolloutDataModule, pl_module: LightningModule) -> None:
+        """Partial mode weighs each token by the log-prob of the policy that drew it."""
+        sampling = datamodule.sampling
+        if not datamodule.engine.logprobs:
+            raise ValueError(
+                f"`SortedBatching(mode='partial')` with `{type(datamodule.engine).__name__}`: "
+                "tokens of earlier policies are trained against the log-probs they were drawn "
+                "with, which this engine does not give. Use `VLLMEngine` or `TransformersEngine`, "
+                "or `mode='on_policy'`."
+            )
+        if sampling.truncated:
+            raise ValueError(
+                "`SortedBatching(mode='partial')` with "
+                f"`top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}`: the "
+                "engine's log-probs are then of a truncated distribution, which the trainer's do "
+                "not compare with. Draw from the whole one, or use `mode='on_policy'`."
+            )
