@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -277,7 +276,7 @@ class RolloutDataModule(LightningDataModule):
             self._restore(self._resumed)
             self._resumed = None
         if self._cursor < 0:  # of another Trainer, which had gone further
-            self.current, self._round_start = None, 0
+            self.current, self._round_start, self._audit = None, 0, PoolAudit()
             for completion in (c for group in self.pool for c in group.completions):
                 completion.restart()  # its policy versions mean nothing here
         if self._round_is_over:
@@ -328,10 +327,11 @@ class RolloutDataModule(LightningDataModule):
         before = self._failures(session)
         for _ in session.rollout(plan, version, policy, predict=True):
             pass
+        learned = {} if self.lengths is None else self.lengths.end_round()
         harvest = settle(plan, policy, stale)
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
-        check_rewards(round, self.rewards.weights)
+        check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
         if self.steps_per_epoch > 1 or learner.needs_reference:
             # the only step of a round needs none: its own forward pass gives the old log-probs
             score_round(
@@ -340,10 +340,9 @@ class RolloutDataModule(LightningDataModule):
         set_advantages(round, learner, self.rewards.weights)
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
         round.metrics |= measure(round, harvest, self.rewards.names, self.rewards.weights, steps)
+        round.metrics |= learned
         if policy.max_staleness != 0:
             round.metrics |= staleness_metrics(round.rows, version)
-        if self.lengths is not None:
-            round.metrics |= self.lengths.end_round()
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
@@ -351,7 +350,7 @@ class RolloutDataModule(LightningDataModule):
 
         self.pool.settle(plan, harvest.left)
         round.metrics["rollout/pool_prompts"] = len(self.pool)
-        self._audit.add(harvest, (len(c.token_ids) for c in round.completions), session.trace)
+        self._audit.add(harvest, session.trace)
         if not len(self.pool):
             round.metrics |= self._audit.metrics()
             self._audit = PoolAudit()
@@ -376,8 +375,7 @@ class RolloutDataModule(LightningDataModule):
         for draw in self._source.draw(policy.fresh_prompts(len(self.pool))):
             self.pool.add(self._new_group(draw.key, draw.prompt))
         # copies: a rollout cut short is drawn again as a whole, from the pool as it was
-        planned = islice(self.pool, policy.most_prompts(len(self.pool)))
-        return [group.copy() for group in planned]
+        return [group.copy() for group in policy.plan(list(self.pool))]
 
     def _new_group(self, group_id: str, prompt: Prompt) -> Group:
         completions = [Completion(i) for i in range(self.num_generations)]
@@ -519,8 +517,8 @@ class RolloutDataModule(LightningDataModule):
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         max_model_len = prompts.longest + limit
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
-        settings, predicted = self.slot_settings, self.lengths is not None
-        settings.resolved_order(predicted)  # refuses an order without predictions, before it builds
+        settings = self.slot_settings
+        order = settings.resolved_order(self.lengths is not None, self.round_policy.ends_early)
         probe_tokens = min(16, limit // 16) if self.probe_tokens is None else self.probe_tokens
         check_probe(probe_tokens, limit)
         spec = EngineSpec(
@@ -555,7 +553,7 @@ class RolloutDataModule(LightningDataModule):
         return RolloutSession(
             self.engine,
             spec,
-            lambda: settings.admission(self.engine, spec, token_bytes, limit, predicted),
+            lambda: settings.admission(self.engine, spec, token_bytes, limit, order),
             Scorer(self.rewards, decode),
             policy,
             seed=self.seed,
@@ -578,6 +576,5 @@ class RolloutDataModule(LightningDataModule):
         """Completions that a round or a validation may decode, whichever are more."""
         held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
-        policy = self.round_policy
-        prompts = policy.most_prompts(policy.fresh_prompts(0))
-        return max(prompts * self.num_generations, held_out * answers)
+        most = self.round_policy.most_prompts() * self.num_generations
+        return max(most, held_out * answers)

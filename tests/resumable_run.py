@@ -1,4 +1,10 @@
-"""A run that kills itself where it is told to: `resumable_run.py FOLDER ENGINE MODEL PLACE`."""
+"""Runs that kill themselves where they are told to.
+
+`resumable_run.py FOLDER ENGINE MODEL SCHEDULE PLACE...`: a process for each place, one after the
+other, each going on where the one before was killed. They are forks of this one, which has done the
+imports by then and nothing else. The exit status of the last is that of this process; each of the
+others must have been killed.
+"""
 
 import hashlib
 import json
@@ -19,11 +25,32 @@ from lit_rlsched.callbacks import (
     RNGState,
     RolloutCallback,
     RolloutLogger,
+    SortedBatching,
 )
+from lit_rlsched.scheduling.rounds import SortedRound
+
+SCHEDULES = {
+    "full": (
+        {"steps_per_round": 2, "max_completion_length": 24, "num_generations": 4},
+        10,
+        lambda: [MicroGroupSampling(slots=6)],
+    ),
+    **{
+        mode: (
+            {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+            8,
+            lambda mode=mode: [SortedBatching(3, mode=mode), MicroGroupSampling(slots=7)],
+        )
+        for mode in ("on_policy", "partial")
+    },
+}
 
 
-def digits(prompts, completions, completion_ids, **kwargs):
-    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+def digits(prompts, completions, completion_ids, log_extra, log_metric, **kwargs):
+    shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+    log_extra("vowels", [sum(c in "aeiou" for c in text) for text in completions])
+    log_metric("share", sum(shares) / len(shares))
+    return shares
 
 
 class Die(RolloutCallback):
@@ -33,6 +60,7 @@ class Die(RolloutCallback):
         self.event, _, count = place.partition(" ")
         self.at = int(count or 0)
         self.seen = Counter()
+        self.partial = False
 
     def _count(self, event, reached):
         self.seen[event] += 1
@@ -42,32 +70,45 @@ class Die(RolloutCallback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._count("step", lambda at: trainer.global_step == at)
 
+    def on_round_start(self, trainer, pl_module, plan):
+        self.seen["harvest"] = self.seen["resumed"] = 0
+        self.partial = any(c.token_ids for group in plan for c in group.completions)
+
     def on_completion_end(self, trainer, pl_module, completion):
-        drawn = trainer.datamodule.counters["num_completions"]
+        drawn, number = (
+            trainer.datamodule.counters["num_completions"],
+            trainer.datamodule.num_rounds,
+        )
         self._count("completion", lambda at: drawn + self.seen["completion"] % 16 == at)
+        self._count("harvest", lambda at: number == at and self.seen["harvest"] == 3)
+        if self.partial:  # in a round that goes on with what another began
+            self._count("resumed", lambda at: number >= at and self.seen["resumed"] == 2)
 
     def on_round_end(self, trainer, pl_module, round):
         self._count("round_end", lambda at: round.number == at)
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        number = trainer.global_step // 2
-        self._count("validation", lambda at: number == at and batch_idx == 2)
+        data = trainer.datamodule
+        number = trainer.global_step // data.steps_per_epoch
+        inside = len(data.pool) or not isinstance(data.round_policy, SortedRound)
+        self._count("validation", lambda at: number == at and batch_idx == 2 and inside)
 
 
 class Uids(RolloutCallback):
-    """The prompts of every round, kept in the checkpoint."""
+    """The completions of every round, kept in the checkpoint."""
 
     def __init__(self):
-        self.uids = []
+        self.uids, self.spans = [], []
 
     def on_round_end(self, trainer, pl_module, round):
         self.uids.extend(g.id for g in round.groups)
+        self.spans.extend(len(c.version_spans) for c in round.completions)
 
     def state_dict(self):
-        return {"uids": self.uids}
+        return {"uids": self.uids, "spans": self.spans}
 
     def load_state_dict(self, state_dict):
-        self.uids = state_dict["uids"]
+        self.uids, self.spans = state_dict["uids"], state_dict["spans"]
 
 
 def state_hash(state):
@@ -81,27 +122,25 @@ def state_hash(state):
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def main(folder, engine, model, place):
+def main(folder, engine, model, schedule, place):
     folder = Path(folder)
     seed_everything(1)
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
+    settings, steps, callbacks = SCHEDULES[schedule]
     data = RolloutDataModule(
         rows[:30],
         [digits],
         val_data=rows[30:],
         val_num_generations=2,
         engine=getattr(engines, engine)(),
-        prompts_per_round=4,
-        num_generations=4,
-        steps_per_round=2,
-        max_completion_length=24,
         micro_batch_tokens=256,
+        **{"prompts_per_round": 4, **settings},
     )
     uids, prediction = Uids(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=1)
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=10,
+        max_steps=steps,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
@@ -109,7 +148,7 @@ def main(folder, engine, model, place):
         default_root_dir=folder,
         callbacks=[
             RNGState(),
-            MicroGroupSampling(slots=6),
+            *callbacks(),
             prediction,
             RolloutLogger(num_completions=4),
             uids,
@@ -125,14 +164,43 @@ def main(folder, engine, model, place):
         "weights": hashlib.sha256(weights).hexdigest(),
         "steps": trainer.global_step,
         "rounds": data.num_rounds + 1,
-        "num_completions": data.counters["num_completions"],
-        "num_tokens": data.counters["num_tokens"],
+        **{f"num_{n}": data.counters[f"num_{n}"] for n in ("completions", "tokens")},
+        "num_discarded_tokens": data.counters["num_discarded_tokens"],
+        "pool": state_hash(data.pool.state_dict()),
+        "audit": {k: v for k, v in data._audit.state_dict().items() if "seconds" not in k},
         "uids": uids.uids,
+        "spans": uids.spans,
+        "columns": sorted(json.loads(rows.splitlines()[-1])),
         "predictor": state_hash(prediction.state_dict()),
         "completions": hashlib.sha256(rows.encode()).hexdigest(),
     }
     print("\n" + json.dumps(figures), flush=True)
 
 
+def run(*args):
+    """`main` in a process of its own; its exit status, negative where a signal ended it."""
+    if (pid := os.fork()) == 0:
+        status = 1
+        try:
+            main(*args)
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    *settings, engine, model, schedule = sys.argv[1:5]
+    *killed, last = sys.argv[5:]
+    if engine == "VLLMEngine":
+        import vllm  # noqa: F401
+    for place in killed:
+        status = run(*settings, engine, model, schedule, place)
+        assert status == -signal.SIGKILL, f"{place}: ended with {status}"
+    sys.exit(run(*settings, engine, model, schedule, last))

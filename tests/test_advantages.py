@@ -1,10 +1,18 @@
+import statistics
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rlsched.advantages import combine_rewards, group_relative, kl_in_reward, leave_one_out
+from lit_rlsched.advantages import (
+    batch_normalized,
+    combine_rewards,
+    group_relative,
+    kl_in_reward,
+    leave_one_out,
+)
 
 NAN = torch.nan
 RULES = {
@@ -44,6 +52,7 @@ def test_leave_one_out_by_hand() -> None:
     assert leave_one_out(rewards).tolist() == [[-4.5, 0.0, 4.5], [0.0, -1.0, 1.0]]
 
 
+@settings(deadline=None)
 @given(groups())
 def test_leave_one_out_is_a_multiple_of_the_centred_reward(rewards: Tensor) -> None:
     size = rewards.shape[1]
@@ -52,6 +61,7 @@ def test_leave_one_out_is_a_multiple_of_the_centred_reward(rewards: Tensor) -> N
 
 
 @every_rule
+@settings(deadline=None)
 @given(rewards=groups(nan=True))
 def test_advantages_sum_to_zero(rule: str, rewards: Tensor) -> None:
     advantages = RULES[rule](rewards)
@@ -65,6 +75,7 @@ def test_advantages_sum_to_zero(rule: str, rewards: Tensor) -> None:
 
 
 @every_rule
+@settings(deadline=None)
 @given(rewards=groups(nan=True), shift=st.integers(-10, 10))
 def test_a_constant_reward_changes_nothing(rule: str, rewards: Tensor, shift: int) -> None:
     torch.testing.assert_close(
@@ -73,6 +84,7 @@ def test_a_constant_reward_changes_nothing(rule: str, rewards: Tensor, shift: in
 
 
 @every_rule
+@settings(deadline=None)
 @given(rewards=groups(nan=True), random=st.randoms(use_true_random=False))
 def test_order_does_not_matter(rule: str, rewards: Tensor, random: object) -> None:
     rows, columns = (torch.tensor(_shuffled(n, random)) for n in rewards.shape)
@@ -87,6 +99,7 @@ def _shuffled(size: int, random: object) -> list[int]:
 
 
 @pytest.mark.parametrize("rule", ["group", "none", "rloo"])
+@settings(deadline=None)
 @given(rewards=groups(nan=True), other=groups(nan=True))
 def test_a_group_does_not_depend_on_the_others(rule: str, rewards: Tensor, other: Tensor) -> None:
     alone = torch.cat([RULES[rule](row.unsqueeze(0)) for row in rewards])
@@ -94,6 +107,7 @@ def test_a_group_does_not_depend_on_the_others(rule: str, rewards: Tensor, other
 
 
 @every_rule
+@settings(deadline=None)
 @given(rewards=groups(nan=True))
 def test_an_unscored_completion_is_as_if_never_drawn(rule: str, rewards: Tensor) -> None:
     unscored = torch.full((rewards.shape[0], 1), NAN, dtype=rewards.dtype)
@@ -137,3 +151,60 @@ def test_kl_in_reward_counts_the_completion_only() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     penalised = kl_in_reward(rewards, logp, ref_logp, mask, beta=0.5)
     torch.testing.assert_close(penalised, torch.tensor([1.0 - 0.5 * 3.0, NAN]), equal_nan=True)
+
+
+def test_batch_normalized_by_hand() -> None:
+    rewards = torch.tensor([[0.0, NAN], [NAN, 3.0], [6.0, NAN]], dtype=torch.float64)
+    scaled = 3 / (3 + 1e-4)
+    torch.testing.assert_close(
+        batch_normalized(rewards),
+        torch.tensor([[-scaled, 0.0], [0.0, 0.0], [scaled, 0.0]], dtype=torch.float64),
+    )
+
+
+@settings(deadline=None)
+@given(groups(nan=True))
+def test_batch_normalized_is_over_all_that_is_there(rewards: Tensor) -> None:
+    given = [r for r in rewards.flatten().tolist() if r == r]
+    mean = statistics.fmean(given) if given else 0.0
+    std = statistics.stdev(given) if len(given) > 1 else NAN
+    expected = [
+        0.0 if r != r or std != std else (r - mean) / (std + 1e-4)
+        for r in rewards.flatten().tolist()
+    ]
+    advantages = batch_normalized(rewards)
+    torch.testing.assert_close(
+        advantages, torch.tensor(expected, dtype=torch.float64).view(rewards.shape)
+    )
+    assert abs(float(advantages.sum())) < 1e-9
+    assert float(advantages.square().sum()) <= max(0, len(given) - 1) + 1e-9
+
+
+@settings(deadline=None)
+@given(groups(nan=True), st.integers(-10, 10), st.randoms(use_true_random=False))
+def test_batch_normalized_knows_neither_order_nor_groups_nor_a_constant(
+    rewards: Tensor, shift: int, random: object
+) -> None:
+    before = rewards.clone()
+    order = torch.tensor(_shuffled(rewards.numel(), random))
+    plain = batch_normalized(rewards).flatten()
+    moved = batch_normalized((rewards + shift).flatten()[order].view(1, -1))
+    torch.testing.assert_close(moved.flatten(), plain[order], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(deadline=None)
+@given(groups(nan=True), st.integers(1, 3))
+def test_an_absent_completion_changes_nothing_of_the_batch(rewards: Tensor, more: int) -> None:
+    absent = torch.full((rewards.shape[0], more), NAN, dtype=rewards.dtype)
+    wider = batch_normalized(torch.cat([rewards, absent], dim=1))
+    torch.testing.assert_close(wider[:, :-more], batch_normalized(rewards))
+    assert (wider[:, -more:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "rewards", [[[5.0]], [[NAN]], [[NAN, 2.0], [NAN, NAN]], [[1.0, 1.0], [1.0, NAN]], [[NAN, NAN]]]
+)
+def test_nothing_to_compare_with_is_no_advantage(rewards: list) -> None:
+    advantages = batch_normalized(torch.tensor(rewards, dtype=torch.float64))
+    assert advantages.tolist() == [[0.0] * len(row) for row in rewards]

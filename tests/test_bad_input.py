@@ -10,7 +10,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import LengthPrediction, MicroBatchAccumulation, MicroGroupSampling
+from lit_rlsched.callbacks import (
+    LengthPrediction,
+    MicroBatchAccumulation,
+    MicroGroupSampling,
+    RolloutCallback,
+    SortedBatching,
+)
 from lit_rlsched.callbacks.micro_group_sampling import parse_bytes
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 
@@ -103,6 +109,31 @@ def test_a_model_that_is_not_there(fit, model):
             lambda: LengthPrediction(probe_tokens=-1),
             r"probe_tokens=-1\)`: must be a whole number, 0 or",
         ),
+        (lambda: GRPOModule("m", advantage="ppo"), r"advantage='ppo'` is unknown.*'reinforce\+\+'"),
+        (
+            lambda: GRPOModule("m", advantage="reinforce++", scale_rewards="none"),
+            r"scale_rewards='none'` has no effect on `advantage='reinforce\+\+'`",
+        ),
+        (lambda: GRPOModule("m", old_logprobs="rollout"), r"old_logprobs='rollout'` is unknown"),
+        (
+            lambda: GRPOModule("m", old_logprobs="engine"),
+            r"old_logprobs='engine'`.*importance_sampling_mode='sequence_mask'.*Set it to `None`",
+        ),
+        (lambda: SortedBatching(pool_rounds=0), r"pool_rounds=0\)`: must be a whole number, 1 or"),
+        (lambda: SortedBatching(pool_rounds=None), r"pool_rounds=None\)`: must be a whole number"),
+        (lambda: SortedBatching(update_prompts=2.0), r"update_prompts=2.0\)`: must be a whole"),
+        (lambda: SortedBatching(mode="off_policy"), r"mode='off_policy'` is unknown.*'partial'"),
+        (
+            lambda: SortedBatching(mode="partial", max_staleness=0),
+            r"max_staleness=0\)`.*use `mode='on_policy'`",
+        ),
+        (lambda: SortedBatching(max_staleness=2), r"max_staleness=2, mode='on_policy'\)`.*partial"),
+        (
+            lambda: SortedBatching(mask_stale_tokens=True),
+            r"mask_stale_tokens=True, mode='on_policy'\)`.*or leave `mask_stale_tokens` out",
+        ),
+        (lambda: SortedBatching(oversubscribe=0.5), r"oversubscribe=0.5\)`: must be 1 or more"),
+        (lambda: SortedBatching(oversubscribe=float("nan")), r"oversubscribe=nan"),
     ],
 )
 def test_settings_that_cannot_work(make, message):
@@ -119,6 +150,54 @@ def test_a_budget_smaller_than_one_completion(fit):
 def test_an_order_without_predictions(fit, order):
     with pytest.raises(ValueError, match=f"order='{order}'.*`LengthPrediction"):
         fit(callbacks=[MicroGroupSampling(slots=2, order=order)])
+
+
+@pytest.mark.parametrize(
+    ("batching", "settings", "message"),
+    [
+        (
+            {"pool_rounds": 2, "update_prompts": 9},
+            {},
+            r"update_prompts=9\)`.*`pool_rounds=2` times `prompts_per_round=4` are 8.*Use 8",
+        ),
+        (
+            {"pool_rounds": 2},
+            {"steps_per_round": 2},
+            r"`steps_per_round=2` with `SortedBatching`.*`SortedBatching\(update_prompts=2\)`",
+        ),
+        (
+            {"mode": "partial"},
+            {"engine": SimulatedEngine()},
+            r"mode='partial'\)` with `SimulatedEngine`.*Use `VLLMEngine` or `TransformersEngine`",
+        ),
+        ({"mode": "partial"}, {"top_p": 0.9}, r"mode='partial'\)` with `top_p=0.9.*truncated"),
+        (
+            {"pool_rounds": 21},
+            {},
+            r"pool_rounds=21\)` loads 84 .*`train_data` holds 80. Use `pool_rounds=20` or less",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks=[SortedBatching(**batching)], **settings)
+
+
+def test_two_callbacks_that_end_rounds(fit):
+    class TailBatching(RolloutCallback):
+        sets = SortedBatching.sets
+
+    message = (
+        "2 callbacks that decide when a round ends: `SortedBatching` and `TailBatching`.*"
+        "remove all but one"
+    )
+    for callbacks in ([SortedBatching(), TailBatching()], [SortedBatching(), SortedBatching()]):
+        with pytest.raises(
+            MisconfigurationException,
+            match=message.replace("TailBatching", type(callbacks[1]).__name__),
+        ):
+            fit(callbacks=callbacks)
 
 
 def test_a_probe_as_long_as_a_completion(fit):

@@ -35,7 +35,7 @@ def in_the_project(monkeypatch):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_config_parses(path, capsys):
-    overlay = "model" not in yaml.safe_load(path.read_text())
+    overlay = "class_path" not in yaml.safe_load(path.read_text()).get("model", {})
     base = ["-c", "configs/quickstart.yaml"] if overlay else []
     config = printed(capsys, "fit", *base, "-c", str(path))
     assert config["model"]["class_path"].startswith("lit_rlsched.")

@@ -1,10 +1,13 @@
 import numpy as np
 import pytest
 
+from lit_rlsched.benchmark import bubbles
+from lit_rlsched.benchmark.bubbles import HEADER, bubble_ratio, decode, draw_lengths, row
 from lit_rlsched.benchmark.record import read_recording, record
 from lit_rlsched.benchmark.replay import Schedule, least_steps, oracle, replay
 from lit_rlsched.benchmark.steps import SHAPES, Shape, learned, table
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.scheduling.rounds import FullRound, SortedRound
 
 
 def recorded(lengths, limit=64):
@@ -80,3 +83,63 @@ def test_a_recording_can_be_read(tmp_path):
     assert [len(groups) for groups in rounds] == [4, 4]
     assert all(0 < len(c.token_ids) <= 16 for r in rounds for g in r for c in g.completions)
     assert (tmp_path / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "idle", "useful"),
+    [
+        # two rounds of two: 3 steps (1 ran on for 2), then 4 (2 ran on for 2)
+        (FullRound(2), [3, 4], 4 / 14, 1.0),
+        # 3 and 1 are first; 4 has begun after 1, is cut after 2 steps and drawn again, 2 idles 2
+        (SortedRound(2, 4, 1, "completion", "on_policy"), [3, 4], 2 / 14, 10 / 12),
+        # ... or goes on for the 2 that it lacks, beside 2
+        (SortedRound(2, 4, 1, "completion", "partial"), [3, 2], 0.0, 1.0),
+        # 1 and 3 end in step 3, and so do groups 0 and 1 only when 4 does too
+        (SortedRound(1, 2, 2, "group", "partial"), [3, 2], 0.0, 1.0),
+    ],
+)
+def test_a_pool_by_hand(method, steps, idle, useful):
+    lengths = [[3, 1], [4, 2]] if getattr(method, "unit", "") == "group" else [[3], [1], [4], [2]]
+    drained = decode(lengths, method, 2, step_time_base=1.0, per_running=0, per_kv_token=0)
+    assert [trace.decode_steps for trace in drained.rounds] == steps
+    assert bubble_ratio(drained.rounds) == drained.metrics["pool/bubble_ratio"] == idle
+    assert bubble_ratio(drained.rounds[:-1]) == (2 / 6 if isinstance(method, FullRound) else 0)
+    assert drained.metrics["pool/useful_token_share"] == pytest.approx(useful)
+    assert drained.useful == pytest.approx(10)
+    assert drained.seconds == drained.decode_steps == sum(steps)
+
+
+def test_a_row_by_hand():
+    plain = decode([[3], [1], [4], [2]], FullRound(2), 2, per_running=0, per_kv_token=0)
+    on_policy = SortedRound(2, 4, 1, "completion")
+    drained = decode([[3], [1], [4], [2]], on_policy, 2, per_running=0, per_kv_token=0)
+    cells = row("x", 2, [drained], [plain]).strip("| ").split(" | ")
+    # of 3, 1, 4 and 2, and one that is longer than 2, Kaplan and Meier's mean is 2.7
+    ratios = ["14.29%", "14.3% to 14.3%", "0.00%", "25.0%", "57%", "83.3%", "0.93"]
+    assert cells == ["2", "x", *ratios, "7", "+0.0%", "+0.0%"]
+    assert len(cells) == len(HEADER)
+
+
+def test_the_table_of_bubbles(monkeypatch, capsys):
+    for name, value in (("PROMPTS", 32), ("UPDATE", 8), ("LIMIT", 64)):
+        monkeypatch.setattr(bubbles, name, value)
+    argv = ["bubbles", "--pools", "2", "--slots", "8", "--median", "20", "--sigma", "1"]
+    monkeypatch.setattr("sys.argv", argv)
+    bubbles.main()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 pools of 32 completions; mean ")
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    recommended = {(row[1], row[0]): row[2:] for row in cells[1:5]}
+    at = {(row[1], int(row[0])): row for row in cells[6:]}
+    for mode, method in (("on_policy", "on-policy"), ("partial", "partial")):
+        by_pool, median, _ = recommended[mode, "5%"]
+        assert int(median) == min(map(int, by_pool.split(", ")))  # the lower one of two
+        assert float(at[method, int(median)][2].strip("%")) <= 5
+        assert at[method, 8][4] == "0.00%"
+    assert at["synchronous", 8][-2:] == ["+0.0%", "+0.0%"]
+
+
+def test_the_paper_says_how_long_its_completions_are():
+    lengths = np.concatenate([draw_lengths(seed, 1200, 1.1) for seed in range(8)])
+    assert (lengths <= 3000).mean() == pytest.approx(0.80, abs=0.02)
+    assert (lengths == 8192).mean() == pytest.approx(0.05, abs=0.015)

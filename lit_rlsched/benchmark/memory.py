@@ -80,7 +80,7 @@ def measure(
     most = settings.engine_slots(engine, spec, token_bytes, generations, prompt_tokens)
     spec = replace(spec, slots=most)
     engine.start(spec)
-    worker = RolloutWorker(engine, settings.admission(engine, spec, token_bytes, limit, False))
+    worker = RolloutWorker(engine, settings.admission(engine, spec, token_bytes, limit, "fifo"))
     controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
     worker.start_trace()
     group = Group(

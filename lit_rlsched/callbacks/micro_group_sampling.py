@@ -46,8 +46,9 @@ class MicroGroupSampling(RolloutCallback):
         order: Which waiting completion goes first: `fifo`, in the order of the data;
             `shortest_first` or `longest_first`, by what `LengthPrediction` expects; `planned`:
             spread over the slots so that the last one ends early, then a slot without work steals
-            the shortest that has not started (the paper's two stages). By default `longest_first`
-            where there is a `LengthPrediction` and `fifo` where there is none, see below.
+            the shortest that has not started (the paper's two stages). By default `fifo` without
+            `LengthPrediction`, `longest_first` with it, see below, and with it and `SortedBatching`
+            `shortest_first`.
         epsilon: The plan ends at most this share later than the best, where it is small enough to
             be solved that closely.
 
@@ -92,11 +93,11 @@ class MicroGroupSampling(RolloutCallback):
             if value not in known:
                 allowed = ", ".join(repr(k) for k in known if k is not None)
                 raise ValueError(f"`{name}={value!r}` is unknown. Use one of {allowed}.")
-        if refill == "rounds" and order == "planned":
+        if refill == "rounds" and order in ("planned", "least_attained"):
             raise ValueError(
-                "`MicroGroupSampling(refill='rounds', order='planned')`: a plan is for slots that "
-                "are refilled. Use `refill='continuous'`, or `order='longest_first'`, which sorts "
-                "the micro groups."
+                f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order is for slots "
+                "that are refilled. Use `refill='continuous'`, or `order='longest_first'`, which "
+                "sorts the micro groups."
             )
         if not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
             raise ValueError(

@@ -35,7 +35,7 @@ class RolloutCallback(Callback):
     def on_completion_end(
         self, trainer: Trainer, pl_module: LightningModule, completion: Completion
     ) -> None:
-        """A completion is finished and scored."""
+        """A completion is finished and scored; with `SortedBatching` it may yet be drawn anew."""
 
     def on_group_end(self, trainer: Trainer, pl_module: LightningModule, group: Group) -> None:
         """All completions of a prompt are finished and scored."""

@@ -4,6 +4,7 @@ import math
 from typing import get_args
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
@@ -152,4 +153,12 @@ class SortedBatching(RolloutCallback):
                 f"`top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}`: the "
                 "engine's log-probs are then of a truncated distribution, which the trainer's do "
                 "not compare with. Draw from the whole one, or use `mode='on_policy'`."
+            )
+        settings = pl_module.hparams
+        plain = settings.get("old_logprobs") == "trainer" and not self.mask_stale_tokens
+        if plain and settings.get("importance_sampling_mode") is None:
+            rank_zero_warn(
+                "`SortedBatching(mode='partial')` with `importance_sampling_mode=None` trains "
+                "tokens of earlier policies as if the newest had drawn them. Set it to "
+                "'token_truncate', or `old_logprobs='engine'`, or `mask_stale_tokens=True`."
             )

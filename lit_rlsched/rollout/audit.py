@@ -17,6 +17,8 @@ class Attempt(NamedTuple):
 
     tokens: int
     finished: bool
+    first: bool = True
+    """Whether it was never thrown away before."""
 
 
 @dataclass(slots=True)
@@ -28,8 +30,15 @@ class Harvest:
     """They stay in the pool."""
     ran: list[Attempt]
     """Every completion of which something was drawn."""
-    discarded: list[Attempt]
-    """What was thrown away, to be drawn anew."""
+    unfinished: list[Attempt]
+    """What the end of the round threw away, to be drawn anew."""
+    stale: list[Attempt] = field(default_factory=list)
+    """What had been thrown away before it began, as too old."""
+
+    @property
+    def discarded(self) -> list[Attempt]:
+        """All that was thrown away."""
+        return [*self.stale, *self.unfinished]
 
 
 def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) -> list[Attempt]:
@@ -50,15 +59,15 @@ def settle(groups: Sequence[Group], policy: RoundPolicy, stale: Sequence[Attempt
     """
     ran = [attempt(c) for g in groups for c in g.completions if c.token_ids]
     trained, left = policy.settle(groups)
-    discarded = [*stale]
+    unfinished = []
     if policy.max_staleness == 0:
-        discarded += _restart(c for g in left for c in g.completions if c.token_ids)
-    return Harvest(trained, left, ran, discarded)
+        unfinished = _restart(c for g in left for c in g.completions if c.token_ids)
+    return Harvest(trained, left, ran, unfinished, list(stale))
 
 
 def attempt(completion: Completion) -> Attempt:
     """How far a completion came."""
-    return Attempt(len(completion.token_ids), completion.finished)
+    return Attempt(len(completion.token_ids), completion.finished, not completion.attempts)
 
 
 def _restart(completions: Iterable[Completion]) -> list[Attempt]:
@@ -89,10 +98,19 @@ def mean_length(attempts: Sequence[Attempt]) -> float:
 
 
 def length_bias(trained: Sequence[int], drawn: Sequence[Attempt]) -> float:
-    """Mean length trained on over mean length drawn: 1.0 where nothing biases it."""
+    """Mean length trained on over mean length drawn: 1.0 where nothing biases it.
+
+    Where some were cut short, lengths count up to what one in fifty came to: beyond,
+    there are too few to tell how long the others would have become.
+    """
     if not trained or not drawn:
         return 1.0
-    return fmean(trained) / mean_length(drawn)
+    most = max(a.tokens for a in drawn)
+    if not all(a.finished for a in drawn):
+        most = sorted(a.tokens for a in drawn)[int(0.98 * len(drawn))]
+        trained = [min(tokens, most) for tokens in trained]
+    cut = [Attempt(min(a.tokens, most), a.finished or a.tokens > most) for a in drawn]
+    return fmean(trained) / mean_length(cut)
 
 
 @dataclass(slots=True)
@@ -104,43 +122,43 @@ class PoolAudit:
     idle_slot_seconds: float = 0.0
     tokens: int = 0
     """Decoded."""
+    discarded_tokens: int = 0
     trained: list[int] = field(default_factory=list)
     """Length of each completion that was trained on."""
-    discarded: list[Attempt] = field(default_factory=list)
+    first: list[Attempt] = field(default_factory=list)
+    """How each went when it was drawn for the first time."""
 
-    def add(self, harvest: Harvest, trained: Iterable[int], trace: RolloutTrace) -> None:
-        """Take in a round and the lengths that are trained on of it."""
+    def add(self, harvest: Harvest, trace: RolloutTrace) -> None:
+        """Take in a round."""
         self.rounds += 1
         slot_seconds = trace.slots * trace.seconds
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
         self.tokens += trace.tokens
-        self.trained += trained
-        self.discarded += harvest.discarded
+        self.discarded_tokens += sum(a.tokens for a in harvest.discarded)
+        ended = [attempt(c) for group in harvest.trained for c in group.completions]
+        self.trained += (a.tokens for a in ended)
+        self.first += (a for a in (*ended, *harvest.discarded) if a.first)
 
     def metrics(self) -> dict[str, float]:
-        """`pool/*`: rounds, bubble ratio with every drain included, useful tokens, length bias."""
-        drawn = [*self.discarded, *(Attempt(tokens, True) for tokens in self.trained)]
-        discarded = sum(a.tokens for a in self.discarded)
+        """`pool/*`: rounds, bubble ratio with every drain included, useful tokens, length bias.
+
+        The bias is that of what is trained on against first draws: what was thrown away and drawn
+        anew counts as long as it had become, and more, the first time, and not again.
+        """
         return {
             "pool/rounds": self.rounds,
             "pool/bubble_ratio": self.idle_slot_seconds / (self.slot_seconds or 1.0),
-            "pool/useful_token_share": 1 - discarded / max(1, self.tokens),
-            "pool/trained_over_drawn_length": length_bias(self.trained, drawn),
+            "pool/useful_token_share": 1 - self.discarded_tokens / max(1, self.tokens),
+            "pool/trained_over_drawn_length": length_bias(self.trained, self.first),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and lists of them."""
-        return {
-            "rounds": self.rounds,
-            "slot_seconds": self.slot_seconds,
-            "idle_slot_seconds": self.idle_slot_seconds,
-            "tokens": self.tokens,
-            "trained": list(self.trained),
-            "discarded": [list(a) for a in self.discarded],
-        }
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return {**state, "trained": [*self.trained], "first": [list(a) for a in self.first]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "PoolAudit":
         """What `state_dict` described."""
-        return cls(**{**state, "discarded": [Attempt(*a) for a in state["discarded"]]})
+        return cls(**{**state, "first": [Attempt(*a) for a in state["first"]]})

@@ -90,6 +90,7 @@ class RolloutController:
         rows = [Row(g, c) for g in groups for c in g.completions]
         self._state = RoundState(len(groups), len(rows))
         self._undecoded = {g.id: len(g.completions) for g in groups}
+        self.worker.admission.turns = not policy.discards(self._state)
         try:
             for row in rows:
                 if row.completion.finished:

@@ -131,10 +131,12 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """What was thrown away, how often prompts were begun, and what waits."""
     assert round.trace is not None
-    discarded = sum(a.tokens for a in harvest.discarded)
+    stale = sum(a.tokens for a in harvest.stale)
+    discarded = stale + sum(a.tokens for a in harvest.unfinished)
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
-        "rollout/useful_token_share": 1 - discarded / max(1, round.trace.tokens),
+        # what is stale was drawn in earlier rounds
+        "rollout/useful_token_share": 1 - discarded / max(1, round.trace.tokens + stale),
         "rollout/discarded_tokens": discarded,
         "rollout/restarts": len(harvest.discarded),
         "rollout/attempts/mean": fmean(attempts),

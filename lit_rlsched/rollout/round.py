@@ -73,12 +73,19 @@ def cells(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, columns
 
 
-def check_rewards(round: Round, weights: Sequence[float]) -> None:
+def check_rewards(round: Round, weights: Sequence[float], enough: int) -> None:
     """Stop a run from which nothing can be learned.
+
+    Args:
+        round: Drawn and scored.
+        weights: Of the reward functions.
+        enough: Completions that are too many to have failed by chance.
 
     Raises:
         RuntimeError: no completion of the round has a reward.
     """
+    if len(round.completions) < enough:
+        return
     if reward_matrix(round.groups, weights).isnan().all():
         raise RuntimeError(
             f"None of the {len(round.completions)} completions of round {round.number} has a "

@@ -24,18 +24,22 @@ class SlotSettings:
     order: Order | None = None
     epsilon: float = 0.1
 
-    def resolved_order(self, predicted: bool) -> Order:
+    def resolved_order(self, predicted: bool, early: bool = False) -> Order:
         """The order, chosen by measurement where the user did not.
+
+        Args:
+            predicted: Whether lengths are predicted.
+            early: Whether rounds end before all is decoded: what is begun late is then put off.
 
         Raises:
             ValueError: the order needs predictions and there are none.
         """
         if self.order is None:
-            return "longest_first" if predicted else "fifo"
-        if self.order != "fifo" and not predicted:
+            return ("shortest_first" if early else "longest_first") if predicted else "fifo"
+        if self.order not in ("fifo", "least_attained") and not predicted:
             raise ValueError(
                 f"`MicroGroupSampling(order={self.order!r})` needs to know how long completions "
-                "become. Add the callback `LengthPrediction()`, or use `order='fifo'`."
+                "become. Add the callback `LengthPrediction()`, or use `order='least_attained'`."
             )
         return self.order
 
@@ -70,9 +74,9 @@ class SlotSettings:
         spec: EngineSpec,
         token_bytes: int,
         max_completion_length: int,
-        predicted: bool,
+        order: Order,
     ) -> Admission:
-        """The admission in front of a started engine.
+        """The admission in front of a started engine; `order` is the resolved one.
 
         Raises:
             ValueError: the engine's cache is too small for the slots or for one completion.
@@ -92,7 +96,6 @@ class SlotSettings:
             budget = CacheBudget(tokens, block, max(block, -(-max_completion_length // LEASES)))
         elif capacity is not None and self != SlotSettings():
             self._check_capacity(capacity, spec.slots, whole, token_bytes)
-        order = self.resolved_order(predicted)
         return Admission(spec.slots, self.refill, order, self.epsilon, budget)
 
     def _check_capacity(self, capacity: int, slots: int, whole: int, token_bytes: int) -> None:

@@ -3,12 +3,17 @@
 The offline stage of Infinite Sampling's scheduler (arXiv 2506.22950). Slots are identical
 machines, completions are jobs, a job takes as many decode steps as the completion is long, and the
 plan keeps the makespan small: the step in which the last slot is done. That is P||Cmax.
+
+And how many slots a pool of SortedRL keeps busy, when nobody plans and all wait in turn.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from lit_rlsched.scheduling.rounds import Mode
 
 # What `plan_makespan` may spend: pairs of jobs that are looked at for a swap (nanoseconds each),
 # and loads in the states of the search (some 50 ns each).
@@ -143,6 +148,144 @@ def plan_makespan(
         if found is not None:
             plans.append(_queues(found, order, slots))
     return min(plans, key=lambda plan: makespan(plan, lengths, loads))
+
+
+def recommend_slots(
+    lengths: Steps | Sequence[Sequence[float]],
+    update: int,
+    bubble_ratio: float = 0.05,
+    mode: Mode = "on_policy",
+) -> int:
+    """The most slots that idle no more than this over a pool of SortedRL, its last drain included.
+
+    Equation 4 of arXiv 2603.23414 with `slots` as Q and a decode step as the unit of time, for
+    `SortedRound` and `fifo` admission; see `pool_bubble_ratio`. More slots than completions are
+    not considered.
+
+    In `partial` mode the result is exact: what runs goes on in the next round, so that a pool
+    decodes as if there were no rounds, and more slots never make it end later. Hence a number that
+    idles too much rules out all below it that would, with as many steps, idle too much as well.
+
+    In `on_policy` mode what is thrown away changes with the slots and the ratio may jump, if only a
+    little. Bisection finds a number that keeps to the target while one slot more does not.
+
+    Whatever the order of the pool, in `partial` mode the result is at least
+    `1 + bubble_ratio / (1 - bubble_ratio) * sum(lengths) / max(lengths)`, rounded down.
+
+    Args:
+        lengths: Tokens of each completion in the order of the pool, drawn under any schedule that
+            trains on all it draws: flat where a completion stands for itself, and a row for each
+            group `[P, G]` where only whole groups are trained on.
+        update: How many end a round: of completions if `lengths` is flat, else of groups.
+        bubble_ratio: Share of all slot-time that may idle.
+        mode: See `SortedRound`.
+
+    Raises:
+        ValueError: `bubble_ratio` is not in [0, 1), or see `pool_bubble_ratio`.
+    """
+    if not 0 <= bubble_ratio < 1:
+        raise ValueError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
+    groups = _groups(lengths, update)
+
+    def idles(slots: int) -> float:
+        return _bubble_ratio(groups, update, slots, mode)
+
+    most = sum(map(len, groups))
+    if idles(most) <= bubble_ratio:
+        return most
+    if mode == "partial":
+        while (now := idles(most)) > bubble_ratio:
+            as_long = most * (1 - now) / (1 - bubble_ratio)  # slots that idle enough in these steps
+            most = max(1, min(most - 1, math.floor(as_long * (1 + _ROUNDING))))
+        return most
+    least = 1  # never idles
+    while most - least > 1:
+        middle = (least + most) // 2
+        if idles(middle) <= bubble_ratio:
+            least = middle
+        else:
+            most = middle
+    return least
+
+
+def pool_bubble_ratio(
+    lengths: Steps | Sequence[Sequence[float]], update: int, slots: int, mode: Mode = "on_policy"
+) -> float:
+    """Idle slot-steps over all slot-steps of a pool of SortedRL, its last drain included.
+
+    What `SortedRound` does with `fifo` admission where a completion is as long whenever it is
+    drawn. Slot-steps whose tokens are then thrown away are not idle.
+
+    Args:
+        lengths: See `recommend_slots`.
+        update: See `recommend_slots`.
+        slots: Most completions that decode at once.
+        mode: See `SortedRound`.
+
+    Raises:
+        ValueError: `update` or `slots` is less than 1, or `lengths` is empty, has more than two
+            dimensions, or has a length that is not finite or less than 1.
+    """
+    _check_slots(slots)
+    return _bubble_ratio(_groups(lengths, update), update, slots, mode)
+
+
+def _bubble_ratio(groups: list[list], update: int, slots: int, mode: Mode) -> float:
+    steps: float = 0
+    busy: float = 0
+    if mode == "partial":  # what runs goes on in the next round, so that rounds change nothing
+        jobs = [length for group in groups for length in group]
+        ends = jobs[:slots]
+        heapq.heapify(ends)
+        for length in jobs[slots:]:
+            heapq.heapreplace(ends, ends[0] + length)
+        steps, busy, groups = max(ends), sum(jobs), []
+    while groups:
+        now, drawn, groups = _on_policy_round(groups, update, slots)
+        steps, busy = steps + now, busy + drawn
+    return (slots * steps - busy) / (slots * steps)
+
+
+def _on_policy_round(
+    groups: list[list], update: int, slots: int
+) -> tuple[float, float, list[list]]:
+    """Steps of a round, slot-steps in which something ran, and the groups to draw anew."""
+    jobs = [(steps, i) for i, group in enumerate(groups) for steps in group]
+    lacks = [len(group) for group in groups]
+    # the end, whose it is, the start
+    running: list[tuple[float, int, float]] = [(steps, i, 0) for steps, i in jobs[:slots]]
+    waiting = iter(jobs[slots:])
+    heapq.heapify(running)
+    now: float = 0
+    busy: float = 0
+    done = 0
+    while running and (done < update or running[0][0] == now):
+        now, i, start = running[0]
+        busy += now - start
+        lacks[i] -= 1
+        done += not lacks[i]
+        if following := next(waiting, None):
+            heapq.heapreplace(running, (now + following[0], following[1], now))
+        else:
+            heapq.heappop(running)
+    busy += sum(now - start for _, _, start in running)
+    return now, busy, [group for group, lack in zip(groups, lacks, strict=True) if lack]
+
+
+def _groups(lengths: Steps | Sequence[Sequence[float]], update: int) -> list[list]:
+    """A list for each of what is trained on as a whole."""
+    if update < 1:
+        raise ValueError(f"`update={update}`: use 1 or more.")
+    rows = np.asarray(lengths)
+    if not rows.size or rows.ndim > 2:
+        raise ValueError(
+            f"`lengths` has the shape {rows.shape}: give one for each completion, or a row of them "
+            "for each group."
+        )
+    steps = _steps("lengths", rows.reshape(-1))
+    if (least := steps.min()) < 1:
+        raise ValueError(f"`lengths` has {least}: a completion has 1 token or more.")
+    return steps.reshape(len(rows), -1).tolist()
 
 
 def _list_schedule(jobs: np.ndarray, busy: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from lit_rlsched.rollout.types import Request
 from lit_rlsched.scheduling.planning import plan_makespan
 
-Order = Literal["fifo", "shortest_first", "longest_first", "planned"]
+Order = Literal["fifo", "least_attained", "shortest_first", "longest_first", "planned"]
 
 REPLAN_SHARE = 1 / 8
 """Share of the waiting requests that must be new or newly estimated before a plan is made anew:
@@ -124,10 +124,23 @@ class SortedQueue:
         """Take everything out."""
         self._waiting, self._entries, self._heap = {}, {}, []
 
+    def _key(self, request: Request) -> float:
+        return self._sign * (request.expected or 0.0)
+
     def _enter(self, request: Request, arrival: int) -> None:
-        entry = self._sign * (request.expected or 0.0), arrival
+        entry = self._key(request), arrival
         self._waiting[request.id], self._entries[request.id] = request, entry
         heapq.heappush(self._heap, (entry, request.id))
+
+
+class LeastAttainedQueue(SortedQueue):
+    """By tokens drawn so far, the fewest first, then by arrival."""
+
+    def __init__(self) -> None:
+        super().__init__(longest=False)
+
+    def _key(self, request: Request) -> float:
+        return len(request.prefix_ids)
 
 
 class PlannedQueue:
@@ -198,4 +211,6 @@ def waiting_queue(order: Order, epsilon: float) -> WaitingQueue:
     """The queue of an order."""
     if order == "planned":
         return PlannedQueue(epsilon)
+    if order == "least_attained":
+        return LeastAttainedQueue()
     return FifoQueue() if order == "fifo" else SortedQueue(longest=order == "longest_first")

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from lit_rlsched.rollout.types import Completion, Group
@@ -29,21 +30,33 @@ class RoundState:
 class RoundPolicy(ABC):
     """Decides which prompts a round takes, when it is over, and what becomes of the rest."""
 
+    update_prompts: int
+    """Prompts that a round trains on, unless fewer are left, or more are ready at once."""
     max_staleness: int | None = 0
     """Policy versions that may lie between a completion's first token and the round: an older one
     is begun anew. 0: every token of a round is of one version; `None`: no limit."""
+    ends_early = False
+    """Whether rounds end before all that they may decode is decoded."""
 
     @abstractmethod
     def fresh_prompts(self, pool: int) -> int:
         """How many prompts to draw from the source, given how many wait in the pool."""
 
     @abstractmethod
-    def most_prompts(self, pool: int) -> int:
-        """How many prompts of the pool, from its front, the round may decode."""
+    def most_prompts(self) -> int:
+        """Prompts that a round may decode, at most."""
+
+    @abstractmethod
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        """The groups that the round may decode, from the front of the pool."""
 
     @abstractmethod
     def done(self, state: RoundState) -> bool:
         """Whether the round has what it needs, asked after each step while some still decode."""
+
+    def discards(self, state: RoundState) -> bool:
+        """Whether the end of the round may throw away what was drawn."""
+        return False
 
     def settle(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         """Split a round's groups into those that are trained on and those that stay in the pool."""
@@ -58,15 +71,19 @@ class FullRound(RoundPolicy):
     """
 
     def __init__(self, prompts_per_round: int) -> None:
-        self.prompts_per_round = prompts_per_round
+        self.update_prompts = prompts_per_round
 
     def fresh_prompts(self, pool: int) -> int:
         """As many as the pool lacks."""
-        return max(0, self.prompts_per_round - pool)
+        return max(0, self.update_prompts - pool)
 
-    def most_prompts(self, pool: int) -> int:
+    def most_prompts(self) -> int:
         """Those of a round."""
-        return self.prompts_per_round
+        return self.update_prompts
+
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        """Those of a round."""
+        return pool[: self.update_prompts]
 
     def done(self, state: RoundState) -> bool:
         """Not before everything is decoded."""
@@ -106,26 +123,41 @@ class SortedRound(RoundPolicy):
     ) -> None:
         self.update_prompts = update_prompts
         self.pool_prompts = pool_prompts
-        self.update_completions = update_prompts * num_generations
+        self.num_generations = num_generations
         self.unit = unit
         self.max_staleness = 0 if mode == "on_policy" else max_staleness
-        self.oversubscribe = oversubscribe
+        self._raced = pool_prompts
+        if oversubscribe is not None:
+            self._raced = min(pool_prompts, math.ceil(oversubscribe * update_prompts))
+        self.ends_early = update_prompts < self._raced
 
     def fresh_prompts(self, pool: int) -> int:
         """A whole pool, once the last one is empty."""
         return 0 if pool else self.pool_prompts
 
-    def most_prompts(self, pool: int) -> int:
-        """All of the pool, or what `oversubscribe` allows."""
-        if self.oversubscribe is None:
-            return pool
-        return math.ceil(self.oversubscribe * self.update_prompts)
+    def most_prompts(self) -> int:
+        """All of a pool, or what `oversubscribe` allows."""
+        return self._raced
+
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        """The same; of prompts that were trained on in part, as many as make up for it."""
+        sizes = [len(group.completions) for group in pool]
+        most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
+        return [group for group, n in zip(pool, before, strict=False) if n < most]
 
     def done(self, state: RoundState) -> bool:
         """When an update's worth is decoded."""
         if self.unit == "completion":
-            return state.completions_decoded >= self.update_completions
+            return state.completions_decoded >= self.update_prompts * self.num_generations
         return state.groups_decoded >= self.update_prompts
+
+    def discards(self, state: RoundState) -> bool:
+        """On-policy, where more is decoded than makes an update."""
+        if self.unit == "completion":
+            more = state.completions > self.update_prompts * self.num_generations
+        else:
+            more = state.groups > self.update_prompts
+        return more and self.max_staleness == 0
 
     def settle(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         """What has finished, and the rest, both in the order of the pool."""

@@ -13,6 +13,7 @@ from lit_rlsched.callbacks import (
     MicroGroupSampling,
     RolloutCallback,
     RolloutLogger,
+    SortedBatching,
 )
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax
@@ -139,7 +140,7 @@ def test_a_state_that_no_checkpoint_can_hold(fit):
 @pytest.mark.parametrize("callbacks", [[MicroGroupSampling(slots=3), MicroGroupSampling(slots=4)]])
 def test_two_of_a_kind(fit, callbacks):
     with pytest.raises(
-        MisconfigurationException, match="2 callbacks that decide .*`MicroGroupSampling` and"
+        MisconfigurationException, match=r"2 callbacks that decide .*`MicroGroupSampling` and"
     ):
         fit(callbacks=callbacks)
 
@@ -177,3 +178,23 @@ def test_an_oracle_replays_a_run(fit, tmp_path):
         assert a.metrics["length_prediction/mae"] == 0
         assert a.metrics["length_prediction/rank_correlation"] == pytest.approx(1)
         assert a.metrics["rollout/steps_over_lower_bound"] < 1.1
+
+
+class Spy(PromptHistory):
+    """Keeps the lengths it learns from."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths = []
+
+    def observe(self, rows):
+        self.lengths += [len(row.completion.token_ids) for row in rows]
+        super().observe(rows)
+
+
+def test_what_is_thrown_away_is_learned_from_at_its_length(fit):
+    spy = Spy()
+    callbacks = [SortedBatching(pool_rounds=3), LengthPrediction(spy), MicroGroupSampling(slots=9)]
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 3})
+    assert len(spy.lengths) > data.counters["num_completions"] == 48
+    assert min(spy.lengths) > 0

@@ -1,13 +1,15 @@
 import io
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
 from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
 
 floats = st.floats(-1e3, 0, allow_nan=False)
+extras = st.sampled_from([{}, {"n": 1}, {"answer": [None, "x", 0.5], "nested": {"y": True}}])
+logs = st.sampled_from([{}, {"spread": [0.5]}, {"": [], "b": [-1.0, 2.5]}])
 
 
 @st.composite
@@ -22,6 +24,9 @@ def completions(draw, index, scored):
         finish_reason=draw(st.sampled_from([None, "stop", "length"])),
         scores=draw(st.none() | st.lists(st.none() | floats, min_size=2, max_size=2)),
         advantage=draw(floats),
+        attempts=draw(st.integers(0, 9)),
+        extra=draw(extras),
+        logged=draw(logs),
         dropped=draw(st.sampled_from([None, "nonfinite_logprob"])),
     )
     if scored:
@@ -44,13 +49,18 @@ def pools(draw):
     ]
 
 
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@settings(deadline=None)
 @given(pools())
 def test_pack_and_unpack(groups):
     prompts = {g.prompt.uid: g.prompt for g in groups}
-    file = io.BytesIO()
-    torch.save(pack(groups), file)
-    file.seek(0)
-    assert unpack(torch.load(file, weights_only=True), prompts.__getitem__) == groups
+    assert unpack(saved(pack(groups)), prompts.__getitem__) == groups
 
 
 def test_the_pool_survives_a_checkpoint():
@@ -71,3 +81,85 @@ def test_a_completion_keeps_the_version_of_each_token():
     completion.take(Event("x", [6], [-4.0], "stop"), version=5)
     assert completion.version_spans == [(4, 3), (5, 1)]
     assert completion.finish_reason == "stop"
+
+
+def partial_pool():
+    """One that is half drawn after two attempts, its sibling done and scored, and a blank group."""
+    prompts = {name: Prompt(name, f"prompt {name}", (1, 2)) for name in "abc"}
+    half = Completion(0, [5, 6, 7], [-0.5, -0.25, -2.0], [(3, 1), (5, 2)], attempts=2)
+    done = Completion(
+        1,
+        [8, 1],
+        [-1.5, -0.125],
+        [(5, 2)],
+        "stop",
+        scores=[1.0, None],
+        extra={"answer": [1, None, "x"], "nested": {"y": 0.5}},
+        logged={"spread": [0.5, 0.25]},
+        attempts=1,
+    )
+    dropped = Completion(1, [9] * 4, [-1.0] * 4, [(4, 4)], "length", dropped="nonfinite_logprob")
+    blank = [Completion(0), Completion(1, attempts=4)]
+    pool = RolloutBuffer()
+    for name, completions in (("a", [half, done]), ("b", blank), ("c", [dropped])):
+        pool.add(Group(f"{name}@0", prompts[name], Sampling(4, 0.5, 0.9, 7, 0.01), completions))
+    return pool, prompts
+
+
+def test_partial_completions_survive_a_checkpoint():
+    pool, prompts = partial_pool()
+    other = RolloutBuffer()
+    other.load_state_dict(saved(pool.state_dict()), prompts.__getitem__)
+    assert list(other) == list(pool) == list(partial_pool()[0])
+    half, done = next(iter(other)).completions
+    assert (half.attempts, half.version_spans, half.scored) == (2, [(3, 1), (5, 2)], False)
+    assert (done.scores, done.logged) == ([1.0, None], {"spread": [0.5, 0.25]})
+    assert done.extra == {"answer": [1, None, "x"], "nested": {"y": 0.5}}
+    half.take(Event("a@0/0", [1], [-0.75], "stop"), version=6)  # goes on, and not in the other
+    assert half.version_spans == [(3, 1), (5, 2), (6, 1)]
+    assert list(pool) == list(partial_pool()[0])
+
+
+def test_an_empty_pool_survives_a_checkpoint():
+    other = RolloutBuffer()
+    other.load_state_dict(saved(RolloutBuffer().state_dict()), {}.__getitem__)
+    assert len(other) == 0 and list(other) == []
+
+
+def test_what_is_left_keeps_its_place():
+    pool, prompts = partial_pool()
+    pool.add(Group("d@1", prompts["a"], Sampling(4), [Completion(0)]))
+    a, b, c, d = (group.copy() for group in pool)
+    b.completions = b.completions[1:]
+    pool.settle([a, b, c], left=[b])
+    assert [g.id for g in pool] == ["b@0", "d@1"]
+    assert next(iter(pool)) is b and list(pool)[1] == d
+    pool.add(a)
+    assert [g.id for g in pool] == ["b@0", "d@1", "a@0"]
+    pool.settle([b, d, a], left=[a, b])  # in whatever order
+    assert [g.id for g in pool] == ["b@0", "a@0"]
+
+
+def test_a_copy_goes_on_alone():
+    pool, _ = partial_pool()
+    for group in [group.copy() for group in pool]:
+        for completion in group.completions:
+            completion.take(Event("", [2, 2], [-3.0, -3.0], "length"), version=9)
+        group.completions.pop().restart()
+    assert list(pool) == list(partial_pool()[0])
+
+
+def test_a_restart_forgets_all_but_the_attempts():
+    pool, _ = partial_pool()
+    for group in pool:
+        for completion in group.completions:
+            tries = completion.attempts + (len(completion.token_ids) > 0)
+            completion.restart()
+            assert completion == Completion(completion.index, attempts=tries)
+
+
+def test_which_tokens_are_of_a_version():
+    half = Completion(0, [5, 6, 7], [-0.5, -0.25, -2.0], [(3, 1), (5, 2)])
+    assert [half.tokens_of(version) for version in (3, 4, 5, 6)] == [0, 0, 2, 0]
+    assert [half.staleness(version) for version in (3, 5, 8)] == [0, 2, 5]
+    assert (Completion(0).tokens_of(0), Completion(0).staleness(7)) == (0, 0)

@@ -11,6 +11,8 @@ SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))
 def test_the_default_order_needs_a_prediction():
     assert SlotSettings().resolved_order(predicted=False) == "fifo"
     assert SlotSettings().resolved_order(predicted=True) == "longest_first"
+    assert SlotSettings().resolved_order(predicted=True, early=True) == "shortest_first"
+    assert SlotSettings(order="longest_first").resolved_order(True, early=True) == "longest_first"
     assert SlotSettings(order="planned").resolved_order(predicted=True) == "planned"
     with pytest.raises(ValueError, match="LengthPrediction"):
         SlotSettings(order="planned").resolved_order(predicted=False)
@@ -36,14 +38,14 @@ def test_slots_of_an_engine():
 )
 def test_a_budget_is_the_smaller_of_the_users_and_the_engines(capacity, tokens):
     engine = SimulatedEngine(kv_block=1, kv_capacity=capacity)
-    admission = SlotSettings(memory_budget=1600).admission(engine, SPEC, 4, 160, False)
+    admission = SlotSettings(memory_budget=1600).admission(engine, SPEC, 4, 160, "fifo")
     assert admission.budget.tokens == tokens
     assert admission.budget.lease == 20
 
 
 def test_a_budget_for_fixed_slots():
     engine = SimulatedEngine(kv_block=None)
-    admission = SlotSettings(memory_budget=1600).admission(engine, SPEC, 4, 160, False)
+    admission = SlotSettings(memory_budget=1600).admission(engine, SPEC, 4, 160, "fifo")
     assert admission.budget is None and admission.slots == SPEC.slots
 
 
@@ -52,12 +54,12 @@ def test_a_budget_for_fixed_slots():
 def test_more_than_the_engine_has_room_for(settings, capacity, advice):
     engine = SimulatedEngine(kv_block=None, kv_capacity=capacity)
     with pytest.raises(ValueError, match=advice):
-        settings.admission(engine, SPEC, 4, 160, False)
+        settings.admission(engine, SPEC, 4, 160, "fifo")
 
 
 def test_nobody_who_asks_for_nothing_is_refused():
     engine = SimulatedEngine(kv_capacity=450)  # vLLM then makes room by preemption
-    assert SlotSettings().admission(engine, SPEC, 4, 160, False).slots == 8
+    assert SlotSettings().admission(engine, SPEC, 4, 160, "fifo").slots == 8
 
 
 def test_precision_of_the_cache(tiny_policy):

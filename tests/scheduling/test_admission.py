@@ -1,4 +1,6 @@
+import dataclasses
 from collections import Counter, deque
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -7,8 +9,11 @@ from hypothesis import strategies as st
 from lit_rlsched.rollout.types import Request, Sampling
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, slots_for_budget
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+from lit_rlsched.scheduling.queues import Order
 
-ORDERS = ["fifo", "shortest_first", "longest_first", "planned"]
+ORDERS = list(get_args(Order))
+WHOLE = [order for order in ORDERS if order != "least_attained"]
+"""Orders that let each in once and for all."""
 
 
 def requests(n, expected=None, limit=64):
@@ -91,7 +96,7 @@ def test_planned_with_exact_lengths_ends_with_the_plan_or_before(lengths, slots)
     assert len(running) >= lower_bound(lengths, slots)
 
 
-@given(some_lengths, st.integers(1, 8), st.sampled_from(ORDERS), st.data())
+@given(some_lengths, st.integers(1, 8), st.sampled_from(WHOLE), st.data())
 def test_wrong_or_missing_expectations_lose_nothing(lengths, slots, kind, data):
     anything = st.none() | st.floats(0, 1e9)
     expected = data.draw(st.lists(anything, min_size=len(lengths), max_size=len(lengths)))
@@ -271,6 +276,60 @@ def test_what_paused_goes_on_before_anything_new():
     first = {i: order.index(i) for i in order}
     last = {i: len(order) - 1 - order[::-1].index(i) for i in order}
     assert last["0"] < first["19"]
+
+
+class Turns:
+    """Decodes `lengths` in `least_attained` order, as controller and worker do."""
+
+    def __init__(self, lengths, slots, limit):
+        self.admission = Admission(slots, order="least_attained")
+        self.whole = [Request(str(i), [1], i, Sampling(limit)) for i in range(len(lengths))]
+        self.lengths, self.drawn = lengths, [0] * len(lengths)
+        self.steps = self.pauses = 0
+        self.admission.push(self.whole)
+
+    def run(self):
+        running = {}
+        while running or len(self.admission):
+            for request in self.admission.pop({r.id: 0 for r in running.values()}):
+                i = int(request.id)
+                assert len(request.prefix_ids) == self.drawn[i], "its tokens are lost"
+                running[i] = request
+            assert len(running) == self.admission.slots or not len(self.admission), "a slot idles"
+            self.steps += 1
+            for i in list(running):
+                self.drawn[i] += 1
+                if self.drawn[i] == self.lengths[i]:
+                    del running[i]
+                elif self.drawn[i] == running[i].limit:
+                    self.pauses += 1
+                    prefix = (7,) * self.drawn[i]
+                    self.admission.push([dataclasses.replace(self.whole[i], prefix_ids=prefix)])
+                    del running[i]
+        assert self.drawn == self.lengths
+        return self.steps
+
+
+@given(some_lengths, st.integers(1, 8), st.integers(20, 40))
+def test_taking_turns_loses_nothing_and_idles_nowhere(lengths, slots, limit):
+    turns = Turns(lengths, slots, limit)
+    assert lower_bound(lengths, slots) / 2 <= turns.run() <= sum(lengths)
+    if len(lengths) <= slots:
+        assert turns.pauses == 0
+
+
+def test_turns_bring_the_long_to_their_end_together():
+    # the long one comes last: nine take turns until the others are done, and half of it is left
+    lengths = [32] * 8 + [64]
+    _, fifo = run(Admission(4), lengths)
+    assert len(fifo) == 64 + 64
+    assert Turns(lengths, 4, 64).run() == 9 * 32 // 4 + 32
+
+
+def test_nobody_takes_turns_where_what_has_begun_may_be_thrown_away():
+    turns = Turns([64] * 6, 2, 64)
+    turns.admission.turns = False
+    assert turns.run() == 192 and turns.pauses == 0
 
 
 def test_slots_for_budget():

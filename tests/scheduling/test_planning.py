@@ -4,11 +4,20 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lit_rlsched.benchmark.bubbles import bubble_ratio, decode
 from lit_rlsched.scheduling import planning
-from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+from lit_rlsched.scheduling.planning import (
+    longest_first,
+    lower_bound,
+    makespan,
+    plan_makespan,
+    pool_bubble_ratio,
+    recommend_slots,
+)
+from lit_rlsched.scheduling.rounds import SortedRound
 
 whole = st.integers(0, 50)
 fractions = st.floats(0, 1000)
@@ -213,6 +222,103 @@ def test_within_three_percent_of_the_bound(n, slots, seed):
     assert makespan(plan_makespan(lengths, slots), lengths) <= 1.03 * lower_bound(lengths, slots)
 
 
+modes = st.sampled_from(["on_policy", "partial"])
+targets = st.sampled_from([0.0, 0.03, 0.05, 0.2, 0.5])
+
+
+@st.composite
+def pools(draw):
+    """Lengths of groups, and how many prompts an update takes."""
+    width = draw(st.integers(1, 3))
+    group = st.lists(st.integers(1, 12), min_size=width, max_size=width)
+    lengths = draw(st.lists(group, min_size=1, max_size=12))
+    return lengths, draw(st.integers(1, len(lengths)))
+
+
+def flat(lengths):
+    return [length for group in lengths for length in group]
+
+
+@settings(deadline=None)
+@given(pools(), modes, st.sampled_from(["group", "completion"]), st.integers(1, 14))
+@example(([[2], [1], [1], [3]], 1), "on_policy", "completion", 2)  # two end in one step
+@example(([[3, 1], [1, 3], [2, 2]], 1), "on_policy", "group", 3)  # a finished one is drawn again
+def test_bubble_ratio_is_that_of_the_controller(pool, mode, unit, slots):
+    lengths, update = pool
+    policy = SortedRound(update, len(lengths), len(lengths[0]), unit, mode)
+    drained = decode(lengths, policy, slots, step_time_base=1.0, per_running=0, per_kv_token=0)
+    if unit == "completion":
+        lengths, update = flat(lengths), update * len(lengths[0])
+    ratio = pool_bubble_ratio(lengths, update, slots, mode)
+    assert ratio == bubble_ratio(drained.rounds)
+    assert ratio == pytest.approx(drained.metrics["pool/bubble_ratio"], rel=1e-12)
+
+
+@settings(deadline=None)
+@given(pools(), modes, targets)
+def test_recommended_slots_idle_no_more_than_that(pool, mode, target):
+    lengths, update = pool
+    most = len(flat(lengths))
+    slots = recommend_slots(lengths, update, target, mode)
+    fits = [pool_bubble_ratio(lengths, update, q, mode) <= target for q in range(1, most + 1)]
+    assert fits[slots - 1]
+    assert slots == most or not fits[slots]
+    if mode == "partial":
+        assert not any(fits[slots:])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), targets, st.integers(1, 10))
+@example([1] * 19 + [19], 0.5, 1)  # the longest last: 37 of 3 * 25 idle
+def test_slots_that_are_sure_in_any_order(lengths, target, update):
+    sure = 1 + target / (1 - target) * sum(lengths) / max(lengths) * (1 - 1e-12)
+    assert recommend_slots(lengths, update, target, "partial") >= min(len(lengths), int(sure))
+
+
+@settings(deadline=None)
+@given(st.permutations(range(1, 25)), targets, st.sampled_from([4, 6, 8, 12]))
+def test_slots_that_are_sure_on_policy(lengths, target, update):
+    # whole updates: none idles but the last, as long as there are no more slots than that
+    sure = int(1 + target / (1 - target) * sum(lengths) / max(lengths) * (1 - 1e-12))
+    for slots in range(1, min(sure, update) + 1):
+        assert pool_bubble_ratio(lengths, update, slots, "on_policy") <= target
+
+
+def test_bubble_ratio_by_hand():
+    # 3 and 1 run, then 4 for 2 steps; 4 goes on or begins anew, beside 2
+    assert pool_bubble_ratio([3, 1, 4, 2], 2, 2, "partial") == 0
+    assert pool_bubble_ratio([3, 1, 4, 2], 2, 2, "on_policy") == 2 / 14
+    assert pool_bubble_ratio([[3, 1], [4, 2]], 1, 2, "on_policy") == 2 / 14
+    assert pool_bubble_ratio([3, 1, 4, 2], 4, 2, "on_policy") == 0  # one round
+    assert pool_bubble_ratio([3, 1, 4, 2], 4, 8, "on_policy") == 22 / 32  # slots without any
+
+
+def test_recommended_slots_by_hand():
+    for mode in ("on_policy", "partial"):
+        assert recommend_slots([7], 1, 0.0, mode) == 1
+        assert recommend_slots([5] * 12, 12, 0.0, mode) == 12  # alike: none waits for another
+        assert recommend_slots([5] * 12, 3, 0.0, mode) == 12
+        assert recommend_slots([1, 1, 1, 9], 4, 0.0, mode) == 1
+        assert recommend_slots([1, 1, 1, 9], 4, 0.49, mode) == 2  # 11 steps, 10 of 22 idle
+        assert recommend_slots([9, 1, 1, 1], 4, 0.49, mode) == 2  # 9 steps, 6 of 18 idle
+        assert recommend_slots([9, 1, 1, 1], 4, 0.34, mode) == 2
+        assert recommend_slots([9, 1, 1, 1], 4, 0.9, mode) == 4
+        assert recommend_slots(np.array([[9, 1], [1, 1]]), 1, 0.34, mode) >= 1
+    # as much as the target is not too much
+    assert pool_bubble_ratio([1] * 19, 19, 10, "partial") == 0.05
+    assert recommend_slots([2, 1], 2, 0.25, "partial") == 2
+    assert recommend_slots([2, 1], 2, 0.24, "partial") == 1
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+def test_slots_for_four_thousand_completions(mode):
+    lengths = np.ceil(np.random.default_rng(0).lognormal(math.log(1200), 1.1, 4096)).clip(max=8192)
+    slots = recommend_slots(lengths, 1024, 0.05, mode)
+    ratios = [pool_bubble_ratio(lengths, 1024, q, mode) for q in range(slots - 1, slots + 8)]
+    assert ratios[1] <= 0.05 < min(ratios[2:])
+    assert recommend_slots(lengths.reshape(-1, 8), 128, 0.05, mode) == pytest.approx(slots, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -228,6 +334,14 @@ def test_within_three_percent_of_the_bound(n, slots, seed):
         (lambda: plan_makespan([1], 2, loads=[0, -1]), r"`loads\[1\]=-1`"),
         (lambda: plan_makespan([1], 2, loads=[0]), "`loads` has 1 values for 2 slots: give one"),
         (lambda: lower_bound([1], 1, []), "`loads` has 0 values for 1 slots"),
+        (lambda: recommend_slots([1], 1, 1.0), "`bubble_ratio=1.0`: use 0 or more, and less"),
+        (lambda: recommend_slots([1], 1, -0.1), "`bubble_ratio=-0.1`"),
+        (lambda: recommend_slots([1], 0), "`update=0`: use 1 or more"),
+        (lambda: recommend_slots([], 1), r"`lengths` has the shape \(0,\): give one for each"),
+        (lambda: recommend_slots([[[1]]], 1), r"the shape \(1, 1, 1\)"),
+        (lambda: recommend_slots([2, 0], 1), "`lengths` has 0: a completion has 1 token or more"),
+        (lambda: recommend_slots([2, math.nan], 1), r"`lengths\[1\]=nan`"),
+        (lambda: pool_bubble_ratio([1], 1, 0), "`slots=0`: use 1 or more"),
         (lambda: makespan([[0], []], [1], [1]), "`loads` has 1 values for 2 slots"),
     ],
 )

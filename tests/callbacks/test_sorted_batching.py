@@ -1,0 +1,727 @@
+import csv
+from collections import Counter
+from importlib.util import find_spec
+from itertools import pairwise
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched.callbacks import (
+    LengthPrediction,
+    MicroBatchAccumulation,
+    MicroGroupSampling,
+    RNGState,
+    RolloutCallback,
+    SortedBatching,
+)
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.logprobs import completion_logprobs
+from lit_rlsched.losses import policy_loss
+from lit_rlsched.policy import load_policy
+
+SMALL = {
+    "prompts_per_round": 2,
+    "num_generations": 2,
+    "max_completion_length": 64,
+    "micro_batch_tokens": 256,
+}
+"""Few completions, long enough that about half of them end by themselves."""
+
+engines = pytest.mark.parametrize(
+    "engine",
+    [
+        TransformersEngine,
+        pytest.param(
+            VLLMEngine,
+            marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+        ),
+    ],
+)
+modes = pytest.mark.parametrize("mode", ["on_policy", "partial"])
+
+
+class Recorder(RolloutCallback):
+    """Keeps rounds, weights of each version, gradients before clipping, and what hooks saw."""
+
+    def __init__(self):
+        self.rounds, self.plans, self.pools, self.groups = [], [], [], []
+        self.weights, self.gradients, self.figures = {}, [], []
+
+    def on_round_start(self, trainer, pl_module, plan):
+        state = {k: v.clone() for k, v in pl_module.state_dict().items()}
+        self.weights[trainer.global_step] = state
+        self.plans.append([g.copy() for g in plan])
+
+    def on_group_end(self, trainer, pl_module, group):
+        self.groups.append((trainer.global_step, group.id))
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+        self.pools.append(len(trainer.datamodule.pool))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        grads = [p.grad for p in pl_module.parameters()]
+        self.gradients.append(torch.cat([g.flatten() for g in grads]).clone())
+
+    def on_train_batch_end(self, trainer, *args):
+        self.figures.append({k: v.item() for k, v in trainer.callback_metrics.items()})
+
+    @property
+    def trained(self):
+        """`(group, index)` of everything that was trained on, in order."""
+        return [(g.id, c.index) for r in self.rounds for g in r.groups for c in g.completions]
+
+    @property
+    def completions(self):
+        return [c for r in self.rounds for c in r.completions]
+
+
+def vector(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def module_of(model, weights):
+    module = GRPOModule(model)
+    module.configure_model()
+    module.load_state_dict(weights)
+    return module
+
+
+def log_probs(model, group, completion):
+    """Of a completion's tokens, `[C]`."""
+    prompt = group.prompt.token_ids
+    logp, _ = completion_logprobs(
+        model,
+        torch.tensor([[*prompt, *completion.token_ids]]),
+        torch.tensor([len(prompt)]),
+        torch.tensor([len(completion.token_ids)]),
+    )
+    return logp[0]
+
+
+def versions(completion):
+    """The policy version of each token."""
+    return [version for version, tokens in completion.version_spans for _ in range(tokens)]
+
+
+def check_pools(recorder, size, generations):
+    """Each prompt with all its completions exactly once a pool, and no pool before it is time."""
+    trained = recorder.trained
+    assert len(trained) == len(set(trained))
+    drawn, waiting, pools = set(), set(), 0
+    for plan, round, left in zip(recorder.plans, recorder.rounds, recorder.pools, strict=True):
+        asked = {(g.id, c.index) for g in plan for c in g.completions}
+        if not waiting:  # a new pool
+            assert not asked & drawn
+            assert {i for _, i in asked} == set(range(generations))
+            pools, waiting = pools + 1, asked
+            assert len(asked) == size * generations
+            drawn |= asked
+        assert asked <= waiting
+        done = {(g.id, c.index) for g in round.groups for c in g.completions}
+        assert done and done <= asked
+        waiting -= done
+        assert left == len({group for group, _ in waiting})
+    return pools, waiting
+
+
+# The synchronous run.
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: [],
+        lambda: [MicroGroupSampling(slots=3)],
+        lambda: [MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=4)],
+        lambda: [LengthPrediction()],
+    ],
+    ids=["alone", "slots", "slots and lengths", "lengths"],
+)
+def test_a_pool_of_one_round_is_the_synchronous_run(fit, others):
+    check_synchronous(fit, others, TransformersEngine)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_pool_of_one_round_is_the_synchronous_run_on_vllm(fit):
+    check_synchronous(fit, lambda: [MicroGroupSampling(slots=5)], VLLMEngine)
+
+
+def check_synchronous(fit, others, engine):
+    plain = Recorder()
+    _, module, data = fit(callbacks=[plain, *others()], engine=engine(), num_generations=2)
+    for mode in ("on_policy", "partial"):
+        sorted_ = Recorder()
+        batching = SortedBatching(pool_rounds=1, mode=mode)
+        _, same, again = fit(
+            callbacks=[sorted_, batching, *others()], engine=engine(), num_generations=2
+        )
+        assert torch.equal(vector(same), vector(module))
+        assert again.counters == data.counters
+        for a, b in zip(sorted_.rounds, plain.rounds, strict=True):
+            assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
+
+
+# Whose tokens they are.
+
+
+@engines
+def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, engine):
+    recorder = Recorder()
+    batching = SortedBatching(pool_rounds=4, mode="partial")
+    module = GRPOModule(tiny_model, learning_rate=1e-2)
+    fit(module, [recorder, batching], engine=engine(), trainer={"max_epochs": 6}, **SMALL)
+    of = {v: module_of(tiny_model, weights) for v, weights in recorder.weights.items()}
+    spans, moved = Counter(), 0.0
+    for round in recorder.rounds:
+        for row in round.rows:
+            c, at = row.completion, versions(row.completion)
+            spans[len(c.version_spans)] += 1
+            assert len(at) == len(c.token_ids) == len(c.logprobs)
+            assert at == sorted(at) and at[-1] <= round.version
+            stored = torch.tensor(c.logprobs)
+            with torch.no_grad():
+                scored = {v: log_probs(of[v].model, row.group, c) for v in {*at, round.version}}
+            theirs = torch.stack([scored[v][i] for i, v in enumerate(at)])
+            torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-4)
+            stale = torch.tensor(at) < round.version
+            if stale.any():
+                gap = (stored - scored[round.version])[stale].abs().max().item()
+                moved = max(moved, gap)
+    assert max(spans) >= 3 and sum(n for k, n in spans.items() if k > 1) >= 4
+    assert moved > 0.1  # of another version they would have been others
+
+
+@engines
+def test_on_policy_every_token_is_of_the_newest_version(fit, tiny_model, engine):
+    recorder = Recorder()
+    module = GRPOModule(tiny_model, learning_rate=1e-2)
+    callbacks = [recorder, SortedBatching(pool_rounds=3)]
+    fit(module, callbacks, engine=engine(), trainer={"max_epochs": 4}, **SMALL)
+    for round in recorder.rounds:
+        model = module_of(tiny_model, recorder.weights[round.version]).model
+        for row in round.rows:
+            c = row.completion
+            assert c.version_spans == [(round.version, len(c.token_ids))]
+            with torch.no_grad():
+                now = log_probs(model, row.group, c)
+            torch.testing.assert_close(torch.tensor(c.logprobs), now, rtol=0, atol=1e-4)
+    assert all(not c.token_ids for p in recorder.plans for g in p for c in g.completions)
+    begun_again = [c.attempts for c in recorder.completions]
+    assert max(begun_again) >= 1
+    assert min(r.metrics["rollout/useful_token_share"] for r in recorder.rounds) < 1
+
+
+def test_no_token_is_older_than_allowed(fit):
+    recorder, free = Recorder(), Recorder()
+    settings = {**SMALL, "num_generations": 3, "prompts_per_round": 1, "max_completion_length": 96}
+    for callback, most in ((recorder, 1), (free, None)):
+        batching = SortedBatching(pool_rounds=5, mode="partial", max_staleness=most)
+        callbacks = [callback, batching, MicroGroupSampling(slots=8)]
+        _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
+        assert (data.counters["num_discarded_tokens"] > 0) == (most is not None)
+    ages = [
+        [r.version - v for r in rec.rounds for c in r.completions for v in versions(c)]
+        for rec in (recorder, free)
+    ]
+    assert max(ages[0]) == 1 < max(ages[1])
+    assert max(c.attempts for c in recorder.completions) > 0
+    assert all(c.attempts == 0 for c in free.completions)
+    restarts = sum(r.metrics["rollout/restarts"] for r in recorder.rounds)
+    assert restarts > 0
+    check_pools(recorder, 5, 3)
+
+
+# Conservation.
+
+
+@modes
+@pytest.mark.parametrize("advantage", ["group", "reinforce++"])
+def test_a_pool_is_trained_on_before_the_next_is_drawn(fit, tiny_model, sums, mode, advantage):
+    """Ten prompts in pools of six: a pass over the data ends inside of a pool."""
+    recorder = Recorder()
+    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage=advantage)
+    batching = SortedBatching(pool_rounds=3, mode=mode)
+
+    class Stop(RolloutCallback):
+        """After five pools: three passes over the data."""
+
+        pools = 0
+
+        def on_train_batch_end(self, trainer, *args):
+            self.pools += not len(trainer.datamodule.pool)
+            trainer.should_stop = self.pools == 5
+
+    _, _, data = fit(
+        module,
+        [recorder, batching, Stop()],
+        train_data=sums[:10],
+        trainer={"max_epochs": 40},
+        **SMALL,
+    )
+    pools, waiting = check_pools(recorder, 6, 2)
+    assert (pools, waiting) == (5, set())
+    visits = Counter(g.prompt.uid for r in recorder.rounds for g in r.groups for _ in g.completions)
+    assert len(visits) == 10 and set(visits.values()) == {3 * 2}
+    assert data.counters["num_completions"] == 60 == len(recorder.trained)
+    assert len(recorder.rounds) <= 5 * 3
+    assert len(recorder.rounds) > 5  # a pool takes several
+    for round in recorder.rounds:
+        if advantage == "group":
+            assert all(len(g.completions) == 2 for g in round.groups)
+        assert all(c.finished and c.scored for c in round.completions)
+
+
+@modes
+def test_an_update_takes_all_that_is_ready_and_the_last_what_is_left(fit, sums, mode):
+    """Completions of a few tokens tie, and a pool of fourteen is not made of fives."""
+    recorder = Recorder()
+    batching = SortedBatching(pool_rounds=7, update_prompts=5, mode=mode)
+    settings = {**SMALL, "max_completion_length": 12}
+    slots = MicroGroupSampling(slots=12)
+    fit(callbacks=[recorder, batching, slots], trainer={"max_epochs": 6}, **settings)
+    check_pools(recorder, 14, 2)
+    sizes = [len(r.groups) for r in recorder.rounds]
+    assert max(sizes) > 5 > min(sizes)
+    for size, left in zip(sizes, recorder.pools, strict=True):
+        assert size >= 5 or left == 0
+    steps = [len(r.rows) for r in recorder.rounds]
+    assert sum(steps) == 2 * sum(sizes)
+
+
+def test_a_group_leaves_as_a_whole_and_short_ones_first(fit):
+    recorder = Recorder()
+    batching = SortedBatching(pool_rounds=4, mode="partial")
+    fit(callbacks=[recorder, batching], trainer={"max_epochs": 4}, **SMALL)
+    assert recorder.pools[-1] == 0 or recorder.pools[0] > 0
+    longest = [max(len(c.token_ids) for c in g.completions) for g in recorder.rounds[0].groups]
+    later = [
+        max(len(c.token_ids) for c in g.completions)
+        for round, left in zip(recorder.rounds[1:], recorder.pools, strict=False)
+        for g in round.groups
+        if left
+    ]
+    assert max(longest) < max(later)
+    mean = [r.metrics["completions/mean_length"] for r in recorder.rounds]
+    assert mean[0] < mean[1]
+
+
+def test_oversubscribe_limits_what_decodes(fit):
+    recorder = Recorder()
+    batching = SortedBatching(pool_rounds=4, mode="partial", oversubscribe=1.5)
+    fit(callbacks=[recorder, batching], trainer={"max_epochs": 6}, **SMALL)
+    assert [len(plan) for plan in recorder.plans][:2] == [3, 3]
+    trained, waiting = [], []
+    for plan, round in zip(recorder.plans, recorder.rounds, strict=True):
+        trained += [(g.id, c.index) for g in round.groups for c in g.completions]
+        waiting.append(len(plan))
+    assert len(trained) == len(set(trained)) and max(waiting) == 3
+
+
+# Stopping and going on.
+
+
+@modes
+def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
+    def run(epochs, folder, ckpt_path=None):
+        recorder = Recorder()
+        batching = SortedBatching(pool_rounds=4, mode=mode)
+        save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
+        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
+        callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
+        _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
+        return recorder, vector(module), data
+
+    whole, weights, data = run(6, "whole")
+    first, _, _ = run(2, "part")
+    assert first.pools[-1] > 0
+    second, resumed, again = run(6, "part", tmp_path / "part" / "last.ckpt")
+    assert torch.equal(resumed, weights)
+    assert again.counters == data.counters
+    assert first.trained + second.trained == whole.trained
+    got = [*first.rounds, *second.rounds]
+    assert [r.number for r in got] == [r.number for r in whole.rounds]
+    names = [n for n in whole.rounds[0].metrics if not n.startswith("time/")]
+    for a, b in zip(got, whole.rounds, strict=True):
+        assert a.groups == b.groups
+        for name in names:
+            if "seconds" not in name and "per_second" not in name and "bubble" not in name:
+                assert a.metrics[name] == b.metrics[name], name
+        for name in ("pool/rounds", "pool/useful_token_share", "pool/trained_over_drawn_length"):
+            assert a.metrics.get(name) == b.metrics.get(name)
+    if mode == "partial":  # what was begun under the first Trainer ended under the second
+        assert any(c.token_ids for g in second.plans[0] for c in g.completions)
+
+
+@modes
+def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, tmp_path):
+    first = Recorder()
+    batching = SortedBatching(pool_rounds=4, mode=mode)
+    module = GRPOModule(tiny_model, learning_rate=1e-3)
+    _, module, data = fit(module, [first, batching], trainer={"max_epochs": 3}, **SMALL)
+    assert first.pools[-1] > 0
+    left = {(g.id, c.index) for g in data.pool for c in g.completions}
+    second = Recorder()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=5,
+        callbacks=[second, batching],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, datamodule=data)
+    assert [r.version for r in second.rounds] == [0, 1, 2, 3, 4]
+    asked = {(g.id, c.index) for g in second.plans[0] for c in g.completions}
+    assert asked == left  # that pool goes on
+    assert all(not c.token_ids for g in second.plans[0] for c in g.completions)
+    trained = first.trained + second.trained
+    assert len(trained) == len(set(trained))
+    of = {v: module_of(tiny_model, weights) for v, weights in second.weights.items()}
+    for round in second.rounds:
+        for row in round.rows:
+            at = versions(row.completion)
+            assert set(at) <= set(range(round.version + 1))
+            with torch.no_grad():
+                scored = {v: log_probs(of[v].model, row.group, row.completion) for v in set(at)}
+            theirs = torch.stack([scored[v][i] for i, v in enumerate(at)])
+            stored = torch.tensor(row.completion.logprobs)
+            torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-4)
+
+
+def test_fitting_on_goes_on_inside_of_the_pool(fit):
+    recorder = Recorder()
+    batching = SortedBatching(pool_rounds=4, mode="partial")
+    trainer, module, data = fit(callbacks=[recorder, batching, MicroGroupSampling(5)], **SMALL)
+    assert recorder.pools[-1] > 0
+    trainer.fit_loop.max_epochs = 6
+    trainer.fit(module, datamodule=data)
+    check_pools(recorder, 8, 2)
+    assert [r.number for r in recorder.rounds] == list(range(6))
+    assert any(c.token_ids for g in recorder.plans[2] for c in g.completions)
+
+
+def test_validation_inside_of_a_pool_changes_nothing_that_is_learned(fit, sums):
+    runs = []
+    for validation in ({}, {"val_data": sums[90:93], "val_num_generations": 2}):
+        recorder = Recorder()
+        batching = SortedBatching(pool_rounds=3, mode="partial")
+        settings = {**SMALL, **validation}
+        _, module, data = fit(
+            callbacks=[recorder, batching],
+            trainer={"max_epochs": 4},
+            **settings,
+        )
+        runs.append((recorder, vector(module), data.counters))
+    (plain, weights, counters), (validated, same, again) = runs
+    assert torch.equal(weights, same) and counters == again
+    assert [r.groups for r in plain.rounds] == [r.groups for r in validated.rounds]
+    assert any(plain.pools)
+
+
+@modes
+def test_several_iterations_and_a_limit_on_batches(fit, mode):
+    recorder = Recorder()
+    trainer, _, _ = fit(
+        callbacks=[recorder, SortedBatching(pool_rounds=3, mode=mode)],
+        num_iterations=3,
+        trainer={"max_epochs": 5, "limit_train_batches": 2},
+        **SMALL,
+    )
+    assert trainer.global_step == 10
+    assert [r.version for r in recorder.rounds] == [0, 2, 4, 6, 8]
+    check_pools(recorder, 6, 2)
+    for round in recorder.rounds:
+        for completion in round.completions:
+            assert set(versions(completion)) <= set(range(0, round.version + 1, 2))
+            assert len(completion.old_logprobs) == len(completion.token_ids)
+
+
+# What is learned.
+
+
+@pytest.mark.parametrize("generations", [1, 3])
+def test_reinforce_plus_plus_harvests_single_completions(fit, tiny_model, generations):
+    recorder = Recorder()
+    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage="reinforce++")
+    settings = {**SMALL, "prompts_per_round": 4, "num_generations": generations}
+    fit(module, [recorder, SortedBatching(pool_rounds=3)], trainer={"max_epochs": 5}, **settings)
+    check_pools(recorder, 12, generations)
+    sizes = [len(r.completions) for r in recorder.rounds]
+    assert sizes[0] >= 4 * generations
+    if generations > 1:
+        assert any(len(g.completions) < 3 for r in recorder.rounds for g in r.groups)
+    for round in recorder.rounds:
+        rewards = torch.tensor([c.scores[0] for c in round.completions], dtype=torch.float64)
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        expected = torch.zeros(1).double() if len(rewards) == 1 else expected
+        got = torch.tensor([c.advantage for c in round.completions], dtype=torch.float64)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    assert any(c.advantage for c in recorder.completions)
+
+
+def partial_gradients(fit, tiny_model, batching=None, **module):
+    """Gradients, rounds and weights of a run in which many tokens are stale."""
+    recorder = Recorder()
+    policy = GRPOModule(tiny_model, learning_rate=3e-3, **module)
+    batching = SortedBatching(pool_rounds=4, mode="partial", **(batching or {}))
+    settings = {**SMALL, "num_generations": 3}
+    callbacks = [recorder, batching, MicroGroupSampling(slots=8)]
+    fit(policy, callbacks, trainer={"max_epochs": 4}, **settings)
+    assert sum(any(c.advantage for c in r.completions) for r in recorder.rounds) >= 3
+    assert len({v for c in recorder.completions for v, _ in c.version_spans}) >= 3
+    return recorder
+
+
+def hand_loss(recorder, tiny_model, term):
+    """The losses by `term(logp, completion, version)` of each row, and their gradients."""
+    for round, gradient, figures in zip(
+        recorder.rounds, recorder.gradients, recorder.figures, strict=True
+    ):
+        module = module_of(tiny_model, recorder.weights[round.version])
+        terms = [
+            term(log_probs(module.model, r.group, r.completion), r.completion, round.version)
+            for r in round.rows
+        ]
+        yield round, module, torch.cat(terms), gradient, figures
+
+
+def check_gradient(loss, module, gradient):
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in module.parameters()])
+    torch.testing.assert_close(
+        gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()) + 1e-9
+    )
+
+
+def test_masked_stale_tokens_are_no_part_of_the_loss(fit, tiny_model):
+    recorder = partial_gradients(fit, tiny_model, {"mask_stale_tokens": True})
+
+    def fresh(logp, completion, version):
+        return -completion.advantage * logp[torch.tensor(versions(completion)) == version]
+
+    stale = 0
+    for round, module, terms, gradient, _ in hand_loss(recorder, tiny_model, fresh):
+        stale += sum(len(c.token_ids) for c in round.completions) - len(terms)
+        check_gradient(terms.sum() / len(terms), module, gradient)
+    assert stale > 50
+
+
+def test_without_the_mask_they_are(fit, tiny_model):
+    recorder = partial_gradients(fit, tiny_model, importance_sampling_mode=None)
+
+    def every(logp, completion, version):
+        return -completion.advantage * logp
+
+    for _, module, terms, gradient, _ in hand_loss(recorder, tiny_model, every):
+        check_gradient(terms.sum() / len(terms), module, gradient)
+
+
+def test_the_ratio_to_the_engines_log_probs(fit, tiny_model):
+    recorder = partial_gradients(
+        fit, tiny_model, old_logprobs="engine", importance_sampling_mode=None
+    )
+    assert recorder.rounds[0].metrics["staleness/max"] == 0
+    clipped = []
+
+    def surrogate(logp, completion, version):
+        ratio = (logp - torch.tensor(completion.logprobs)).exp()
+        a = completion.advantage
+        return -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+
+    for round, module, terms, gradient, figures in hand_loss(recorder, tiny_model, surrogate):
+        loss = terms.sum() / len(terms)
+        assert figures["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        check_gradient(loss, module, gradient)
+        trained = [row for row in round.rows if row.completion.advantage]
+        outside = tokens = 0
+        with torch.no_grad():
+            for row in trained:
+                c = row.completion
+                ratio = (log_probs(module.model, row.group, c) - torch.tensor(c.logprobs)).exp()
+                out = ratio > 1.2 if c.advantage > 0 else ratio < 0.8
+                outside, tokens = outside + out.sum().item(), tokens + len(out)
+        assert figures["clip_ratio/region_mean"] == pytest.approx(outside / tokens, abs=1e-6)
+        clipped.append(outside)
+    assert clipped[0] == 0 < max(clipped)
+
+
+def test_rloo_in_partial_mode(fit, tiny_model):
+    """The reference's log-probs and those of the trainer are of the round's weights."""
+    recorder = Recorder()
+    module = RLOOModule(tiny_model, learning_rate=1e-3, beta=0.5)
+    callbacks = [recorder, SortedBatching(pool_rounds=4, mode="partial")]
+    fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
+    assert any(len(c.version_spans) > 1 for c in recorder.completions)
+    for round in recorder.rounds:
+        model = module_of(tiny_model, recorder.weights[round.version]).model
+        rewards = []
+        for row in round.rows:
+            c = row.completion
+            with torch.no_grad():
+                now = log_probs(model, row.group, c)
+            torch.testing.assert_close(torch.tensor(c.old_logprobs), now, rtol=0, atol=1e-4)
+            rewards.append(c.scores[0] - 0.5 * (sum(c.old_logprobs) - sum(c.ref_logprobs)))
+        first, second = torch.tensor(rewards).view(-1, 2).T
+        expected = torch.stack([first - second, second - first], 1).flatten()
+        got = torch.tensor([c.advantage for c in round.completions])
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+class Plain(LightningModule):
+    """As a user may have it: automatic optimization, no notion of rollouts."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.lm = load_policy(model)
+
+    def training_step(self, batch, batch_idx):
+        logp, _ = completion_logprobs(
+            self.lm, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
+        )
+        return policy_loss(
+            logp,
+            batch.advantages,
+            batch.completion_mask,
+            old_logp=batch.old_logp,
+            rollout_logp=batch.rollout_logp,
+            step_sequences=batch.step_sequences,
+            step_tokens=batch.step_tokens,
+        ).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("mask_stale_tokens", [False, True])
+def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model, mask_stale_tokens):
+    double = {"precision": "64-true", "max_epochs": 4}
+    clipped = {**double, "gradient_clip_val": 1.0}
+
+    def batching():
+        return SortedBatching(3, mode="partial", mask_stale_tokens=mask_stale_tokens)
+
+    theirs, recorder = Recorder(), Recorder()
+    callbacks = [theirs, batching(), MicroBatchAccumulation()]
+    trainer, plain, _ = fit(Plain(tiny_model), callbacks, trainer=clipped, **SMALL)
+    ours = GRPOModule(tiny_model, learning_rate=1e-3)
+    reference, ours, _ = fit(ours, [recorder, batching()], trainer=double, **SMALL)
+    assert trainer.global_step == reference.global_step == 4
+    assert theirs.trained == recorder.trained
+    assert any(len(c.version_spans) > 1 for c in theirs.completions)
+    torch.testing.assert_close(vector(plain.lm), vector(ours.model), rtol=0, atol=1e-6)
+
+
+# What is logged, and which hooks fire.
+
+
+@modes
+@pytest.mark.parametrize("advantage", ["group", "reinforce++"])
+def test_a_group_ends_once_and_is_trained_on(fit, tiny_model, mode, advantage):
+    recorder = Recorder()
+    module = GRPOModule(tiny_model, advantage=advantage)
+    fit(module, [recorder, SortedBatching(3, mode=mode)], trainer={"max_epochs": 5}, **SMALL)
+    assert len(recorder.groups) == len(set(recorder.groups))
+    last = {g.id: r.version for r in recorder.rounds for g in r.groups}
+    waiting = {g.id for g in recorder.plans[-1]} - {g.id for g in recorder.rounds[-1].groups}
+    ended = {group: version for version, group in recorder.groups}
+    assert len(ended) == len(recorder.groups)
+    assert set(ended.items()) <= set(last.items())
+    if advantage == "group":
+        assert ended == last and not waiting & set(ended)
+    else:  # those of which nothing is left
+        partly = {group for group, n in Counter(g for g, _ in recorder.trained).items() if n < 2}
+        assert set(ended) == set(last) - partly
+
+
+@modes
+def test_figures_of_rounds_and_pools(fit, tmp_path, mode):
+    recorder, logger = Recorder(), CSVLogger(tmp_path)
+    batching = SortedBatching(pool_rounds=3, mode=mode)
+    slots = MicroGroupSampling(slots=8)
+    _, _, data = fit(
+        callbacks=[recorder, batching, slots],
+        trainer={"max_epochs": 7, "logger": logger, "log_every_n_steps": 1},
+        **SMALL,
+    )
+    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["rollout/round"]]
+    assert len(rows) == 7
+    figures = [{k: float(v) for k, v in row.items() if v} for row in rows]
+    ends = [i for i, left in enumerate(recorder.pools) if not left]
+    assert ends and [i for i, f in enumerate(figures) if "pool/rounds" in f] == ends
+    assert [figures[i]["pool/rounds"] for i in ends] == [b - a for a, b in pairwise([-1, *ends])]
+    start, discarded = 0, 0
+    for i, (f, round) in enumerate(zip(figures, recorder.rounds, strict=True)):
+        assert 0 <= f["rollout/bubble_ratio"] < 1 and f["rollout/slots"] == 8
+        assert f["rollout/pool_prompts"] == recorder.pools[i]
+        attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
+        assert f["rollout/attempts/mean"] == pytest.approx(sum(attempts) / len(attempts))
+        assert f["rollout/attempts/max"] == max(attempts)
+        assert f["rollout/trained_over_drawn_length"] > 0
+        share = 1 - f["rollout/discarded_tokens"] / f["rollout/tokens"]
+        assert f["rollout/useful_token_share"] == pytest.approx(share)
+        discarded += f["rollout/discarded_tokens"]
+        if mode == "partial":
+            ages = Counter(round.version - v for c in round.completions for v in versions(c))
+            shares = [f[f"staleness/{k}"] for k in range(8)]
+            assert sum(shares) + f["staleness/8+"] == pytest.approx(1)
+            assert shares == pytest.approx([ages[k] / ages.total() for k in range(8)])
+            assert f["staleness/max"] == max(ages)
+            assert f["rollout/useful_token_share"] == 1 and f["rollout/restarts"] == 0
+        else:
+            assert not any(name.startswith("staleness/") for name in f)
+        if i in ends:
+            pool = range(start, i + 1)
+            drawn = sum(figures[j]["rollout/tokens"] for j in pool)
+            kept = sum(len(c.token_ids) for j in pool for c in recorder.rounds[j].completions)
+            # every token that was drawn was trained on or thrown away
+            assert f["pool/useful_token_share"] == pytest.approx(kept / drawn)
+            assert 0 <= f["pool/bubble_ratio"] < 1
+            if mode == "partial":
+                assert f["pool/trained_over_drawn_length"] == 1
+            else:
+                assert 0 < f["pool/trained_over_drawn_length"] < 1
+            start = i + 1
+    assert data.counters["num_discarded_tokens"] == discarded
+    assert sum(r.metrics["rollout/discarded_tokens"] for r in recorder.rounds) == discarded
+    assert (discarded > 0) == (mode == "on_policy")
+    if mode == "partial":
+        assert max(f["staleness/max"] for f in figures) >= 1
+
+
+def test_with_a_memory_budget_and_predicted_lengths(fit, tiny_model):
+    recorder = Recorder()
+    callbacks = [
+        recorder,
+        SortedBatching(pool_rounds=3, mode="partial", oversubscribe=2),
+        MicroGroupSampling(memory_budget=6 * 512 * 96, order="shortest_first"),
+        LengthPrediction(probe_tokens=4),
+    ]
+    engine = VLLMEngine if find_spec("vllm") else TransformersEngine
+    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage="reinforce++")
+    fit(module, callbacks, engine=engine(), trainer={"max_epochs": 8}, **SMALL)
+    trained = recorder.trained
+    assert len(trained) == len(set(trained))
+    pools = [left for left in recorder.pools if not left]
+    assert pools and sum(r.metrics["rollout/pauses"] for r in recorder.rounds) > 0
+    assert sum(r.metrics["rollout/preemptions"] for r in recorder.rounds) == 0
+    end = len(recorder.pools) - recorder.pools[::-1].index(0)
+    done = [(g.id, c.index) for r in recorder.rounds[:end] for g in r.groups for c in g.completions]
+    assert len(done) == len(pools) * 6 * 2
+    of = {v: module_of(tiny_model, weights) for v, weights in recorder.weights.items()}
+    several = [r for rd in recorder.rounds for r in rd.rows if len(r.completion.version_spans) > 1]
+    assert several
+    for row in several:
+        at = versions(row.completion)
+        with torch.no_grad():
+            scored = {v: log_probs(of[v].model, row.group, row.completion) for v in set(at)}
+        theirs = torch.stack([scored[v][i] for i, v in enumerate(at)])
+        stored = torch.tensor(row.completion.logprobs)
+        torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-4)
