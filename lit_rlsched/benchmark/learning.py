@@ -22,6 +22,8 @@ from matplotlib.figure import Figure
 
 SORTED = ("--trainer.callbacks+=SortedBatching", "--trainer.callbacks.pool_rounds=4")
 PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
+SLOTS_64 = ("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=64")
+TURNS = "--trainer.callbacks.order=least_attained"
 UNCORRECTED = "--model.importance_sampling_mode=null"
 TRUNCATED = "--model.importance_sampling_mode=token_truncate"
 
@@ -39,6 +41,11 @@ VARIANTS = {
     "on_policy": Variant("on-policy", SORTED),
     "on_policy_single": Variant(
         "on-policy, reinforce++", (*SORTED, "--model.advantage=reinforce++")
+    ),
+    "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
+    "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
+    "64_partial": Variant(
+        "partial, truncated IS, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL, TRUNCATED)
     ),
     "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, UNCORRECTED)),
     "partial_ratio": Variant(
