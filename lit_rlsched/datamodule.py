@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import AutoTokenizer
@@ -20,6 +20,7 @@ from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.settings import (
     check_enough,
     check_lengths,
+    check_logprobs,
     check_probe,
     check_sampling,
     check_settings,
@@ -195,6 +196,8 @@ class RolloutDataModule(LightningDataModule):
         self._round_start = 0
         self._empty_steps = 0
         self._resumed: dict[str, Any] | None = None
+        self._run: Trainer | None = None
+        """Whose policy versions the round and the pool have."""
         self._session: RolloutSession | None = None
         self._source: PromptSource | None = None
         self._prompts = PromptSets([], {})
@@ -216,6 +219,8 @@ class RolloutDataModule(LightningDataModule):
             )
         if stage == "fit":
             check_siblings(self.num_generations, self._learner.needs_group)
+            if self._learner.needs_engine_logprobs:
+                check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for name in wanted.get(stage, ()):
             data = getattr(self, f"{name}_data")
@@ -249,8 +254,8 @@ class RolloutDataModule(LightningDataModule):
         self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close engine and workers."""
-        self.close()
+        """The same: Lightning does not tear down after one."""
+        self.teardown("")
 
     def close(self) -> None:
         """Close engine and workers; safe to call twice."""
@@ -275,10 +280,9 @@ class RolloutDataModule(LightningDataModule):
         if self._resumed is not None:
             self._restore(self._resumed)
             self._resumed = None
-        if self._cursor < 0:  # of another Trainer, which had gone further
-            self.current, self._round_start, self._audit = None, 0, PoolAudit()
-            for completion in (c for group in self.pool for c in group.completions):
-                completion.restart()  # its policy versions mean nothing here
+        elif self._run is not None and self._run is not self.trainer:
+            self._leave_run(self._run)
+        self._run = self.trainer
         if self._round_is_over:
             self.counters += self._untrained()
             self.num_rounds += 1
@@ -314,6 +318,25 @@ class RolloutDataModule(LightningDataModule):
         steps = range(self._cursor, self.steps_per_round)
         dropped = sum(len(self._optimizer_step(self.current, i).rows) for i in steps)
         return Counter({"dropped/limit_train_batches": dropped} if dropped else {})
+
+    def _leave_run(self, trainer: Trainer) -> None:
+        """Begin anew with the prompts of another Trainer's pool: its policy versions mean nothing.
+
+        What was left of its last round is dropped.
+        """
+        if self.current is not None:
+            taken = trainer.global_step - self._round_start + self._empty_steps
+            rows = sum(
+                len(self._optimizer_step(self.current, i).rows)
+                for i in range(taken, self.steps_per_round)
+            )
+            self.counters += Counter({"dropped/new_trainer": rows})
+            self.num_rounds += 1
+        self.current, self._round_start, self._empty_steps = None, 0, 0
+        self._audit = PoolAudit()
+        for completion in (c for group in self.pool for c in group.completions):
+            self.counters["num_discarded_tokens"] += len(completion.token_ids)
+            completion.restart()
 
     def _roll_out(self) -> Round:
         """Draw a round; until all of it is drawn and valued, its prompts stay in the pool."""

@@ -193,6 +193,11 @@ class PolicyModule(LightningModule):
         return self._hp.beta == 0
 
     @property
+    def needs_engine_logprobs(self) -> bool:
+        """Whether the clipped ratio is relative to what the engine recorded."""
+        return self._hp.old_logprobs == "engine"
+
+    @property
     def needs_group(self) -> bool:
         """Whether a completion's advantage is relative to its siblings."""
         return True
@@ -239,7 +244,7 @@ class PolicyModule(LightningModule):
         """The micro-batch's share of its optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
         old_logp, rollout_logp = batch.old_logp, batch.rollout_logp
-        if self._hp.old_logprobs == "engine":
+        if self.needs_engine_logprobs:
             old_logp = rollout_logp
         output = policy_loss(
             logp,

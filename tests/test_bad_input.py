@@ -172,6 +172,11 @@ def test_an_order_without_predictions(fit, order):
         ),
         ({"mode": "partial"}, {"top_p": 0.9}, r"mode='partial'\)` with `top_p=0.9.*truncated"),
         (
+            {"mode": "partial", "max_staleness": 1},
+            {"num_iterations": 2},
+            r"max_staleness=1\)` with `num_iterations=2`.*Use 2 or more",
+        ),
+        (
             {"pool_rounds": 21},
             {},
             r"pool_rounds=21\)` loads 84 .*`train_data` holds 80. Use `pool_rounds=20` or less",
@@ -182,6 +187,13 @@ def test_an_order_without_predictions(fit, order):
 def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
     with pytest.raises(ValueError, match=message):
         fit(callbacks=[SortedBatching(**batching)], **settings)
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"engine": SimulatedEngine()}])
+def test_a_ratio_to_log_probs_that_are_not_there(fit, tiny_model, settings):
+    module = GRPOModule(tiny_model, old_logprobs="engine", importance_sampling_mode=None)
+    with pytest.raises(ValueError, match=r"`old_logprobs='engine'` with `(top_p|SimulatedEngine)"):
+        fit(module, **settings)
 
 
 def test_two_callbacks_that_end_rounds(fit):

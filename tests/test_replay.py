@@ -1,8 +1,17 @@
+import itertools
+
 import numpy as np
 import pytest
 
 from lit_rlsched.benchmark import bubbles
-from lit_rlsched.benchmark.bubbles import HEADER, bubble_ratio, decode, draw_lengths, row
+from lit_rlsched.benchmark.bubbles import (
+    HEADER,
+    METHODS,
+    bubble_ratio,
+    decode,
+    draw_lengths,
+    row,
+)
 from lit_rlsched.benchmark.record import read_recording, record
 from lit_rlsched.benchmark.replay import Schedule, least_steps, oracle, replay
 from lit_rlsched.benchmark.steps import SHAPES, Shape, learned, table
@@ -109,34 +118,61 @@ def test_a_pool_by_hand(method, steps, idle, useful):
     assert drained.seconds == drained.decode_steps == sum(steps)
 
 
+def test_turns_by_hand():
+    # turns of 2: each stops at 2; 8 has its second one with nobody waiting
+    turns = SortedRound(3, 3, 1, "completion", "partial")
+    drained = decode([[4], [4], [8]], turns, 2, "least_attained", limit=16)
+    assert (drained.decode_steps, drained.pauses, drained.recomputed) == (10, 3, 6)
+    fifo = decode([[4], [4], [8]], turns, 2, limit=16)
+    assert (fifo.decode_steps, fifo.pauses, fifo.recomputed, fifo.resumed) == (12, 0, 0, 0)
+    # 2 and 1 are done in step 2 and 3, with 7 at 2, then at 3: each time it is resumed
+    rounds = SortedRound(1, 3, 1, "completion", "partial")
+    later = decode([[2], [7], [1]], rounds, 2, "least_attained", limit=64)
+    assert [trace.decode_steps for trace in later.rounds] == [2, 1, 4]
+    assert (later.pauses, later.recomputed, later.resumed, later.stale) == (0, 0, 2 + 3, 3)
+
+
 def test_a_row_by_hand():
     plain = decode([[3], [1], [4], [2]], FullRound(2), 2, per_running=0, per_kv_token=0)
     on_policy = SortedRound(2, 4, 1, "completion")
     drained = decode([[3], [1], [4], [2]], on_policy, 2, per_running=0, per_kv_token=0)
     cells = row("x", 2, [drained], [plain]).strip("| ").split(" | ")
-    # of 3, 1, 4 and 2, and one that is longer than 2, Kaplan and Meier's mean is 2.7
-    ratios = ["14.29%", "14.3% to 14.3%", "0.00%", "25.0%", "57%", "83.3%", "0.93"]
-    assert cells == ["2", "x", *ratios, "7", "+0.0%", "+0.0%"]
+    figures = ["14.29%", "25.0%", "57%", "83.3%", "0", "0%", "0%", "0%", "7", "+0.0%"]
+    assert cells == ["2", "x", *figures]
     assert len(cells) == len(HEADER)
 
 
 def test_the_table_of_bubbles(monkeypatch, capsys):
     for name, value in (("PROMPTS", 32), ("UPDATE", 8), ("LIMIT", 64)):
         monkeypatch.setattr(bubbles, name, value)
-    argv = ["bubbles", "--pools", "2", "--slots", "8", "--median", "20", "--sigma", "1"]
+    argv = ["bubbles", "--pools", "2", "--slots", "4", "--median", "20", "--sigma", "1"]
     monkeypatch.setattr("sys.argv", argv)
     bubbles.main()
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("2 pools of 32 completions; mean ")
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    recommended = {(row[1], row[0]): row[2:] for row in cells[1:5]}
-    at = {(row[1], int(row[0])): row for row in cells[6:]}
-    for mode, method in (("on_policy", "on-policy"), ("partial", "partial")):
-        by_pool, median, _ = recommended[mode, "5%"]
+    names = [method.name for method in METHODS]
+    recommended = {(row[0], row[1]): row[2:] for row in cells[1:9]}
+    assert list(recommended) == list(itertools.product(["5%", "3%"], names[2:]))
+    for (target, _), (by_pool, median, ratio, _, _) in recommended.items():
         assert int(median) == min(map(int, by_pool.split(", ")))  # the lower one of two
-        assert float(at[method, int(median)][2].strip("%")) <= 5
-        assert at[method, 8][4] == "0.00%"
-    assert at["synchronous", 8][-2:] == ["+0.0%", "+0.0%"]
+        assert float(ratio.strip("%")) <= int(target.strip("%"))
+    assert cells[9] == HEADER
+    at = {row[1]: dict(zip(HEADER, row, strict=True)) for row in cells[10:]}
+    assert list(at) == names
+    assert at["synchronous"]["tokens/s"] == "+0.0%"
+    for name, figures in at.items():
+        assert (figures["pauses"] != "0") == ("turns" in name)
+        assert (figures["useful tokens"] == "100.0%") == ("on-policy" not in name)
+        assert (figures["after updates"] != "0%") == ("partial" in name)
+        assert (figures["stale tokens"] != "0%") == ("partial" in name)
+        if "synchronous" not in name:  # all that idles, idles in the last round
+            last = [
+                float(figures[n].strip("%")) for n in ("in the last round", "its share of steps")
+            ]
+            assert last[0] * last[1] / 100 == pytest.approx(
+                float(figures["bubble ratio"].strip("%")), rel=0.05
+            )
 
 
 def test_the_paper_says_how_long_its_completions_are():

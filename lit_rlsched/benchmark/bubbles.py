@@ -4,15 +4,16 @@
 
 Deterministic: pools of drawn lengths go through the controller, the round policy and the admission
 of a run, on the simulated engine. A completion is as long whenever it is drawn, as in the paper's
-own comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens).
+own comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens). `turns` is the
+admission order `least_attained`; without it completions are let in as they came.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from statistics import fmean, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,21 +24,30 @@ from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.planning import recommend_slots
+from lit_rlsched.scheduling.planning import PoolOrder, recommend_slots
 from lit_rlsched.scheduling.rounds import FullRound, Mode, RoundPolicy, SortedRound
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
 """Of a pool, of an update; tokens of a completion."""
 TARGETS = (0.05, 0.03)
-MODES: tuple[Mode, ...] = ("on_policy", "partial")
-METHODS: dict[str, Callable[[], RoundPolicy]] = {
-    "synchronous": lambda: FullRound(UPDATE),
-    "on-policy": lambda: SortedRound(UPDATE, PROMPTS, 1, "completion", "on_policy"),
-    "partial": lambda: SortedRound(UPDATE, PROMPTS, 1, "completion", "partial"),
-}
+RECOMMENDED = ["target", "", "slots, by pool", "median", "bubble ratio", "steps", "the bound"]
+HEADER = [
+    "slots",
+    "",
+    "bubble ratio",
+    "in the last round",
+    "its share of steps",
+    "useful tokens",
+    "pauses",
+    "recomputed after pauses",
+    "after updates",
+    "stale tokens",
+    "steps",
+    "tokens/s",
+]
 
 
 @dataclass
@@ -47,6 +57,11 @@ class Drained:
     rounds: list[RolloutTrace]
     metrics: dict[str, float]
     """`pool/*`, the bubble ratio by the engine's clock."""
+    resumed: int
+    """Tokens of earlier rounds, each time a round went on after them: a new policy's cache of them
+    is to be computed."""
+    stale: int
+    """Tokens that were trained on under a later policy than the one that drew them."""
 
     @property
     def decode_steps(self) -> int:
@@ -64,6 +79,17 @@ class Drained:
         return sum(t.tokens for t in self.rounds)
 
     @property
+    def pauses(self) -> int:
+        """Turns that ended before their completion did."""
+        return sum(t.pauses for t in self.rounds)
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens before a pause, each time it was over: computed again, unless still cached."""
+        prompts = sum(len(t.spans["request"]) for t in self.rounds)  # of one token each
+        return sum(t.total("prefill_tokens") for t in self.rounds) - prompts - self.resumed
+
+    @property
     def useful(self) -> float:
         """Tokens that were trained on."""
         return self.metrics["pool/useful_token_share"] * self.tokens
@@ -76,7 +102,12 @@ def draw_lengths(seed: int, median: float, sigma: float) -> list[int]:
 
 
 def decode(
-    lengths: Sequence[Sequence[int]], policy: RoundPolicy, slots: int, **costs: Any
+    lengths: Sequence[Sequence[int]],
+    policy: RoundPolicy,
+    slots: int,
+    order: PoolOrder = "fifo",
+    limit: int = LIMIT,
+    **costs: Any,
 ) -> Drained:
     """Draw prompts until all are trained on.
 
@@ -84,13 +115,14 @@ def decode(
         lengths: Of each prompt's completions.
         policy: When rounds end, and how many prompts it takes at a time.
         slots: Most completions that decode at once.
+        order: In which they are let in.
+        limit: Most tokens of a completion.
         costs: Of the engine's step, see `SimulatedEngine`; its own defaults without them.
     """
-    limit = max(map(max, lengths))
     recorded = {f"{p}/{c}": n for p, group in enumerate(lengths) for c, n in enumerate(group)}
     engine = SimulatedEngine(lengths=recorded, stream=False, **costs)
     engine.start(EngineSpec("", slots=slots, max_model_len=limit + 1, eos_token_ids=(0,)))
-    worker = RolloutWorker(engine, Admission(slots))
+    worker = RolloutWorker(engine, Admission(slots, order=order))
     controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
     source = (
         Group(
@@ -103,20 +135,25 @@ def decode(
     )
     pool, audit = RolloutBuffer(), PoolAudit()
     traces: list[RolloutTrace] = []
+    resumed = stale = 0
     while True:
         for group in islice(source, policy.fresh_prompts(len(pool))):
             pool.add(group)
         if not len(pool):
-            return Drained(traces, audit.metrics())
+            return Drained(traces, audit.metrics(), resumed, stale)
         version = len(traces)
         plan = policy.plan(list(pool))
-        stale = restart_stale(plan, version, policy)
+        dropped = restart_stale(plan, version, policy)
+        begun = {Row(g, c).id: len(c.token_ids) for g in plan for c in g.completions}
         traces.append(worker.start_trace())
         for _ in controller.run(plan, policy, version):
             pass
-        harvest = settle(plan, policy, stale)
+        harvest = settle(plan, policy, dropped)
         pool.settle(plan, harvest.left)
         audit.add(harvest, worker.trace)
+        resumed += sum(begun[ran] for ran in set(worker.trace.spans["request"]))
+        trained = [c for group in harvest.trained for c in group.completions]
+        stale += sum(len(c.token_ids) - c.tokens_of(version) for c in trained)
 
 
 def bubble_ratio(rounds: Iterable[RolloutTrace]) -> float:
@@ -126,63 +163,82 @@ def bubble_ratio(rounds: Iterable[RolloutTrace]) -> float:
     return (slot_steps - sum(t.busy_slot_steps for t in traces)) / slot_steps
 
 
-def recommendations(pools: Sequence[Sequence[int]]) -> tuple[str, list[int]]:
-    """The planner's slots for each pool, as Markdown; and the median of each row, once."""
-    lines = [
-        "| target | mode | slots, by pool | median | sure for any order of the pool |",
-        "|---|---|---|---|---|",
+class Method(NamedTuple):
+    """A way to draw a pool."""
+
+    name: str
+    mode: Mode | None = None
+    """Of `SortedRound`; `None`: round after round, each to its end."""
+    order: PoolOrder = "fifo"
+
+    @property
+    def policy(self) -> RoundPolicy:
+        """When a round ends."""
+        if self.mode is None:
+            return FullRound(UPDATE)
+        return SortedRound(UPDATE, PROMPTS, 1, "completion", self.mode)
+
+    def draw(self, pools: Sequence[Sequence[int]], slots: int) -> list[Drained]:
+        """Each pool, from its first round until it is empty."""
+        return [
+            decode([[n] for n in pool], self.policy, slots, self.order, LIMIT) for pool in pools
+        ]
+
+
+METHODS = (
+    Method("synchronous"),
+    Method("synchronous, turns", None, "least_attained"),
+    Method("on-policy", "on_policy"),
+    Method("on-policy, turns", "on_policy", "least_attained"),
+    Method("partial", "partial"),
+    Method("partial, turns", "partial", "least_attained"),
+)
+
+
+def recommendation(method: Method, target: float, pools: Sequence[Sequence[int]]) -> str:
+    """The planner's slots for each pool, and what their median comes to, as Markdown."""
+    assert method.mode is not None
+    slots = [
+        recommend_slots(pool, UPDATE, target, method.mode, method.order, LIMIT) for pool in pools
     ]
-    medians = set()
-    for mode, target in product(MODES, TARGETS):
-        slots = [recommend_slots(lengths, UPDATE, target, mode) for lengths in pools]
-        sure = [int(1 + target / (1 - target) * sum(p) / max(p)) for p in pools]
-        medians.add(median_low(slots))
-        lines.append(
-            f"| {target:.0%} | {mode} | {', '.join(map(str, slots))} | {median_low(slots)} | "
-            f"{min(sure)} to {max(sure)} |"
-        )
-    return "\n".join(lines), sorted(medians)
+    sure = [int(1 + target / (1 - target) * sum(pool) / max(pool)) for pool in pools]
+    drawn = method.draw(pools, median_low(slots))
+    cells = [
+        f"{target:.0%}",
+        method.name,
+        ", ".join(map(str, slots)),
+        str(median_low(slots)),
+        f"{bubble_ratio(trace for pool in drawn for trace in pool.rounds):.2%}",
+        f"{fmean(pool.decode_steps for pool in drawn):,.0f}",
+        f"{min(sure)} to {max(sure)}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def row(name: str, slots: int, pools: Sequence[Drained], plain: Sequence[Drained]) -> str:
     """A method at a number of slots over all pools, and its speed over `plain`'s, as Markdown."""
-    ratios = [bubble_ratio(pool.rounds) for pool in pools]
-    rounds = [trace for pool in pools for trace in pool.rounds]
     last = [pool.rounds[-1] for pool in pools]
-    before = [trace for pool in pools for trace in pool.rounds[:-1]]
     steps = sum(pool.decode_steps for pool in pools)
-    useful = sum(pool.useful for pool in pools) / sum(pool.tokens for pool in pools)
+    tokens, useful = sum(pool.tokens for pool in pools), sum(pool.useful for pool in pools)
     cells = [
         str(slots),
         name,
-        f"{bubble_ratio(rounds):.2%}",
-        f"{min(ratios):.1%} to {max(ratios):.1%}",
-        f"{bubble_ratio(before):.2%}",
+        f"{bubble_ratio(trace for pool in pools for trace in pool.rounds):.2%}",
         f"{bubble_ratio(last):.1%}",
         f"{sum(trace.decode_steps for trace in last) / steps:.0%}",
-        f"{useful:.1%}",
-        f"{fmean(pool.metrics['pool/trained_over_drawn_length'] for pool in pools):.2f}",
+        f"{useful / tokens:.1%}",
+        f"{fmean(pool.pauses for pool in pools):,.0f}",
+        f"{sum(pool.recomputed for pool in pools) / tokens:.0%}",
+        f"{sum(pool.resumed for pool in pools) / tokens:.0%}",
+        f"{sum(pool.stale for pool in pools) / useful:.0%}",
         f"{steps / len(pools):,.0f}",
-        f"{sum(pool.decode_steps for pool in plain) / steps - 1:+.1%}",
         f"{sum(p.seconds for p in plain) / sum(p.seconds for p in pools) - 1:+.1%}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-HEADER = [
-    "slots",
-    "",
-    "bubble ratio",
-    "by pool",
-    "before the last round",
-    "in the last round",
-    "its share of steps",
-    "useful tokens",
-    "trained / drawn length",
-    "steps of a pool",
-    "tokens/s, constant step",
-    "tokens/s, cost model",
-]
+def _print_header(names: Sequence[str]) -> None:
+    print("", f"| {' | '.join(names)} |", "|---" * len(names) + "|", sep="\n", flush=True)
 
 
 def main() -> None:
@@ -203,16 +259,17 @@ def main() -> None:
         f"{options.pools} pools of {PROMPTS} completions; mean {lengths.mean():.0f} tokens, "
         f"{(lengths <= 3000).mean():.1%} within 3,000, {(lengths == LIMIT).mean():.1%} at {LIMIT:,}"
     )
-    text, recommended = recommendations(pools)
-    print(
-        "", text, "", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|", sep="\n", flush=True
-    )
-    for slots in sorted({*recommended, *options.slots}):
+    _print_header(RECOMMENDED)
+    for target, method in product(TARGETS, METHODS):
+        if method.mode is not None:
+            print(recommendation(method, target, pools), flush=True)
+    _print_header(HEADER)
+    for slots in options.slots:
         plain: list[Drained] = []
-        for name, policy in METHODS.items():
-            drained = [decode([[n] for n in pool], policy(), slots) for pool in pools]
-            plain = plain or drained
-            print(row(name, slots, drained, plain), flush=True)
+        for method in METHODS:
+            drawn = method.draw(pools, slots)
+            plain = plain or drawn
+            print(row(method.name, slots, drawn, plain), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ class MicroGroupSampling(RolloutCallback):
         refill: `continuous` refills a slot as soon as it is free (continuous sampling), `rounds`
             only when all are (naive micro sampling groups).
         order: Which waiting completion goes first: `fifo`, in the order of the data;
+            `least_attained`, in turns of an eighth of `max_completion_length`, whoever has drawn
+            the fewest tokens first, so that what becomes long begins early though nobody predicts
+            it (except in rounds of `SortedBatching` that may throw away what has begun);
             `shortest_first` or `longest_first`, by what `LengthPrediction` expects; `planned`:
             spread over the slots so that the last one ends early, then a slot without work steals
             the shortest that has not started (the paper's two stages). By default `fifo` without

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.data.settings import check_logprobs
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.scheduling.rounds import Mode, SortedRound
 
@@ -125,7 +126,7 @@ class SortedBatching(RolloutCallback):
                 f"`SortedBatching(update_prompts={max(1, update // datamodule.steps_per_round)})`."
             )
         if self.mode == "partial":
-            self._check_logprobs(datamodule, pl_module)
+            self._check_partial(datamodule, pl_module)
         datamodule.round_policy = SortedRound(
             update,
             pool,
@@ -137,22 +138,15 @@ class SortedBatching(RolloutCallback):
         )
         datamodule.mask_stale_tokens = self.mask_stale_tokens
 
-    def _check_logprobs(self, datamodule: RolloutDataModule, pl_module: LightningModule) -> None:
-        """Partial mode weighs each token by the log-prob of the policy that drew it."""
-        sampling = datamodule.sampling
-        if not datamodule.engine.logprobs:
+    def _check_partial(self, datamodule: RolloutDataModule, pl_module: LightningModule) -> None:
+        """Each token is weighed by the log-prob of the policy that drew it."""
+        check_logprobs("`SortedBatching(mode='partial')`", datamodule.engine, datamodule.sampling)
+        steps = datamodule.num_iterations
+        if self.max_staleness is not None and self.max_staleness < steps:
             raise ValueError(
-                f"`SortedBatching(mode='partial')` with `{type(datamodule.engine).__name__}`: "
-                "tokens of earlier policies are trained against the log-probs they were drawn "
-                "with, which this engine does not give. Use `VLLMEngine` or `TransformersEngine`, "
-                "or `mode='on_policy'`."
-            )
-        if sampling.truncated:
-            raise ValueError(
-                "`SortedBatching(mode='partial')` with "
-                f"`top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}`: the "
-                "engine's log-probs are then of a truncated distribution, which the trainer's do "
-                "not compare with. Draw from the whole one, or use `mode='on_policy'`."
+                f"`SortedBatching(max_staleness={self.max_staleness})` with `num_iterations="
+                f"{steps}`: a round takes that many optimizer steps, so that nothing would be gone "
+                f"on with. Use {steps} or more, or `mode='on_policy'`."
             )
         settings = pl_module.hparams
         plain = settings.get("old_logprobs") == "trainer" and not self.mask_stale_tokens

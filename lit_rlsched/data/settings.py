@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rollout.types import Prompt, Sampling
 
 _LEAST = {
@@ -50,6 +51,27 @@ def check_siblings(num_generations: int, needs_group: bool) -> None:
         raise ValueError(
             f"`num_generations={num_generations}`: use 2 or more (a baseline needs a sibling), or "
             "`GRPOModule(advantage='reinforce++')`, which needs none."
+        )
+
+
+def check_logprobs(needed_by: str, engine: RolloutEngine, sampling: Sampling) -> None:
+    """Refuse to train against log-probs that the engine does not give.
+
+    Raises:
+        ValueError: names who needs them, what takes them away, and what to use instead.
+    """
+    if not engine.logprobs:
+        raise ValueError(
+            f"{needed_by} with `{type(engine).__name__}`: tokens are trained against the log-probs "
+            "they were drawn with, and this engine gives none. Use `VLLMEngine` or "
+            f"`TransformersEngine`, or do without {needed_by}."
+        )
+    if sampling.truncated:
+        raise ValueError(
+            f"{needed_by} with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
+            f"min_p={sampling.min_p}`: the engine's log-probs are then of a truncated "
+            "distribution, and the trainer's do not compare with them. Draw from the whole one, or "
+            f"do without {needed_by}."
         )
 
 

@@ -26,6 +26,8 @@ class Learner(Protocol):
     """Whether the advantages or the loss need the reference's log-probs."""
     skip_zero_advantage: bool
     """Whether a completion with zero advantage adds nothing to the gradient."""
+    needs_engine_logprobs: bool
+    """Whether the loss cannot do without the log-probs that the engine recorded."""
     needs_group: bool
     """Whether a completion's advantage is relative to its siblings, or to all of the update."""
 
@@ -44,6 +46,7 @@ class PlainLearner:
 
     needs_reference = False
     skip_zero_advantage = False
+    needs_engine_logprobs = False
     needs_group = True
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:

@@ -145,7 +145,7 @@ def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
 
 
 def staleness_metrics(rows: Sequence[Row], version: int, bins: int = 8) -> dict[str, float]:
-    """How many policy versions old the tokens that are trained on are.
+    """How old, in policy versions, the tokens of the completions that are trained on are.
 
     `staleness/k` is the share of tokens drawn `k` versions before `version`; the last bin has all
     that are older.

@@ -357,13 +357,16 @@ def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
         assert any(c.token_ids for g in second.plans[0] for c in g.completions)
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
 @modes
-def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, tmp_path):
+def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds, tmp_path):
     first = Recorder()
     batching = SortedBatching(pool_rounds=4, mode=mode)
     module = GRPOModule(tiny_model, learning_rate=1e-3)
-    _, module, data = fit(module, [first, batching], trainer={"max_epochs": 3}, **SMALL)
+    _, module, data = fit(module, [first, batching], trainer={"max_epochs": rounds}, **SMALL)
     assert first.pools[-1] > 0
+    begun = sum(len(c.token_ids) for g in data.pool for c in g.completions)
+    discarded = data.counters["num_discarded_tokens"]
     left = {(g.id, c.index) for g in data.pool for c in g.completions}
     second = Recorder()
     trainer = Trainer(
@@ -378,6 +381,9 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, tmp_pa
     )
     trainer.fit(module, datamodule=data)
     assert [r.version for r in second.rounds] == [0, 1, 2, 3, 4]
+    assert [r.number for r in first.rounds + second.rounds] == list(range(rounds + 5))
+    counted = second.rounds[0].metrics["num_discarded_tokens"]
+    assert counted == discarded + begun + second.rounds[0].metrics["rollout/discarded_tokens"]
     asked = {(g.id, c.index) for g in second.plans[0] for c in g.completions}
     assert asked == left  # that pool goes on
     assert all(not c.token_ids for g in second.plans[0] for c in g.completions)
@@ -725,3 +731,17 @@ def test_with_a_memory_budget_and_predicted_lengths(fit, tiny_model):
         theirs = torch.stack([scored[v][i] for i, v in enumerate(at)])
         stored = torch.tensor(row.completion.logprobs)
         torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-4)
+
+
+def test_settings_end_with_the_run_however_it_ends(fit):
+    class Fails(RolloutCallback):
+        def on_round_end(self, trainer, pl_module, round):
+            self.data = trainer.datamodule
+            raise RuntimeError("of the user's own")
+
+    fails = Fails()
+    batching = SortedBatching(mode="partial", mask_stale_tokens=True)
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        fit(callbacks=[batching, MicroGroupSampling(slots=3), fails])
+    assert not fails.data.mask_stale_tokens and not fails.data.round_policy.ends_early
+    assert fails.data.slot_settings.slots is None
