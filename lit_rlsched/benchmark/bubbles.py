@@ -27,7 +27,7 @@ from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.planning import PoolOrder, recommend_slots
+from lit_rlsched.scheduling.pools import PoolOrder, recommend_slots
 from lit_rlsched.scheduling.rounds import FullRound, Mode, RoundPolicy, SortedRound
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192

@@ -48,6 +48,7 @@ VARIANTS = {
         "partial, truncated IS, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL, TRUNCATED)
     ),
     "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, UNCORRECTED)),
+    "partial_sequence": Variant("partial, masked by sequence ratio", PARTIAL),
     "partial_ratio": Variant(
         "partial, clipped ratio", (*PARTIAL, UNCORRECTED, "--model.old_logprobs=engine")
     ),
