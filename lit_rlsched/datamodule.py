@@ -355,7 +355,8 @@ class RolloutDataModule(LightningDataModule):
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
-        if self.steps_per_epoch > 1 or learner.needs_reference:
+        plain = isinstance(learner, PlainLearner) and policy.off_policy
+        if self.steps_per_epoch > 1 or learner.needs_reference or plain:
             # the only step of a round needs none: its own forward pass gives the old log-probs
             score_round(
                 round, learner, self.micro_batch_tokens, trainer.precision_plugin.forward_context
@@ -364,7 +365,7 @@ class RolloutDataModule(LightningDataModule):
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
         round.metrics |= measure(round, harvest, self.rewards.names, self.rewards.weights, steps)
         round.metrics |= learned
-        if policy.max_staleness != 0:
+        if policy.off_policy:
             round.metrics |= staleness_metrics(round.rows, version)
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
@@ -415,6 +416,7 @@ class RolloutDataModule(LightningDataModule):
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
             skip_zero_advantage=self._learner.skip_zero_advantage,
+            off_policy=self.round_policy.off_policy,
             only_version=round.version if self.mask_stale_tokens else None,
         )
 

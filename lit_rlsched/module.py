@@ -74,9 +74,10 @@ class PolicyModule(LightningModule):
         importance_sampling_clip_max: Largest such ratio that is trusted.
         old_logprobs: What the clipped ratio is relative to: the `trainer`'s log-probs under the
             weights at the start of the round, or those that the `engine` recorded as it drew each
-            token, under whatever version it had then. With `engine` the ratio itself corrects for
-            tokens of earlier versions, as in SortedRL's partial mode (arXiv 2603.23414), and
-            `importance_sampling_mode` must be `None`.
+            token, under whatever version it had then. By default `engine` where a round has tokens
+            of several policies (`SortedBatching(mode="partial")`), else `trainer`. With `engine`
+            the ratio itself corrects for who drew a token, and `importance_sampling_mode` has no
+            part in it.
     """
 
     kl_in_loss = True
@@ -103,7 +104,7 @@ class PolicyModule(LightningModule):
         beta: float = 0.0,
         importance_sampling_mode: ImportanceSamplingMode | None = "sequence_mask",
         importance_sampling_clip_max: float = 3.0,
-        old_logprobs: Literal["trainer", "engine"] = "trainer",
+        old_logprobs: Literal["trainer", "engine"] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -126,14 +127,8 @@ class PolicyModule(LightningModule):
                 f"`loss_type='rloo'` has no KL term for `beta={beta}` to weigh. Use `RLOOModule`, "
                 "which charges the KL to the reward, or `beta=0`."
             )
-        if old_logprobs not in ("trainer", "engine"):
+        if old_logprobs not in ("trainer", "engine", None):
             raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
-        if old_logprobs == "engine" and importance_sampling_mode is not None:
-            raise ValueError(
-                "`old_logprobs='engine'` makes the clipped ratio the correction for what the "
-                f"engine drew; `importance_sampling_mode={importance_sampling_mode!r}` would have "
-                "no effect. Set it to `None`, or use `old_logprobs='trainer'`."
-            )
         for name, value, low in (
             ("learning_rate", learning_rate, 0.0),
             ("beta", beta, 0.0),
@@ -243,16 +238,17 @@ class PolicyModule(LightningModule):
     def loss(self, batch: MicroBatch) -> LossOutput:
         """The micro-batch's share of its optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
-        old_logp, rollout_logp = batch.old_logp, batch.rollout_logp
-        if self.needs_engine_logprobs:
-            old_logp = rollout_logp
+        old_logp: Tensor | None = batch.old_logp
+        rollout_logp: Tensor | None = None if batch.truncated_sampling else batch.rollout_logp
+        if self.needs_engine_logprobs or (batch.off_policy and self._hp.old_logprobs is None):
+            old_logp, rollout_logp = rollout_logp, None
         output = policy_loss(
             logp,
             batch.advantages,
             batch.completion_mask,
             old_logp=old_logp,
             ref_logp=batch.ref_logp,
-            rollout_logp=None if batch.truncated_sampling else rollout_logp,
+            rollout_logp=rollout_logp,
             step_sequences=batch.step_sequences,
             step_tokens=batch.step_tokens,
             max_completion_length=batch.max_completion_length,

@@ -115,10 +115,6 @@ def test_a_model_that_is_not_there(fit, model):
             r"scale_rewards='none'` has no effect on `advantage='reinforce\+\+'`",
         ),
         (lambda: GRPOModule("m", old_logprobs="rollout"), r"old_logprobs='rollout'` is unknown"),
-        (
-            lambda: GRPOModule("m", old_logprobs="engine"),
-            r"old_logprobs='engine'`.*importance_sampling_mode='sequence_mask'.*Set it to `None`",
-        ),
         (lambda: SortedBatching(pool_rounds=0), r"pool_rounds=0\)`: must be a whole number, 1 or"),
         (lambda: SortedBatching(pool_rounds=None), r"pool_rounds=None\)`: must be a whole number"),
         (lambda: SortedBatching(update_prompts=2.0), r"update_prompts=2.0\)`: must be a whole"),
@@ -191,7 +187,7 @@ def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"engine": SimulatedEngine()}])
 def test_a_ratio_to_log_probs_that_are_not_there(fit, tiny_model, settings):
-    module = GRPOModule(tiny_model, old_logprobs="engine", importance_sampling_mode=None)
+    module = GRPOModule(tiny_model, old_logprobs="engine")
     with pytest.raises(ValueError, match=r"`old_logprobs='engine'` with `(top_p|SimulatedEngine)"):
         fit(module, **settings)
 

@@ -24,8 +24,9 @@ SORTED = ("--trainer.callbacks+=SortedBatching", "--trainer.callbacks.pool_round
 PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
 SLOTS_64 = ("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=64")
 TURNS = "--trainer.callbacks.order=least_attained"
-UNCORRECTED = "--model.importance_sampling_mode=null"
-TRUNCATED = "--model.importance_sampling_mode=token_truncate"
+TRAINER = "--model.old_logprobs=trainer"
+UNCORRECTED = (TRAINER, "--model.importance_sampling_mode=null")
+TRUNCATED = (TRAINER, "--model.importance_sampling_mode=token_truncate")
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,18 @@ VARIANTS = {
     ),
     "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
     "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
-    "64_partial": Variant(
-        "partial, truncated IS, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL, TRUNCATED)
-    ),
-    "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, UNCORRECTED)),
-    "partial_sequence": Variant("partial, masked by sequence ratio", PARTIAL),
-    "partial_ratio": Variant(
-        "partial, clipped ratio", (*PARTIAL, UNCORRECTED, "--model.old_logprobs=engine")
-    ),
-    "partial_truncated": Variant("partial, truncated IS", (*PARTIAL, TRUNCATED)),
+    "64_partial": Variant("partial, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL)),
+    "partial_ratio": Variant("partial", PARTIAL),
+    "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, *UNCORRECTED)),
+    "partial_truncated": Variant("partial, truncated IS", (*PARTIAL, *TRUNCATED)),
     "partial_stale_1": Variant(
         "partial, truncated IS, max_staleness=1",
-        (*PARTIAL, "--trainer.callbacks.max_staleness=1", TRUNCATED),
+        (*PARTIAL, "--trainer.callbacks.max_staleness=1", *TRUNCATED),
     ),
+    "partial_sequence": Variant("partial, masked by sequence ratio", (*PARTIAL, TRAINER)),
     "partial_masked": Variant(
         "partial, stale tokens masked",
-        (*PARTIAL, "--trainer.callbacks.mask_stale_tokens=true", UNCORRECTED),
+        (*PARTIAL, "--trainer.callbacks.mask_stale_tokens=true", *UNCORRECTED),
     ),
 }
 

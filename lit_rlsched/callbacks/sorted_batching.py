@@ -152,7 +152,9 @@ class SortedBatching(RolloutCallback):
         plain = settings.get("old_logprobs") == "trainer" and not self.mask_stale_tokens
         if plain and settings.get("importance_sampling_mode") is None:
             rank_zero_warn(
-                "`SortedBatching(mode='partial')` with `importance_sampling_mode=None` trains "
-                "tokens of earlier policies as if the newest had drawn them. Set it to "
-                "'token_truncate', or `old_logprobs='engine'`, or `mask_stale_tokens=True`."
+                "`SortedBatching(mode='partial')` with `old_logprobs='trainer'` and "
+                "`importance_sampling_mode=None` trains "
+                "tokens of earlier policies as if the newest had drawn them. Leave `old_logprobs` "
+                "out, or set `importance_sampling_mode='token_truncate'`, or "
+                "`mask_stale_tokens=True`."
             )

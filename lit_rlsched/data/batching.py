@@ -30,6 +30,7 @@ class MicroBatch:
             then of the truncated distribution, and does not compare with the trainer's.
         step_sequences: Sequences of the whole optimizer step, trained on or not.
         step_tokens: Tokens of the whole optimizer step that the loss is defined on.
+        off_policy: Whether tokens that an earlier policy drew may be among them.
         max_completion_length: The limit they were drawn under.
         is_first: Whether this is the first micro-batch of its optimizer step.
         is_last: Whether this is the last micro-batch of its optimizer step.
@@ -54,6 +55,7 @@ class MicroBatch:
         self.max_completion_length = sampling.max_completion_length
         self.step_sequences = step.sequences
         self.step_tokens = step.tokens
+        self.off_policy = step.off_policy
         self.is_first = is_first
         self.is_last = is_last
         self.prompt_lengths = torch.tensor([len(row.group.prompt.token_ids) for row in rows])
@@ -80,6 +82,7 @@ class StepTotals:
 
     sequences: int
     tokens: int
+    off_policy: bool = False
     version: int | None = None
     """The policy version that tokens must be of to be trained on; `None`: any."""
 
@@ -113,6 +116,7 @@ class OptimizerStep:
         skip_zero_advantage: Whether rows whose advantage is zero are left out of the passes. They
             still count in the normalisers: where the loss has no other term, the gradient is the
             same.
+        off_policy: Whether tokens that an earlier policy drew may be among them.
         only_version: The policy version that tokens must be of to be trained on; `None`: any.
     """
 
@@ -123,10 +127,11 @@ class OptimizerStep:
         *,
         mask_truncated: bool = False,
         skip_zero_advantage: bool = False,
+        off_policy: bool = False,
         only_version: int | None = None,
     ) -> None:
         rows = [r for r in rows if not r.completion.dropped]
-        totals = StepTotals(len(rows), 0, only_version)
+        totals = StepTotals(len(rows), 0, off_policy, only_version)
         if mask_truncated:
             rows = [r for r in rows if r.completion.finish_reason != "length"]
         rows = [r for r in rows if totals.trained(r.completion)]

@@ -38,6 +38,11 @@ class RoundPolicy(ABC):
     ends_early = False
     """Whether rounds end before all that they may decode is decoded."""
 
+    @property
+    def off_policy(self) -> bool:
+        """Whether a round may train on tokens that an earlier policy drew."""
+        return self.ends_early and self.max_staleness != 0
+
     @abstractmethod
     def fresh_prompts(self, pool: int) -> int:
         """How many prompts to draw from the source, given how many wait in the pool."""

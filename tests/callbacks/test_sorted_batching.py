@@ -520,7 +520,9 @@ def test_masked_stale_tokens_are_no_part_of_the_loss(fit, tiny_model):
 
 
 def test_without_the_mask_they_are(fit, tiny_model):
-    recorder = partial_gradients(fit, tiny_model, importance_sampling_mode=None)
+    recorder = partial_gradients(
+        fit, tiny_model, old_logprobs="trainer", importance_sampling_mode=None
+    )
 
     def every(logp, completion, version):
         return -completion.advantage * logp
@@ -529,10 +531,9 @@ def test_without_the_mask_they_are(fit, tiny_model):
         check_gradient(terms.sum() / len(terms), module, gradient)
 
 
-def test_the_ratio_to_the_engines_log_probs(fit, tiny_model):
-    recorder = partial_gradients(
-        fit, tiny_model, old_logprobs="engine", importance_sampling_mode=None
-    )
+@pytest.mark.parametrize("setting", [{}, {"old_logprobs": "engine"}])
+def test_the_ratio_to_the_engines_log_probs(fit, tiny_model, setting):
+    recorder = partial_gradients(fit, tiny_model, **setting)
     assert recorder.rounds[0].metrics["staleness/max"] == 0
     clipped = []
 
