@@ -21,16 +21,19 @@ class SortedBatching(RolloutCallback):
     round is over and they are trained on, with whatever became ready in the same decode step; the
     others decode again, or go on, under the new weights. No fresh prompt is loaded before all of
     the pool has been trained on, so that nobody starves. Within a pool updates thus go from the
-    short to the long, and inside an update micro-batches do: the paper's micro-curriculum.
+    short to the long (with slots for only a part of it, more or less so), and inside an update
+    micro-batches do: the paper's micro-curriculum.
 
     What is trained on as a whole is a prompt with all its completions where the module compares
     those with each other (GRPO, RLOO), and a single completion with `advantage="reinforce++"`.
 
     What the method does to what is learned: in `on_policy` mode a completion that takes long may be
     thrown away and drawn anew, and may then be a short one, so that a prompt's completions are
-    biased towards the short; `pool/trained_over_drawn_length` says by how much. In `partial` mode
-    every completion that was begun is trained on (unless `max_staleness` intervenes), without that
-    bias, but its tokens are of several policies. In both, an update sees prompts of like length.
+    biased towards the short; `pool/trained_over_drawn_length` says at least by how much. In
+    `partial` mode every completion that was begun is trained on (unless `max_staleness`
+    intervenes), without that bias, but its tokens are of several policies: our module then clips
+    the ratio to the policy that drew each token (`PolicyModule`'s `old_logprobs`), as the paper
+    does. In both, an update sees prompts of like length.
 
     Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
     `rollout/useful_token_share`, `rollout/attempts/*` (times a prompt was begun),
