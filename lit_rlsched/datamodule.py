@@ -198,6 +198,8 @@ class RolloutDataModule(LightningDataModule):
         self._resumed: dict[str, Any] | None = None
         self._run: Trainer | None = None
         """Whose policy versions the round and the pool have."""
+        self._runs = 0
+        """Trainers before that one."""
         self._session: RolloutSession | None = None
         self._source: PromptSource | None = None
         self._prompts = PromptSets([], {})
@@ -218,8 +220,8 @@ class RolloutDataModule(LightningDataModule):
                 "in one. Use `devices=1, num_nodes=1`."
             )
         if stage == "fit":
-            check_siblings(self.num_generations, self._learner.needs_group)
-            if self._learner.needs_engine_logprobs:
+            check_siblings(self.num_generations, self.learner.needs_group)
+            if self.learner.needs_engine_logprobs(off_policy=False):
                 check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for name in wanted.get(stage, ()):
@@ -284,7 +286,7 @@ class RolloutDataModule(LightningDataModule):
             self._leave_run(self._run)
         self._run = self.trainer
         if self._round_is_over:
-            self.counters += self._untrained()
+            self.counters += self._untrained(self._cursor, "limit_train_batches")
             self.num_rounds += 1
             self.current = None
         round = self.current or self._roll_out()
@@ -312,12 +314,12 @@ class RolloutDataModule(LightningDataModule):
     def _round_is_over(self) -> bool:
         return self.current is not None and self._cursor >= self._steps_of_epoch
 
-    def _untrained(self) -> Counter[str]:
-        """Completions of the current round in steps that were never taken."""
+    def _untrained(self, taken: int, why: str) -> Counter[str]:
+        """Completions of the current round in steps after the first `taken`, dropped."""
         assert self.current is not None
-        steps = range(self._cursor, self.steps_per_round)
+        steps = range(taken, self.steps_per_round)
         dropped = sum(len(self._optimizer_step(self.current, i).rows) for i in steps)
-        return Counter({"dropped/limit_train_batches": dropped} if dropped else {})
+        return Counter({f"dropped/{why}": dropped} if dropped else {})
 
     def _leave_run(self, trainer: Trainer) -> None:
         """Begin anew with the prompts of another Trainer's pool: its policy versions mean nothing.
@@ -326,44 +328,46 @@ class RolloutDataModule(LightningDataModule):
         """
         if self.current is not None:
             taken = trainer.global_step - self._round_start + self._empty_steps
-            rows = sum(
-                len(self._optimizer_step(self.current, i).rows)
-                for i in range(taken, self.steps_per_round)
-            )
-            self.counters += Counter({"dropped/new_trainer": rows})
+            self.counters += self._untrained(taken, "new_trainer")
             self.num_rounds += 1
         self.current, self._round_start, self._empty_steps = None, 0, 0
         self._audit = PoolAudit()
+        self._runs += 1  # versions come again, and noise that chose what is left must not
         for completion in (c for group in self.pool for c in group.completions):
             self.counters["num_discarded_tokens"] += len(completion.token_ids)
             completion.restart()
+            completion.attempts = 0
 
     def _roll_out(self) -> Round:
         """Draw a round; until all of it is drawn and valued, its prompts stay in the pool."""
         started = time.perf_counter()
-        trainer, session, learner = self.trainer, self._ensure_session(), self._learner
+        trainer, session, learner = self.trainer, self._ensure_session(), self.learner
         assert trainer is not None
         policy, version = self.round_policy, trainer.global_step
         plan = self._plan(policy)
         stale = restart_stale(plan, version, policy)
         fire(trainer, "on_round_start", plan)
         before = self._failures(session)
-        for _ in session.rollout(plan, version, policy, predict=True):
+        salt = f"run {self._runs}" if self._runs else ""
+        for _ in session.rollout(plan, version, policy, salt, predict=True):
             pass
         learned = {} if self.lengths is None else self.lengths.end_round()
         harvest = settle(plan, policy, stale)
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
+        # the only step of a round needs none: its own forward pass gives the old log-probs
+        several = self.steps_per_epoch > 1 and not learner.needs_engine_logprobs(policy.off_policy)
         plain = isinstance(learner, PlainLearner) and policy.off_policy
-        if self.steps_per_epoch > 1 or learner.needs_reference or plain:
-            # the only step of a round needs none: its own forward pass gives the old log-probs
+        if several or plain or learner.needs_reference:
             score_round(
                 round, learner, self.micro_batch_tokens, trainer.precision_plugin.forward_context
             )
         set_advantages(round, learner, self.rewards.weights)
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
-        round.metrics |= measure(round, harvest, self.rewards.names, self.rewards.weights, steps)
+        round.metrics |= measure(
+            round, harvest, self.rewards.names, self.rewards.weights, steps, learner.needs_group
+        )
         round.metrics |= learned
         if policy.off_policy:
             round.metrics |= staleness_metrics(round.rows, version)
@@ -415,13 +419,14 @@ class RolloutDataModule(LightningDataModule):
             [Row(g, c) for g in groups for c in g.completions],
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
-            skip_zero_advantage=self._learner.skip_zero_advantage,
+            skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.round_policy.off_policy,
             only_version=round.version if self.mask_stale_tokens else None,
         )
 
     @property
-    def _learner(self) -> Learner:
+    def learner(self) -> Learner:
+        """The module, or what stands in for one that knows nothing of rollouts."""
         assert self.trainer is not None
         module = self.trainer.lightning_module
         return module if isinstance(module, Learner) else PlainLearner()
@@ -453,7 +458,7 @@ class RolloutDataModule(LightningDataModule):
             return self._resumed
         over, counters, saved = self._round_is_over, self.counters, None
         if over:
-            counters = counters + self._untrained()
+            counters = counters + self._untrained(self._cursor, "limit_train_batches")
         elif self.current is not None:
             saved = {
                 "number": self.current.number,
@@ -467,6 +472,7 @@ class RolloutDataModule(LightningDataModule):
             "source": None if self._source is None else self._source.state_dict(),
             "pool": self.pool.state_dict(),
             "audit": self._audit.state_dict(),
+            "runs": self._runs,
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "round": saved,
@@ -501,7 +507,14 @@ class RolloutDataModule(LightningDataModule):
         self.pool.load_state_dict(state["pool"], prompts.__getitem__)
         for completion in (c for group in self.pool for c in group.completions if c.finished):
             completion.text = self._ensure_session().scorer.decode(completion.token_ids)
-        self._audit = PoolAudit.from_state(state["audit"])
+        for group in self.pool if self.learner.needs_group else ():
+            if len(group.completions) < self.num_generations:
+                raise ValueError(
+                    "The checkpoint was made in the middle of a pool from which single completions "
+                    "were trained on, and this module compares a completion with all its siblings. "
+                    "Resume with `advantage='reinforce++'`, or start a new run in another folder."
+                )
+        self._audit, self._runs = PoolAudit.from_state(state["audit"]), state["runs"]
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
         if (saved := state["round"]) is not None:
@@ -537,8 +550,9 @@ class RolloutDataModule(LightningDataModule):
             chat_template_kwargs=self.chat_template_kwargs,
         )
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
-        if prompts.train and self._source is None:  # else the run goes on where it was
+        if prompts.train:
             check_enough(prompts.train, self.prompts_per_round, self.round_policy.fresh_prompts(0))
+        if prompts.train and self._source is None:  # else the run goes on where it was
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         max_model_len = prompts.longest + limit
         dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)

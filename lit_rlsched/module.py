@@ -31,6 +31,7 @@ from lit_rlsched.losses import (
     LossType,
     check_loss_settings,
     policy_loss,
+    rollout_correction,
 )
 from lit_rlsched.policy import add_lora, load_policy
 from lit_rlsched.rollout.learner import RoundLogprobs
@@ -75,9 +76,11 @@ class PolicyModule(LightningModule):
         old_logprobs: What the clipped ratio is relative to: the `trainer`'s log-probs under the
             weights at the start of the round, or those that the `engine` recorded as it drew each
             token, under whatever version it had then. By default `engine` where a round has tokens
-            of several policies (`SortedBatching(mode="partial")`), else `trainer`. With `engine`
-            the ratio itself corrects for who drew a token, and `importance_sampling_mode` has no
-            part in it.
+            of several policies (`SortedBatching(mode="partial")`), else `trainer`; and always
+            `trainer` with `loss_type="rloo"`, whose ratio is a product over the sequence. With
+            `engine` the ratio itself corrects for who drew a token, and `importance_sampling_mode`
+            has no part in it (its metrics are logged). That ratio has no upper bound where the
+            advantage is negative unless `delta` is set.
     """
 
     kl_in_loss = True
@@ -129,6 +132,12 @@ class PolicyModule(LightningModule):
             )
         if old_logprobs not in ("trainer", "engine", None):
             raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
+        if old_logprobs == "engine" and loss_type == "rloo":
+            raise ValueError(
+                "`old_logprobs='engine'` with `loss_type='rloo'`: the product of a sequence's "
+                "ratios to what drew its tokens is unbounded. Use `old_logprobs='trainer'`, which "
+                "`importance_sampling_mode` corrects, or another loss type."
+            )
         for name, value, low in (
             ("learning_rate", learning_rate, 0.0),
             ("beta", beta, 0.0),
@@ -187,10 +196,11 @@ class PolicyModule(LightningModule):
         """Whether a completion without advantage adds nothing to the gradient."""
         return self._hp.beta == 0
 
-    @property
-    def needs_engine_logprobs(self) -> bool:
+    def needs_engine_logprobs(self, off_policy: bool) -> bool:
         """Whether the clipped ratio is relative to what the engine recorded."""
-        return self._hp.old_logprobs == "engine"
+        if self._hp.old_logprobs is None:
+            return off_policy and self._hp.loss_type != "rloo"
+        return bool(self._hp.old_logprobs == "engine")
 
     @property
     def needs_group(self) -> bool:
@@ -240,7 +250,8 @@ class PolicyModule(LightningModule):
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
         old_logp: Tensor | None = batch.old_logp
         rollout_logp: Tensor | None = None if batch.truncated_sampling else batch.rollout_logp
-        if self.needs_engine_logprobs or (batch.off_policy and self._hp.old_logprobs is None):
+        engine = self.needs_engine_logprobs(batch.off_policy)
+        if engine:
             old_logp, rollout_logp = rollout_logp, None
         output = policy_loss(
             logp,
@@ -256,6 +267,10 @@ class PolicyModule(LightningModule):
         )
         assert entropy is not None
         mask = batch.completion_mask
+        if engine and old_logp is not None:  # for the figures: how far the policy has moved on
+            cap = self._hp.importance_sampling_clip_max
+            _, moved = rollout_correction(logp.detach(), old_logp, mask.bool(), "token_mask", cap)
+            output.metrics.update(moved)
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
         return output
 

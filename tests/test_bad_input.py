@@ -114,6 +114,10 @@ def test_a_model_that_is_not_there(fit, model):
             lambda: GRPOModule("m", advantage="reinforce++", scale_rewards="none"),
             r"scale_rewards='none'` has no effect on `advantage='reinforce\+\+'`",
         ),
+        (
+            lambda: RLOOModule("m", old_logprobs="engine"),
+            r"`old_logprobs='engine'` with `loss_type='rloo'`",
+        ),
         (lambda: GRPOModule("m", old_logprobs="rollout"), r"old_logprobs='rollout'` is unknown"),
         (lambda: SortedBatching(pool_rounds=0), r"pool_rounds=0\)`: must be a whole number, 1 or"),
         (lambda: SortedBatching(pool_rounds=None), r"pool_rounds=None\)`: must be a whole number"),

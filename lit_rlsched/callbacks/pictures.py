@@ -24,7 +24,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8
 FINISHES = {
     "stop": ("ended by itself", BLUE),
     "length": ("cut at the limit", RED),
-    None: ("not finished", GREY),
+    None: ("not trained on yet", GREY),
 }
 _STYLE: dict[Any, Any] = {
     "font.size": 11,

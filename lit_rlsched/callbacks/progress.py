@@ -44,7 +44,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         self._figures: dict[str, float] = {}
         self._speed: dict[str, float] = {}
         self._plan: Sequence[Group] = ()
-        self._done = self._tokens_before = 0
+        self._done = self._total = self._tokens_before = 0
         self._shown = 0.0
         self._printed = -math.inf
         self._round_began: float | None = None
@@ -120,10 +120,11 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     ) -> None:
         """Draw a bar for the round's completions."""
         self._plan, self._done, self._tokens_before = plan, 0, _tokens(plan)
+        self._total = sum(not c.scored for group in plan for c in group.completions)
         self._round_began = self._shown = time.monotonic()
         self._rollout_bar = Tqdm(
             desc="  rollout",
-            total=sum(len(group.completions) for group in plan),
+            total=self._total,
             unit="completion",
             position=2 * self.process_position + 1,
             disable=self.is_disabled,
@@ -147,8 +148,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         rate = (_tokens(self._plan) - self._tokens_before) / max(trace.seconds, 1e-9)
         figures = {"tok/s": round(rate), "bubble": trace.bubble_ratio}
         if bar.disable:
-            total = sum(len(group.completions) for group in self._plan)
-            self._print(f"  rollout {self._done}/{total}", figures)
+            self._print(f"  rollout {self._done}/{self._total}", figures)
         else:
             bar.n = self._done
             bar.set_postfix(figures)

@@ -21,8 +21,8 @@ class SortedBatching(RolloutCallback):
     round is over and they are trained on, with whatever became ready in the same decode step; the
     others decode again, or go on, under the new weights. No fresh prompt is loaded before all of
     the pool has been trained on, so that nobody starves. Within a pool updates thus go from the
-    short to the long (with slots for only a part of it, more or less so), and inside an update
-    micro-batches do: the paper's micro-curriculum.
+    short to the long (with slots for only a part of it, more or less so): the paper's
+    micro-curriculum. So do the micro-batches of an update.
 
     What is trained on as a whole is a prompt with all its completions where the module compares
     those with each other (GRPO, RLOO), and a single completion with `advantage="reinforce++"`.
@@ -54,7 +54,8 @@ class SortedBatching(RolloutCallback):
             it: a pool of n updates has tokens of at most n - 1 updates ago.
         oversubscribe: Prompts that decode towards an update, as a multiple of `update_prompts`; by
             default the whole pool. Less wastes fewer tokens in `on_policy` mode, and idles more.
-        mask_stale_tokens: In `partial` mode, train only on tokens of the newest policy.
+        mask_stale_tokens: In `partial` mode, train only on tokens of the newest policy. The others
+            still count as useful in `useful_token_share`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts the module or the data module.
@@ -134,7 +135,7 @@ class SortedBatching(RolloutCallback):
             update,
             pool,
             datamodule.num_generations,
-            unit="group" if getattr(pl_module, "needs_group", True) else "completion",
+            unit="group" if datamodule.learner.needs_group else "completion",
             mode=self.mode,
             max_staleness=self.max_staleness,
             oversubscribe=self.oversubscribe,
@@ -152,12 +153,18 @@ class SortedBatching(RolloutCallback):
                 f"on with. Use {steps} or more, or `mode='on_policy'`."
             )
         settings = pl_module.hparams
-        plain = settings.get("old_logprobs") == "trainer" and not self.mask_stale_tokens
-        if plain and settings.get("importance_sampling_mode") is None:
+        corrected = settings.get("importance_sampling_mode")
+        if settings.get("old_logprobs") == "trainer":
+            if corrected is None and not self.mask_stale_tokens:
+                rank_zero_warn(
+                    "`SortedBatching(mode='partial')` with `old_logprobs='trainer'` and "
+                    "`importance_sampling_mode=None` trains tokens of earlier policies as if the "
+                    "newest had drawn them. Leave `old_logprobs` out, or set "
+                    "`mask_stale_tokens=True`."
+                )
+        elif corrected not in (None, "sequence_mask") and settings.get("loss_type") != "rloo":
             rank_zero_warn(
-                "`SortedBatching(mode='partial')` with `old_logprobs='trainer'` and "
-                "`importance_sampling_mode=None` trains "
-                "tokens of earlier policies as if the newest had drawn them. Leave `old_logprobs` "
-                "out, or set `importance_sampling_mode='token_truncate'`, or "
-                "`mask_stale_tokens=True`."
+                f"`importance_sampling_mode={corrected!r}` has no part in "
+                "`SortedBatching(mode='partial')`, where the clipped ratio itself is relative to "
+                "the policy that drew a token. Set `old_logprobs='trainer'` to use it."
             )

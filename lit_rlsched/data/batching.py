@@ -22,7 +22,7 @@ class MicroBatch:
         completion_mask: `[B, C]`, 1 on tokens that are trained on.
         advantages: `[B]`.
         rollout_logp: `[B, C]` log-probs by the engine that drew the tokens.
-        old_logp: `[B, C]` log-probs by the trainer under the weights that drew them, or `None`
+        old_logp: `[B, C]` log-probs by the trainer under the weights of the round, or `None`
             where a step is the only one on its round (they are those of the forward pass).
         ref_logp: `[B, C]` log-probs by the reference model, or `None`.
         temperature: The one the tokens were drawn at.

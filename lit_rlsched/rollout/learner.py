@@ -26,10 +26,14 @@ class Learner(Protocol):
     """Whether the advantages or the loss need the reference's log-probs."""
     skip_zero_advantage: bool
     """Whether a completion with zero advantage adds nothing to the gradient."""
-    needs_engine_logprobs: bool
-    """Whether the loss cannot do without the log-probs that the engine recorded."""
     needs_group: bool
     """Whether a completion's advantage is relative to its siblings, or to all of the update."""
+
+    def needs_engine_logprobs(self, off_policy: bool) -> bool:
+        """Whether the loss is relative to the log-probs that the engine recorded.
+
+        `off_policy`: tokens of earlier policies may be among those that are trained on.
+        """
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """`old_logprobs` and, where needed, `ref_logprobs`, each `[B, C]`."""
@@ -46,8 +50,11 @@ class PlainLearner:
 
     needs_reference = False
     skip_zero_advantage = False
-    needs_engine_logprobs = False
     needs_group = True
+
+    def needs_engine_logprobs(self, off_policy: bool) -> bool:
+        """Where tokens are of several policies, they are its `old_logp`."""
+        return False
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """The engine's own log-probs."""

@@ -21,6 +21,7 @@ def measure(
     names: Sequence[str],
     weights: Sequence[float],
     steps: Sequence[OptimizerStep],
+    by_group: bool = True,
 ) -> dict[str, float]:
     """All figures of a round.
 
@@ -30,9 +31,11 @@ def measure(
         names: Of the reward functions.
         weights: Of the reward functions.
         steps: The optimizer steps the round is dealt out to.
+        by_group: Whether rewards are compared inside of a group, or of all the round.
     """
     assert round.trace is not None, "a resumed round was measured before"
     trained = [row for step in steps for row in step.rows]
+    rewards = reward_matrix(round.groups, weights)
     padding = [step.padding() for step in steps]
     positions = sum(p.positions for p in padding)
     return {
@@ -42,7 +45,7 @@ def measure(
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
-        **reward_metrics(round.completions, names, reward_matrix(round.groups, weights)),
+        **reward_metrics(round.completions, names, rewards if by_group else rewards.view(1, -1)),
         **rollout_metrics(round.trace),
         **harvest_metrics(round, harvest),
         "rollout/trained_over_drawn_length": length_bias(
@@ -78,7 +81,7 @@ def logged_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def reward_metrics(
     completions: Sequence[Completion], names: Sequence[str], rewards: Tensor
 ) -> dict[str, float]:
-    """`reward`, its spread inside the groups, and each function's mean: `rewards` is `[P, G]`."""
+    """`reward`, its spread inside the rows, and each function's mean: `rewards` is `[P, G]`."""
     figures = {}
     for i, name in enumerate(names):
         scores = [c.scores[i] for c in completions if c.scores and c.scores[i] is not None]

@@ -107,7 +107,7 @@ class Completion:
     """Why it is not trained on: a counter's name, such as `nonfinite_logprob`."""
     advantage: float = 0.0
     old_logprobs: list[float] | None = None
-    """Of each token, by the trainer's own forward pass under the weights that drew it."""
+    """Of each token, by the trainer's own forward pass under the weights of the round."""
     ref_logprobs: list[float] | None = None
     attempts: int = 0
     """Times it was begun, thrown away and is to be drawn anew."""

@@ -133,7 +133,7 @@ class SortedRound(RoundPolicy):
         self.max_staleness = 0 if mode == "on_policy" else max_staleness
         self._raced = pool_prompts
         if oversubscribe is not None:
-            self._raced = min(pool_prompts, math.ceil(oversubscribe * update_prompts))
+            self._raced = min(pool_prompts, math.ceil(round(oversubscribe * update_prompts, 6)))
         self.ends_early = update_prompts < self._raced
 
     def fresh_prompts(self, pool: int) -> int:

@@ -396,7 +396,10 @@ def test_timeline_has_a_bar_for_each_completion():
     bars = [path for group in slots.collections for path in group.get_paths()]
     assert len(bars) == 24
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[-1] == "not finished (4)" and sum(int(x.split("(")[1][:-1]) for x in labels) == 24
+    assert (
+        labels[-1] == "not trained on yet (4)"
+        and sum(int(x.split("(")[1][:-1]) for x in labels) == 24
+    )
     trace = round.trace
     ends = {max(path.vertices[:, 0]) for path in bars}
     assert max(ends) == trace.seconds == count.get_xlim()[1]

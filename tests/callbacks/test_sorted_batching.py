@@ -379,8 +379,12 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
+    thrown = {(g.id, c.index): c.token_ids for g in data.pool for c in g.completions}
     trainer.fit(module, datamodule=data)
     assert [r.version for r in second.rounds] == [0, 1, 2, 3, 4]
+    for row in second.rounds[0].rows:  # versions come again, the noise of what is left does not
+        before = thrown[row.group.id, row.completion.index]
+        assert len(before) < 8 or row.completion.token_ids[: len(before)] != before
     assert [r.number for r in first.rounds + second.rounds] == list(range(rounds + 5))
     counted = second.rounds[0].metrics["num_discarded_tokens"]
     assert counted == discarded + begun + second.rounds[0].metrics["rollout/discarded_tokens"]
@@ -446,7 +450,10 @@ def test_several_iterations_and_a_limit_on_batches(fit, mode):
     for round in recorder.rounds:
         for completion in round.completions:
             assert set(versions(completion)) <= set(range(0, round.version + 1, 2))
-            assert len(completion.old_logprobs) == len(completion.token_ids)
+            if mode == "partial":  # the ratio is to what the engine recorded
+                assert completion.old_logprobs is None
+            else:
+                assert len(completion.old_logprobs) == len(completion.token_ids)
 
 
 # What is learned.
@@ -469,7 +476,25 @@ def test_reinforce_plus_plus_harvests_single_completions(fit, tiny_model, genera
         expected = torch.zeros(1).double() if len(rewards) == 1 else expected
         got = torch.tensor([c.advantage for c in round.completions], dtype=torch.float64)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+        if len(rewards) > 1:  # the spread that advantages are relative to
+            assert round.metrics["reward_std"] == pytest.approx(rewards.std().item())
     assert any(c.advantage for c in recorder.completions)
+
+
+def test_single_completions_of_a_checkpoint_do_not_become_groups(fit, tiny_model, tmp_path):
+    saves = [ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)]
+    trainer = {"max_epochs": 1, "enable_checkpointing": True}
+    settings = {**SMALL, "num_generations": 3}
+    single = GRPOModule(tiny_model, advantage="reinforce++")
+    _, _, data = fit(single, [SortedBatching(3), *saves], trainer=trainer, **settings)
+    assert any(len(group.completions) < 3 for group in data.pool)
+    with pytest.raises(ValueError, match=r"Resume with `advantage='reinforce\+\+'`"):
+        fit(
+            callbacks=[SortedBatching(3)],
+            trainer={"max_epochs": 3},
+            ckpt_path=tmp_path / "saved" / "last.ckpt",
+            **settings,
+        )
 
 
 def partial_gradients(fit, tiny_model, batching=None, **module):
@@ -555,8 +580,20 @@ def test_the_ratio_to_the_engines_log_probs(fit, tiny_model, setting):
                 out = ratio > 1.2 if c.advantage > 0 else ratio < 0.8
                 outside, tokens = outside + out.sum().item(), tokens + len(out)
         assert figures["clip_ratio/region_mean"] == pytest.approx(outside / tokens, abs=1e-6)
+        moved = figures["sampling/sampling_logp_difference/mean"]
+        assert moved > 1e-4 or round.metrics["staleness/max"] == 0
         clipped.append(outside)
     assert clipped[0] == 0 < max(clipped)
+
+
+def test_settings_that_partial_mode_overrules(fit, tiny_model):
+    truncated = {"importance_sampling_mode": "token_truncate"}
+    partial = [SortedBatching(mode="partial")]
+    with pytest.warns(UserWarning, match="has no part in.*old_logprobs='trainer'"):
+        fit(GRPOModule(tiny_model, **truncated), partial, trainer={"max_epochs": 1})
+    uncorrected = {"old_logprobs": "trainer", "importance_sampling_mode": None}
+    with pytest.warns(UserWarning, match="as if the newest had drawn them"):
+        fit(GRPOModule(tiny_model, **uncorrected), partial, trainer={"max_epochs": 1})
 
 
 def test_rloo_in_partial_mode(fit, tiny_model):
