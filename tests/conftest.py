@@ -7,6 +7,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELIS
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -19,6 +20,8 @@ from transformers import (
 )
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz \n+-*/=()<>[]{}.,:;?!'\"_%&"

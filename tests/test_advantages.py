@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,7 +52,6 @@ def test_leave_one_out_by_hand() -> None:
     assert leave_one_out(rewards).tolist() == [[-4.5, 0.0, 4.5], [0.0, -1.0, 1.0]]
 
 
-@settings(deadline=None)
 @given(groups())
 def test_leave_one_out_is_a_multiple_of_the_centred_reward(rewards: Tensor) -> None:
     size = rewards.shape[1]
@@ -61,7 +60,6 @@ def test_leave_one_out_is_a_multiple_of_the_centred_reward(rewards: Tensor) -> N
 
 
 @every_rule
-@settings(deadline=None)
 @given(rewards=groups(nan=True))
 def test_advantages_sum_to_zero(rule: str, rewards: Tensor) -> None:
     advantages = RULES[rule](rewards)
@@ -75,7 +73,6 @@ def test_advantages_sum_to_zero(rule: str, rewards: Tensor) -> None:
 
 
 @every_rule
-@settings(deadline=None)
 @given(rewards=groups(nan=True), shift=st.integers(-10, 10))
 def test_a_constant_reward_changes_nothing(rule: str, rewards: Tensor, shift: int) -> None:
     torch.testing.assert_close(
@@ -84,7 +81,6 @@ def test_a_constant_reward_changes_nothing(rule: str, rewards: Tensor, shift: in
 
 
 @every_rule
-@settings(deadline=None)
 @given(rewards=groups(nan=True), random=st.randoms(use_true_random=False))
 def test_order_does_not_matter(rule: str, rewards: Tensor, random: object) -> None:
     rows, columns = (torch.tensor(_shuffled(n, random)) for n in rewards.shape)
@@ -99,7 +95,6 @@ def _shuffled(size: int, random: object) -> list[int]:
 
 
 @pytest.mark.parametrize("rule", ["group", "none", "rloo"])
-@settings(deadline=None)
 @given(rewards=groups(nan=True), other=groups(nan=True))
 def test_a_group_does_not_depend_on_the_others(rule: str, rewards: Tensor, other: Tensor) -> None:
     alone = torch.cat([RULES[rule](row.unsqueeze(0)) for row in rewards])
@@ -107,7 +102,6 @@ def test_a_group_does_not_depend_on_the_others(rule: str, rewards: Tensor, other
 
 
 @every_rule
-@settings(deadline=None)
 @given(rewards=groups(nan=True))
 def test_an_unscored_completion_is_as_if_never_drawn(rule: str, rewards: Tensor) -> None:
     unscored = torch.full((rewards.shape[0], 1), NAN, dtype=rewards.dtype)
@@ -162,7 +156,6 @@ def test_batch_normalized_by_hand() -> None:
     )
 
 
-@settings(deadline=None)
 @given(groups(nan=True))
 def test_batch_normalized_is_over_all_that_is_there(rewards: Tensor) -> None:
     given = [r for r in rewards.flatten().tolist() if r == r]
@@ -180,7 +173,6 @@ def test_batch_normalized_is_over_all_that_is_there(rewards: Tensor) -> None:
     assert float(advantages.square().sum()) <= max(0, len(given) - 1) + 1e-9
 
 
-@settings(deadline=None)
 @given(groups(nan=True), st.integers(-10, 10), st.randoms(use_true_random=False))
 def test_batch_normalized_knows_neither_order_nor_groups_nor_a_constant(
     rewards: Tensor, shift: int, random: object
@@ -193,7 +185,6 @@ def test_batch_normalized_knows_neither_order_nor_groups_nor_a_constant(
     torch.testing.assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(deadline=None)
 @given(groups(nan=True), st.integers(1, 3))
 def test_an_absent_completion_changes_nothing_of_the_batch(rewards: Tensor, more: int) -> None:
     absent = torch.full((rewards.shape[0], more), NAN, dtype=rewards.dtype)

@@ -46,7 +46,7 @@ VARIANTS = {
     "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
     "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
     "64_partial": Variant("partial, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL)),
-    "partial_ratio": Variant("partial", PARTIAL),
+    "partial_ratio": Variant("partial (clipped ratio)", PARTIAL),
     "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, *UNCORRECTED)),
     "partial_truncated": Variant("partial, truncated IS", (*PARTIAL, *TRUNCATED)),
     "partial_stale_1": Variant(

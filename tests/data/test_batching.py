@@ -1,5 +1,5 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.data.batching import (
@@ -22,7 +22,6 @@ def row(prompt=3, completion=5, advantage=1.0, reason="stop", dropped=None, uid=
 shapes = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), max_size=40)
 
 
-@settings(deadline=None)
 @given(shapes, st.integers(80, 400))
 def test_every_row_once_and_within_the_budget(shapes, budget):
     rows = [row(p, c, uid=str(i)) for i, (p, c) in enumerate(shapes)]
@@ -34,7 +33,6 @@ def test_every_row_once_and_within_the_budget(shapes, budget):
     assert lengths == sorted(lengths)
 
 
-@settings(deadline=None)
 @given(shapes.filter(bool), st.integers(80, 400))
 def test_padding_is_counted_as_it_is_made(shapes, budget):
     step = OptimizerStep([row(p, c) for p, c in shapes], budget)
@@ -77,7 +75,6 @@ def test_a_step_may_be_empty():
     assert step.padding().positions == 0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9))
 def test_steps_share_the_groups_out(size, steps, seed):
     dealt = split_steps(size * steps, steps, seed)
@@ -145,7 +142,6 @@ def test_what_else_is_left_out_of_a_step_of_one_version():
 versions = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(st.lists(versions.map(sorted), min_size=1, max_size=12), st.integers(14, 60))
 def test_the_mask_is_on_the_tokens_of_the_version(drawn, budget):
     """Token by token: which version drew it."""

@@ -4,7 +4,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.audit import (
@@ -35,13 +35,11 @@ def redistributed_mean(attempts):
     return float(sum(w * a.tokens for w, a in zip(weights, rest, strict=True)))
 
 
-@settings(deadline=None)
 @given(st.lists(attempts, min_size=1, max_size=30))
 def test_mean_length_is_the_redistributed_mean(attempts):
     assert mean_length(attempts) == pytest.approx(redistributed_mean(attempts), rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(attempts, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_mean_length_does_not_depend_on_order(attempts, random):
     moved = random.sample(attempts, len(attempts))
@@ -63,13 +61,11 @@ def test_mean_length_by_hand():
     assert mean_length([Attempt(3, False), Attempt(5, False)]) == pytest.approx(5.0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
 def test_mean_length_of_what_finished_is_their_mean(tokens):
     assert mean_length([Attempt(n, True) for n in tokens]) == pytest.approx(np.mean(tokens))
 
 
-@settings(deadline=None)
 @given(st.lists(attempts, min_size=1, max_size=20))
 def test_mean_length_is_at_least_what_was_drawn(attempts):
     drawn = np.mean([a.tokens for a in attempts])

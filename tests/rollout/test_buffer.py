@@ -1,7 +1,7 @@
 import io
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
@@ -56,7 +56,6 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-@settings(deadline=None)
 @given(pools())
 def test_pack_and_unpack(groups):
     prompts = {g.prompt.uid: g.prompt for g in groups}

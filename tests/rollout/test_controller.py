@@ -48,7 +48,7 @@ def simulated(slots, lengths):
     return engine
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 6),
     st.integers(1, 4),

@@ -219,7 +219,7 @@ def finished_at(round):
 
 
 def settings_of(examples):
-    return settings(max_examples=examples, deadline=None)
+    return settings(max_examples=examples)
 
 
 @settings_of(30)

@@ -109,7 +109,7 @@ def test_siblings_are_expected_to_reach_the_longest():
     assert longest == pytest.approx(80 - 50)  # the history's residual life
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_predictions_are_within_the_limit(data):
     predictor = data.draw(

@@ -27,7 +27,7 @@ def flat(lengths):
     return [length for group in lengths for length in group]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(pools(), modes, orders, st.sampled_from(["group", "completion"]), st.integers(1, 14))
 @example(([[2], [1], [1], [3]], 1, 12), "on_policy", "fifo", "completion", 2)  # a tie
 @example(([[3, 1], [1, 3], [2, 2]], 1, 12), "on_policy", "fifo", "group", 3)  # drawn again
@@ -55,7 +55,6 @@ def test_bubble_ratio_of_a_long_pool_is_that_of_the_controller(mode, order):
         assert ratio == bubble_ratio(drained.rounds)
 
 
-@settings(deadline=None)
 @given(pools(), modes, orders, targets)
 def test_recommended_slots_idle_no_more_than_that(pool, mode, order, target):
     lengths, update, limit = pool
@@ -71,7 +70,6 @@ def test_recommended_slots_idle_no_more_than_that(pool, mode, order, target):
         assert not any(fits[slots:])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60), targets, st.integers(1, 10), orders)
 @example([1] * 19 + [19], 0.5, 1, "fifo")  # the longest last: 37 of 3 * 25 idle
 def test_slots_that_are_sure_in_any_order(lengths, target, update, order):
@@ -80,7 +78,6 @@ def test_slots_that_are_sure_in_any_order(lengths, target, update, order):
     assert slots >= min(len(lengths), int(sure))
 
 
-@settings(deadline=None)
 @given(st.permutations(range(1, 25)), targets, st.sampled_from([4, 6, 8, 12]), orders)
 def test_slots_that_are_sure_on_policy(lengths, target, update, order):
     # whole updates: none idles but the last, as long as there are no more slots than that

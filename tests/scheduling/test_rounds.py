@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
@@ -108,7 +108,6 @@ reasons = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(reasons, st.sampled_from(["group", "completion"]), st.sampled_from(["on_policy", "partial"]))
 def test_settling_is_a_partition_in_order(reasons, unit, mode):
     groups = [group(str(i), *row) for i, row in enumerate(reasons)]
