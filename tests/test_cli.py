@@ -82,7 +82,7 @@ def test_an_unknown_reward_is_refused(capsys):
 
 def test_bad_values_are_refused_at_the_command_line(capsys):
     base = ["fit", "-c", "configs/quickstart.yaml"]
-    assert "num_generations=1" in refused(capsys, *base, "--data.num_generations=1")
+    assert "num_generations=0" in refused(capsys, *base, "--data.num_generations=0")
     assert "loss_type" in refused(capsys, *base, "--model.loss_type=ppo")
 
 
