@@ -43,6 +43,10 @@ VARIANTS = {
     "on_policy_single": Variant(
         "on-policy, reinforce++", (*SORTED, "--model.advantage=reinforce++")
     ),
+    "on_policy_predicted": Variant(
+        "on-policy, lengths predicted",
+        (*SORTED, "--trainer.callbacks+=LengthPrediction", "--trainer.callbacks.probe_tokens=0"),
+    ),
     "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
     "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
     "64_partial": Variant("partial, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL)),
