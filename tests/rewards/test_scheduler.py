@@ -257,9 +257,11 @@ def test_wait_leaves_the_jobs_to_poll(scheduler: RewardScheduler) -> None:
 def test_poll_returns_jobs_in_the_order_of_submission(scheduler: RewardScheduler) -> None:
     for number in range(8):
         submit(scheduler, number, "a")
-    scheduler.poll()
-    time.sleep(0.3)
-    assert [job.job_id for job in scheduler.poll()] == list(range(8))
+    returned: list[object] = []
+    while len(returned) < 8:
+        assert scheduler.wait(timeout=60)
+        returned += [job.job_id for job in scheduler.poll()]
+    assert returned == list(range(8))
 
 
 def test_cancelled_jobs_never_come_back(scheduler: RewardScheduler) -> None:
