@@ -23,6 +23,8 @@ from matplotlib.figure import Figure
 SORTED = ("--trainer.callbacks+=SortedBatching", "--trainer.callbacks.pool_rounds=4")
 PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
 SLOTS_64 = ("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=64")
+SINGLE = ("--model.advantage=reinforce++",)
+GROUPS_OF_4 = ("--data.prompts_per_round=64", "--data.num_generations=4")
 TURNS = "--trainer.callbacks.order=least_attained"
 TRAINER = "--model.old_logprobs=trainer"
 UNCORRECTED = (TRAINER, "--model.importance_sampling_mode=null")
@@ -40,9 +42,10 @@ class Variant:
 VARIANTS = {
     "synchronous": Variant("synchronous"),
     "on_policy": Variant("on-policy", SORTED),
-    "on_policy_single": Variant(
-        "on-policy, reinforce++", (*SORTED, "--model.advantage=reinforce++")
-    ),
+    "single_synchronous": Variant("synchronous, reinforce++", SINGLE),
+    "single_on_policy": Variant("on-policy, reinforce++", (*SORTED, *SINGLE)),
+    "4_synchronous": Variant("synchronous, groups of 4", GROUPS_OF_4),
+    "4_on_policy": Variant("on-policy, groups of 4", (*SORTED, *GROUPS_OF_4)),
     "on_policy_predicted": Variant(
         "on-policy, lengths predicted",
         (*SORTED, "--trainer.callbacks+=LengthPrediction", "--trainer.callbacks.probe_tokens=0"),
@@ -77,9 +80,9 @@ class Curve:
         return sum(r[name] for r in self.rounds)
 
 
-def train(variant: str, seed: int, rounds: int, out: Path) -> Path:
-    """Run the quick task unless it was run before; its folder."""
-    folder = out / f"{variant}_{rounds}_{seed}"
+def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path) -> Path:
+    """Run the quick task with more arguments unless it was run before; its folder."""
+    folder = out / f"{name}_{rounds}_{seed}"
     if (folder / "done").exists():
         return folder
     arguments = [
@@ -87,7 +90,7 @@ def train(variant: str, seed: int, rounds: int, out: Path) -> Path:
         *(f"--trainer.max_epochs={rounds}", f"--trainer.default_root_dir={folder}"),
         *("--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"),
         *("--trainer.logger.name=metrics", "--trainer.logger.version=0"),
-        *VARIANTS[variant].arguments,
+        *arguments,
     ]
     if seed:
         model = Path(f"runs/warm_start_{seed}")
@@ -187,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     wanted = [v for v in VARIANTS if any(v.startswith(w) for w in options.variants)]
     jobs = [(variant, seed) for seed in options.seeds for variant in wanted]
-    args = [(*job, options.rounds, options.out) for job in jobs]
+    args = [(v, VARIANTS[v].arguments, s, options.rounds, options.out) for v, s in jobs]
     with ThreadPoolExecutor(options.workers) as pool:
         folders = list(pool.map(train, *zip(*args, strict=True)))
     curves: dict[str, list[Curve]] = {variant: [] for variant in wanted}
