@@ -1,13 +1,15 @@
-"""The command `lit-rlsched fit | validate | test`."""
+"""The command `lit-rlsched fit | validate | test | estimate`."""
 
 import os
 import sys
+from typing import Any, Literal
 
 # Before torch is loaded. As torchrun does: threads of several processes (trainer, reward workers)
 # that wait for each other by spinning stall each other on a machine of few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from lightning import Callback, Trainer
+import torch
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,11 +18,36 @@ from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RolloutProgressBar
 from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.module import PolicyModule
 
 for _package in (callbacks, engines):  # short class names resolve among what is imported
     for _name in _package.__all__:
         getattr(_package, _name)
+
+
+class RolloutTrainer(Trainer):
+    """Lightning's, with one more subcommand."""
+
+    def estimate(
+        self,
+        model: LightningModule,
+        datamodule: RolloutDataModule,
+        memory: str | None = None,
+        device: Literal["cpu", "cuda"] | None = None,
+    ) -> None:
+        """Print what the run would hold in memory, and how much more would fit; runs nothing.
+
+        Args:
+            model: The module of the run.
+            datamodule: Its data module.
+            memory: Memory of the device, such as `24GiB`. By default this machine's: all of its
+                GPU's, or what is available now.
+            device: What the run will train on. By default what `accelerator` says.
+        """
+        assert isinstance(model, PolicyModule)
+        available = device_memory(device or "cpu", memory)
+        print(report(Ledger(PlannedRun(self, model, datamodule, device or "cpu"), available)))
 
 
 class RolloutCLI(LightningCLI):
@@ -36,6 +63,11 @@ class RolloutCLI(LightningCLI):
             }
         )
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `estimate`."""
+        return LightningCLI.subcommands() | {"estimate": {"model", "datamodule"}}
+
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would let the checkpoint's hyperparameters win over the config."""
 
@@ -46,7 +78,32 @@ class RolloutCLI(LightningCLI):
         except (ValueError, FileNotFoundError, MisconfigurationException) as error:
             self._parser(self.subcommand).error(str(error))
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand != "estimate":
+            return super()._run_subcommand(subcommand)
+        try:
+            super()._run_subcommand(subcommand)
+        except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+            self._parser(self.subcommand).error(str(error))
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "estimate" and kwargs["device"] is None:
+            kwargs["device"] = self._device
+        return kwargs
+
+    def _instantiate_on_cpu(self, config: dict) -> None:
+        """Let a machine without the run's GPU estimate it."""
+        accelerator, devices = config["accelerator"], config["devices"]
+        gpu = accelerator in ("gpu", "cuda")
+        gpu |= accelerator == "auto" and torch.cuda.is_available()
+        self._device = "cuda" if gpu else "cpu"
+        config["devices"] = len(devices) if isinstance(devices, list) else devices
+        config["accelerator"], config["logger"] = "cpu", False
+
     def _instantiate_trainer(self, config: dict, callbacks: list[Callback]) -> Trainer:
+        if self.subcommand == "estimate":
+            self._instantiate_on_cpu(config)
         given = config["callbacks"] or []
         given = [*(given if isinstance(given, list) else [given]), *callbacks]
         if not any(isinstance(c, RNGState) for c in given):
@@ -73,6 +130,7 @@ def main(args: ArgsType = None) -> None:
     RolloutCLI(
         PolicyModule,
         RolloutDataModule,
+        trainer_class=RolloutTrainer,
         subclass_mode_model=True,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},

@@ -19,6 +19,7 @@ from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.settings import (
     check_enough,
+    check_gen_batches,
     check_lengths,
     check_logprobs,
     check_probe,
@@ -35,13 +36,23 @@ from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_p
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
+from lit_rlsched.rollout.controller import Feedback
 from lit_rlsched.rollout.learner import Learner, PlainLearner
 from lit_rlsched.rollout.metrics import measure, staleness_metrics
 from lit_rlsched.rollout.round import Round, check_rewards, score_round, set_advantages
 from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.selection import (
+    Selection,
+    Stop,
+    count_drops,
+    drop,
+    group_rewards,
+    informative,
+    selection_metrics,
+)
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling, stable_hash
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 
@@ -184,6 +195,11 @@ class RolloutDataModule(LightningDataModule):
         """When a round ends; set by `SortedBatching`."""
         self.mask_stale_tokens = False
         """Leave tokens of earlier policy versions out of the loss; set by `SortedBatching`."""
+        self.selection: Selection | None = None
+        """Which completions are trained on; set by `DownSampling`."""
+        self.max_num_gen_batches = 1
+        """Rounds' worth of prompts that a round may draw, where a prompt whose completions are all
+        worth the same is replaced by another; set by `DynamicSampling`."""
 
         self.pool = RolloutBuffer()
         self._audit = PoolAudit()
@@ -254,6 +270,7 @@ class RolloutDataModule(LightningDataModule):
         self.close()
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
         self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
+        self.selection, self.max_num_gen_batches = None, 1
 
     def on_exception(self, exception: BaseException) -> None:
         """The same: Lightning does not tear down after one."""
@@ -349,13 +366,20 @@ class RolloutDataModule(LightningDataModule):
         fire(trainer, "on_round_start", plan)
         before = self._failures(session)
         salt = f"run {self._runs}" if self._runs else ""
-        for _ in session.rollout(plan, version, policy, salt, predict=True):
+        feedback = self._feedback(
+            plan, lambda group: stale.extend(restart_stale([group], version, policy))
+        )
+        for _ in session.rollout(plan, version, policy, salt, predict=True, feedback=feedback):
             pass
         learned = {} if self.lengths is None else self.lengths.end_round()
-        harvest = settle(plan, policy, stale)
+        stopped = session.controller.stopped
+        harvest = settle(plan, policy, stale, stopped)
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
+        selection = self.selection
+        if selection and not selection.full_scope:
+            self._select(round, selection)
         # the only step of a round needs none: its own forward pass gives the old log-probs
         several = self.steps_per_epoch > 1 and not learner.needs_engine_logprobs(policy.off_policy)
         plain = isinstance(learner, PlainLearner) and policy.off_policy
@@ -364,13 +388,20 @@ class RolloutDataModule(LightningDataModule):
                 round, learner, self.micro_batch_tokens, trainer.precision_plugin.forward_context
             )
         set_advantages(round, learner, self.rewards.weights)
+        if selection and selection.full_scope:
+            self._select(round, selection)
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
         round.metrics |= measure(
             round, harvest, self.rewards.names, self.rewards.weights, steps, learner.needs_group
         )
         round.metrics |= learned
         if policy.off_policy:
-            round.metrics |= staleness_metrics(round.rows, version)
+            trained = [row for row in round.rows if not row.completion.dropped]
+            round.metrics |= staleness_metrics(trained, version)
+        if selection:
+            round.metrics |= selection_metrics(round, harvest)
+        if self.max_num_gen_batches > 1:
+            round.metrics["dynamic_sampling/num_gen_batches"] = len(plan) / policy.update_prompts
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
@@ -386,11 +417,43 @@ class RolloutDataModule(LightningDataModule):
         self.counters["num_completions"] += len(round.completions)
         self.counters["num_tokens"] += sum(map(len, round.rows))
         self.counters["num_discarded_tokens"] += int(round.metrics["rollout/discarded_tokens"])
-        self.counters += self._failures(session) - before
+        self.counters += self._failures(session) - before + count_drops(round)
+        self.counters += Counter({"dropped/stopped": len(stopped)} if stopped else {})
         round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
         return round
+
+    def _feedback(self, plan: list[Group], add: Callable[[Group], None]) -> Feedback:
+        """What scores change in a round.
+
+        Args:
+            plan: Its groups; one that replaces another is added.
+            add: Called with each that is.
+        """
+        selection, weights = self.selection, self.rewards.weights
+        stop = Stop(selection, weights) if selection and selection.reward_range else None
+        most = self.max_num_gen_batches * self.round_policy.update_prompts
+
+        def replace_uninformative(group: Group) -> Group | None:
+            rewards = group_rewards(group, weights)
+            if informative(rewards):
+                return None
+            drop(group, rewards, "uninformative")
+            if len(plan) >= most:
+                return None
+            # one that a round cut short had drawn, or the next of the data
+            if len(self.pool) == len(plan):
+                self._draw(1)
+            plan.append(list(self.pool)[len(plan)].copy())
+            add(plan[-1])
+            return plan[-1]
+
+        return Feedback(stop, replace_uninformative if self.max_num_gen_batches > 1 else None)
+
+    def _select(self, round: Round, selection: Selection) -> None:
+        seed = stable_hash(self.seed, "down_sampling", self._runs, round.number)
+        selection.select(round, self.rewards.weights, self.learner.needs_group, seed)
 
     def _failures(self, session: RolloutSession) -> Counter[str]:
         """What went wrong with single completions until now, validation included."""
@@ -399,11 +462,15 @@ class RolloutDataModule(LightningDataModule):
 
     def _plan(self, policy: RoundPolicy) -> list[Group]:
         """Fill the pool and take the round's groups from its front."""
-        assert self._source is not None
-        for draw in self._source.draw(policy.fresh_prompts(len(self.pool))):
-            self.pool.add(self._new_group(draw.key, draw.prompt))
+        self._draw(policy.fresh_prompts(len(self.pool)))
         # copies: a rollout cut short is drawn again as a whole, from the pool as it was
         return [group.copy() for group in policy.plan(list(self.pool))]
+
+    def _draw(self, n: int) -> None:
+        """Take the next prompts that are not in the pool into it."""
+        assert self._source is not None
+        for draw in self._source.draw(n, {group.prompt.uid for group in self.pool}):
+            self.pool.add(self._new_group(draw.key, draw.prompt))
 
     def _new_group(self, group_id: str, prompt: Prompt) -> Group:
         completions = [Completion(i) for i in range(self.num_generations)]
@@ -411,17 +478,18 @@ class RolloutDataModule(LightningDataModule):
 
     def _optimizer_step(self, round: Round, index: int) -> OptimizerStep:
         iteration, step = divmod(index, self.steps_per_round)
-        deal = split_steps(
-            len(round.groups), self.steps_per_round, self.seed, round.number, iteration
-        )
-        groups = [round.groups[i] for i in deal[step]]
+        groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
+        deal = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
+        groups = [groups[i] for i in deal[step]]
+        rows = [Row(g, c) for g in groups for c in g.completions]
         return OptimizerStep(
-            [Row(g, c) for g in groups for c in g.completions],
+            rows,
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
             skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.round_policy.off_policy,
             only_version=round.version if self.mask_stale_tokens else None,
+            row_cost=self.learner.row_cost(rows, self.micro_batch_tokens),
         )
 
     @property
@@ -507,12 +575,13 @@ class RolloutDataModule(LightningDataModule):
         self.pool.load_state_dict(state["pool"], prompts.__getitem__)
         for completion in (c for group in self.pool for c in group.completions if c.finished):
             completion.text = self._ensure_session().scorer.decode(completion.token_ids)
-        for group in self.pool if self.learner.needs_group else ():
+        for group in self.pool if self.learner.needs_group or self.selection else ():
             if len(group.completions) < self.num_generations:
                 raise ValueError(
                     "The checkpoint was made in the middle of a pool from which single completions "
-                    "were trained on, and this module compares a completion with all its siblings. "
-                    "Resume with `advantage='reinforce++'`, or start a new run in another folder."
+                    "were trained on, and this run needs a completion with all its siblings. "
+                    "Resume with `advantage='reinforce++'` and without `DownSampling`, or start a "
+                    "new run in another folder."
                 )
         self._audit, self._runs = PoolAudit.from_state(state["audit"]), state["runs"]
         self.num_rounds = state["num_rounds"]
@@ -552,6 +621,7 @@ class RolloutDataModule(LightningDataModule):
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
         if prompts.train:
             check_enough(prompts.train, self.prompts_per_round, self.round_policy.fresh_prompts(0))
+            check_gen_batches(prompts.train, self.prompts_per_round, self.max_num_gen_batches)
         if prompts.train and self._source is None:  # else the run goes on where it was
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         max_model_len = prompts.longest + limit

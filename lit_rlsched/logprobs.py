@@ -24,6 +24,7 @@ def completion_logprobs(
     prompt_lengths: Tensor,
     completion_lengths: Tensor,
     *,
+    completion_rows: Tensor | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
     chunk_tokens: int | None = None,
@@ -36,10 +37,13 @@ def completion_logprobs(
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.
-        input_ids: `[B, T]`, each row a prompt, its completion, then padding. The padding needs no
+        input_ids: `[R, T]`, each row a prompt, its completions, then padding. The padding needs no
             attention mask: a causal model does not look ahead.
         prompt_lengths: `[B]`, at least 1.
         completion_lengths: `[B]`, 0 allowed.
+        completion_rows: `[B]`, the row each completion stands in: 0 to `R - 1` in order. The model
+            must take a 4-D attention mask and `position_ids` (`shared_prefix.obstacle` says whether
+            it does). `None`: each has a row of its own.
         temperature: what the completions were drawn with.
         entropy: also return the entropy of each prediction, without gradient.
         chunk_tokens: positions per LM head call; by default, as many as make 64 MiB of fp32 logits.
@@ -51,7 +55,10 @@ def completion_logprobs(
     Raises:
         ValueError: if a prompt is empty, a row does not fit in `T`, or the model has no LM head.
     """
-    _check_lengths(input_ids, prompt_lengths, completion_lengths)
+    starts = prompt_lengths
+    if completion_rows is not None:
+        starts = _completion_starts(prompt_lengths, completion_lengths, completion_rows)
+    _check_lengths(input_ids, prompt_lengths, starts + completion_lengths)
     causal_lm: Any = model
     if hasattr(model, "get_base_model"):  # PEFT; its layers stay in place
         causal_lm = causal_lm.get_base_model()
@@ -62,13 +69,22 @@ def completion_logprobs(
         )
     mask = completion_mask(completion_lengths)
     rows, columns = mask.nonzero(as_tuple=True)
-    targets = prompt_lengths[rows] + columns
-    hidden = causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    targets = starts[rows] + columns
+    # the prompt's last token predicts the first of each completion
+    sources = torch.where(columns > 0, targets, prompt_lengths[rows]) - 1
+    layout: dict[str, Tensor] = {}
+    if completion_rows is not None:
+        rows = completion_rows[rows]
+        layout = _shared_layout(input_ids, starts, completion_lengths, completion_rows)
+        if config._attn_implementation == "eager":
+            dtype = causal_lm.get_input_embeddings().weight.dtype
+            layout["attention_mask"] = _to_addend(layout["attention_mask"], dtype)
+    hidden = causal_lm.base_model(input_ids=input_ids, use_cache=False, **layout).last_hidden_state
 
     score = partial(_score, head, logit_transform(config, temperature), entropy)
     chunk_tokens = chunk_tokens or max(1, CHUNK_BYTES // (4 * config.vocab_size))
     logp, entropies = _score_in_chunks(
-        score, hidden[rows, targets - 1], input_ids[rows, targets], chunk_tokens
+        score, hidden[rows, sources], input_ids[rows, targets], chunk_tokens
     )
     return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
 
@@ -135,13 +151,55 @@ def _scatter(flat: Tensor, mask: Tensor) -> Tensor:
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
-def _check_lengths(input_ids: Tensor, prompt_lengths: Tensor, completion_lengths: Tensor) -> None:
+def _completion_starts(
+    prompt_lengths: Tensor, completion_lengths: Tensor, completion_rows: Tensor
+) -> Tensor:
+    """The column `[B]` at which each completion starts: after those before it in its row."""
+    before = completion_lengths.cumsum(0) - completion_lengths
+    first_of_row = torch.searchsorted(completion_rows, completion_rows)
+    return prompt_lengths + before - before[first_of_row]
+
+
+def _shared_layout(
+    input_ids: Tensor, starts: Tensor, completion_lengths: Tensor, completion_rows: Tensor
+) -> dict[str, Tensor]:
+    """Model inputs under which completions that share a row do not see each other.
+
+    Returns:
+        `position_ids` `[R, T]`, where each completion goes on from the prompt, and a boolean
+        `attention_mask` `[R, 1, T, T]`, True where a query (third axis) sees a key.
+    """
+    rows, width = input_ids.shape
+    ends = starts + completion_lengths
+    jumps = torch.zeros(2, rows, width + 1, dtype=torch.long, device=input_ids.device)
+    segments, ahead = jumps
+    # a new segment at each start and each end; there positions fall back to the prompt's length
+    for places in (starts, ends):
+        segments.index_put_((completion_rows, places), torch.ones_like(places), accumulate=True)
+    ahead.index_put_((completion_rows, ends), completion_lengths, accumulate=True)
+    segments, ahead = jumps.cumsum(-1)
+    padding = segments == segments[:, -1:]
+    positions = torch.arange(width + 1, device=input_ids.device) - ahead
+    # a table of positions may end at the context's length, which padding could pass
+    positions = positions.masked_fill(padding, 0)[:, :-1]
+    segments = segments[:, :-1]
+    mask = segments.unsqueeze(2) == segments.unsqueeze(1)
+    mask |= (segments == 0).unsqueeze(1)  # the prompt is seen by all
+    return {"position_ids": positions, "attention_mask": mask.tril_().unsqueeze(1)}
+
+
+def _to_addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What eager attention adds to its scores: 0 where `mask` is True, else very little."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _check_lengths(input_ids: Tensor, prompt_lengths: Tensor, ends: Tensor) -> None:
     if bool((prompt_lengths < 1).any()):
         raise ValueError(
             "A prompt of no tokens leaves the first completion token without a position that "
             "predicts it. Put the BOS or EOS token in front of it."
         )
-    longest = int((prompt_lengths + completion_lengths).max())
+    longest = int(ends.max())
     if longest > input_ids.shape[1]:
         raise ValueError(
             f"`prompt_lengths` plus `completion_lengths` reaches {longest}, past the "

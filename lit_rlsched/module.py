@@ -3,25 +3,27 @@
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from transformers import get_scheduler
 
+from lit_rlsched import shared_prefix as sharing
 from lit_rlsched.advantages import (
     batch_normalized,
     group_relative,
     kl_in_reward,
     leave_one_out,
 )
-from lit_rlsched.data.batching import MicroBatch, OptimizerStep
+from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.evaluation import Evaluated
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.logs import StepMetrics, log_now
@@ -33,8 +35,9 @@ from lit_rlsched.losses import (
     policy_loss,
     rollout_correction,
 )
-from lit_rlsched.policy import add_lora, load_policy
+from lit_rlsched.policy import add_lora, base_model, load_policy
 from lit_rlsched.rollout.learner import RoundLogprobs
+from lit_rlsched.rollout.types import Group, Row
 
 # Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
 # engine's; a checkpoint is of the weights after the step; there may be no validation.
@@ -81,6 +84,12 @@ class PolicyModule(LightningModule):
             `engine` the ratio itself corrects for who drew a token, and `importance_sampling_mode`
             has no part in it (its metrics are logged). That ratio has no upper bound where the
             advantage is negative unless `delta` is set.
+        shared_prefix: Whether the update encodes a prompt once for several of its completions: the
+            same loss and gradients but for rounding, in fewer positions. By default, where the
+            model takes it (sdpa or eager attention, over the whole context in every layer, with
+            `position_ids`) and where it saves time, which it does for long prompts. The first
+            completions that share a prompt are encoded both ways; if log-probs or gradients differ,
+            the run goes on without, with a warning. `True` refuses a model that does not take it.
     """
 
     kl_in_loss = True
@@ -108,6 +117,7 @@ class PolicyModule(LightningModule):
         importance_sampling_mode: ImportanceSamplingMode | None = "sequence_mask",
         importance_sampling_clip_max: float = 3.0,
         old_logprobs: Literal["trainer", "engine"] | None = None,
+        shared_prefix: bool | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -115,6 +125,8 @@ class PolicyModule(LightningModule):
         self.model: nn.Module | None = None
         self._reference: list[nn.Module] = []  # a list hides it from state_dict and the optimizer
         self._evaluation: dict[str, MeanMetric] = {}
+        self._skipped = False  # a step without anything to train on
+        self._shares: bool | None = None  # not before some completions were encoded both ways
         self._loss_settings: dict[str, Any] = {
             "loss_type": loss_type,
             "epsilon": epsilon,
@@ -152,11 +164,20 @@ class PolicyModule(LightningModule):
         return self.hparams
 
     def configure_model(self) -> None:
-        """Load the policy, and the reference model where the loss needs one; safe to call twice."""
+        """Load the policy, and the reference model where the loss needs one; safe to call twice.
+
+        Raises:
+            ValueError: the model does not take the `shared_prefix` that was asked for.
+        """
         if self.model is not None:
             return
         hp = self._hp
         self.model = load_policy(hp.model)
+        if hp.shared_prefix and (why := sharing.obstacle(self.model)) is not None:
+            raise ValueError(
+                f"`shared_prefix=True`: completions of `{type(self.model).__name__}` cannot share "
+                f"a prompt: {why}. Leave `shared_prefix` out."
+            )
         if hp.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # checkpointing asks for it; dropout is off all the same
@@ -211,6 +232,41 @@ class PolicyModule(LightningModule):
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         """Advantages `[P, G]` of a round's rewards `[P, G]`, NaN where there is none."""
 
+    def row_cost(self, rows: Sequence[Row], micro_batch_tokens: int) -> RowCost | None:
+        """By what cost completions share a prompt; tries it once, on the first that would."""
+        model = self.model
+        if self._hp.shared_prefix is False or self._shares is False:
+            return None
+        assert model is not None, "configure_model has not run"
+        if sharing.obstacle(model) is not None:
+            return None
+        cost = sharing.row_cost(model)
+        if self._shares is None:
+            tried = sharing.first_shared(rows, cost, micro_batch_tokens)
+            if tried is not None:
+                self._shares = self._try_sharing(model, tried)
+        return None if self._shares is False else cost
+
+    def _try_sharing(self, model: nn.Module, rows: Sequence[Row]) -> bool:
+        try:
+            with self.trainer.precision_plugin.forward_context():
+                logprobs, gradients = sharing.difference(model, rows)
+                allowed = sharing.tolerance(model)
+            if logprobs <= allowed and gradients <= allowed:  # NaN is not
+                return True
+            wrong = (
+                f"log-probs are off by {logprobs:.1e}, gradients by {gradients:.1e} of their norm "
+                f"({allowed:.0e} would be rounding)"
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            wrong = str(error)
+        rank_zero_warn(
+            f"`{type(base_model(model)).__name__}` does not get a prompt right that completions "
+            f"share: {wrong}. Each completion is encoded with its own prompt; "
+            "`shared_prefix=False` saves trying."
+        )
+        return False
+
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Log-probs `[B, C]` under the current and, where needed, the reference weights."""
@@ -239,6 +295,7 @@ class PolicyModule(LightningModule):
             batch.input_ids,
             batch.prompt_lengths,
             batch.completion_lengths,
+            completion_rows=batch.completion_rows,
             temperature=batch.temperature,
             entropy=entropy,
         )
@@ -274,11 +331,16 @@ class PolicyModule(LightningModule):
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
         return output
 
+    def on_round_start(self, plan: list[Group]) -> None:
+        """Free the gradients: the rollout needs the memory."""
+        self.zero_grad(set_to_none=True)
+
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
         """Accumulate the step's micro-batches and take one optimizer step, even on none."""
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
         total, metrics = torch.zeros((), device=self.device, dtype=torch.float32), StepMetrics()
+        self._skipped = not step.rows
         if not len(step):  # as a step in which every advantage is zero
             nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
             self.manual_backward(torch.stack(nothing).sum())
@@ -303,6 +365,8 @@ class PolicyModule(LightningModule):
         self.log("grad_norm", norm, batch_size=1)
         if self._hp.gradient_clip_val is not None:
             self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
+        if self._skipped:  # where there is a gradient, even of zero, momentum moves the weights
+            self.zero_grad(set_to_none=True)
 
     # Validation and test.
 
@@ -344,6 +408,7 @@ class PolicyModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the adapters alone where there are adapters: the base never changes."""
+        checkpoint["shared_prefix"] = self._shares
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
@@ -367,6 +432,7 @@ class PolicyModule(LightningModule):
                 "it was made with, or start a new run in another folder."
             )
         self.strict_loading = not self._hp.lora_rank
+        self._shares = checkpoint.get("shared_prefix")
 
     def _saved_keys(self) -> set[str]:
         if self._hp.lora_rank:

@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import (
+    DownSampling,
+    DynamicSampling,
     LengthPrediction,
     MicroGroupSampling,
     RNGState,
@@ -43,6 +45,15 @@ SCHEDULES = {
         )
         for mode in ("on_policy", "partial")
     },
+    "selected": (
+        {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},
+        8,
+        lambda: [
+            DownSampling(2, early_stop=True),
+            DynamicSampling(),
+            MicroGroupSampling(slots=7, order="least_attained"),
+        ],
+    ),
 }
 
 
@@ -51,6 +62,12 @@ def digits(prompts, completions, completion_ids, log_extra, log_metric, **kwargs
     log_extra("vowels", [sum(c in "aeiou" for c in text) for text in completions])
     log_metric("share", sum(shares) / len(shares))
     return shares
+
+
+def coin(prompts, completions, **kwargs):
+    """0 or 1, and never a 1 for every other prompt: groups stop, and prompts are replaced."""
+    shares = digits(prompts, completions, **kwargs)
+    return [float(s > 0.12 and p[0] in "024") for s, p in zip(shares, prompts, strict=True)]
 
 
 class Die(RolloutCallback):
@@ -129,7 +146,7 @@ def main(folder, engine, model, schedule, place):
     settings, steps, callbacks = SCHEDULES[schedule]
     data = RolloutDataModule(
         rows[:30],
-        [digits],
+        [coin if schedule == "selected" else digits],
         val_data=rows[30:],
         val_num_generations=2,
         engine=getattr(engines, engine)(),
@@ -166,6 +183,7 @@ def main(folder, engine, model, schedule, place):
         "rounds": data.num_rounds + 1,
         **{f"num_{n}": data.counters[f"num_{n}"] for n in ("completions", "tokens")},
         "num_discarded_tokens": data.counters["num_discarded_tokens"],
+        "dropped": {k: n for k, n in data.counters.items() if k.startswith("dropped/")},
         "pool": state_hash(data.pool.state_dict()),
         "audit": {k: v for k, v in data._audit.state_dict().items() if "seconds" not in k},
         "uids": uids.uids,

@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
+    DownSampling,
+    DynamicSampling,
     LengthPrediction,
     MicroBatchAccumulation,
     MicroGroupSampling,
@@ -134,6 +136,25 @@ def test_a_model_that_is_not_there(fit, model):
         ),
         (lambda: SortedBatching(oversubscribe=0.5), r"oversubscribe=0.5\)`: must be 1 or more"),
         (lambda: SortedBatching(oversubscribe=float("nan")), r"oversubscribe=nan"),
+        (lambda: DownSampling(keep=1), r"keep=1\)`: use a whole number, 2 or more"),
+        (lambda: DownSampling(keep=2.0), r"keep=2.0\)`: use a whole number"),
+        (lambda: DownSampling(4, rule="max_std"), r"rule='max_std'\)` is unknown.*'percentile'"),
+        (lambda: DownSampling(4, advantage_scope="all"), r"scope='all'\)` is unknown.*'full'"),
+        (
+            lambda: DownSampling(4, early_stop=True, rule="random"),
+            r"early_stop=True, rule='random'\)`.*Use `rule='max_variance'`, or leave `early_stop`",
+        ),
+        (lambda: DownSampling(4, reward_range=(1, 0)), r"reward_range=\(1, 0\)\)`: give the least"),
+        (
+            lambda: DownSampling(4, early_stop=True, reward_range=(0, float("inf"))),
+            r"reward_range=\(0, inf\)\)`",
+        ),
+        (lambda: DownSampling(4, min_length_ratio=1.5), r"min_length_ratio=1.5\)`: use 0"),
+        (
+            lambda: DynamicSampling(max_num_gen_batches=1),
+            r"max_num_gen_batches=1\)`: use a whole number, 2 or more",
+        ),
+        (lambda: DynamicSampling(2.5), r"max_num_gen_batches=2.5\)`: use a whole number"),
     ],
 )
 def test_settings_that_cannot_work(make, message):
@@ -187,6 +208,60 @@ def test_an_order_without_predictions(fit, order):
 def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
     with pytest.raises(ValueError, match=message):
         fit(callbacks=[SortedBatching(**batching)], **settings)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "message"),
+    [
+        (
+            [DownSampling(5)],
+            {},
+            r"`DownSampling\(keep=5\)` of `num_generations=4`.*Use 4 or less, or more `num_gen",
+        ),
+        (
+            [DownSampling(4, early_stop=True)],
+            {},
+            r"early_stop=True, keep=4\)` of `num_generations=4`.*Keep fewer, or leave `early_stop`",
+        ),
+        (
+            [DynamicSampling(5)],
+            {"prompts_per_round": 20},
+            r"max_num_gen_batches=5\)` may draw 100 prompts .*`train_data` holds 80. Use 4 or less",
+        ),
+        (
+            [DynamicSampling(2)],
+            {"prompts_per_round": 50},
+            r"max_num_gen_batches=2\)` may draw 100 prompts .* holds 80. (?!Use 1).*prompts_per_r",
+        ),
+        (
+            [SortedBatching(2), DynamicSampling()],
+            {},
+            r"`DynamicSampling` with `SortedBatching`.*Leave one of them out",
+        ),
+    ],
+)
+def test_sampling_that_cannot_work(fit, callbacks, settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks=callbacks, **settings)
+
+
+def test_uninformative_prompts_where_there_are_none(fit, tiny_model):
+    module = GRPOModule(tiny_model, advantage="reinforce++")
+    with pytest.raises(ValueError, match=r"`DynamicSampling` with .*`advantage='reinforce\+\+'`"):
+        fit(module, [DynamicSampling()])
+
+
+def test_two_callbacks_that_select(fit):
+    class Mine(DownSampling):
+        pass
+
+    for callbacks in ([DownSampling(2), Mine(3)], [DynamicSampling(), DynamicSampling()]):
+        names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
+        message = f"2 callbacks that decide which .*: {names}.*remove all but one"
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `DownSampling"):
+        fit(callbacks=[DownSampling(2), DownSampling(3)])  # Lightning's own
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"engine": SimulatedEngine()}])

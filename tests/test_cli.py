@@ -86,12 +86,50 @@ def test_bad_values_are_refused_at_the_command_line(capsys):
     assert "loss_type" in refused(capsys, *base, "--model.loss_type=ppo")
 
 
-@pytest.mark.parametrize("command", [["fit"], ["validate"], ["test"], []])
+@pytest.mark.parametrize("command", [["fit"], ["validate"], ["test"], ["estimate"], []])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
     assert stop.value.code == 0
     assert ("--data.num_generations" if command else "fit") in capsys.readouterr().out
+
+
+@pytest.fixture
+def estimated(capsys, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+
+    def estimated(*args):
+        base = ["estimate", "-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"]
+        main([*base, "--data.train_data.size=40", *args])
+        return capsys.readouterr().out
+
+    return estimated
+
+
+def test_what_a_run_will_hold(estimated, tmp_path):
+    said = estimated("--memory=24GiB", f"--trainer.default_root_dir={tmp_path}/run")
+    assert "held in the machine's memory" in said and "of 24.00 GiB" in said
+    for item in ("weights", "optimizer state", "key-value cache", "activations"):
+        assert f"\n{item} " in said
+    assert "Fits: the update is the larger" in said
+    assert not list(tmp_path.iterdir()), "nothing is run, so nothing is written"
+
+
+def test_a_gpu_run_is_estimated_without_one(estimated):
+    overlay = "--data.engine=VLLMEngine"
+    said = estimated(overlay, "--trainer.accelerator=gpu", "--memory=8GB")
+    assert "held on the GPU" in said and "vLLM sleeps in the update" in said
+
+
+def test_estimate_refuses_what_fit_refuses(estimated, capsys):
+    def refusal(*args):
+        with pytest.raises(SystemExit) as stop:
+            estimated(*args)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "`micro_batch_tokens=64` cannot hold" in refusal("--data.micro_batch_tokens=64")
+    assert "expected a size such as '24GiB'" in refusal("--memory=much")
 
 
 def test_the_command_is_installed():

@@ -25,6 +25,13 @@ SORTED = [
     "step 2",  # harvested, at the start of the update
     "harvest 4",
 ]
+SELECTED = [
+    "harvest 0",  # while the first round is drawn
+    "step 1",
+    "harvest 2",
+    "round_end 2",  # all drawn and selected, nothing trained on
+    "step 6",
+]
 VLLM = ["completion 40", "validation 3", "step 7"]
 RESUMED = "resumed 5"
 """While completions that another round began are gone on with."""
@@ -51,6 +58,7 @@ def run(folder, engine, model, schedule, *places):
         ("TransformersEngine", "on_policy", SORTED),
         ("TransformersEngine", "partial", [*SORTED, RESUMED]),
         ("VLLMEngine", "partial", ["validation 2", RESUMED]),
+        ("TransformersEngine", "selected", SELECTED),
     ],
 )
 def test_killed_anywhere_and_resumed_equals_never_stopped(
@@ -66,6 +74,12 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         assert len(whole["uids"]) == len(set(whole["uids"])) == whole["rounds"] * 4
         return
     assert len(whole["uids"]) == len(set(whole["uids"]))
+    if schedule == "selected":
+        dropped, drawn = whole["dropped"], 6 * len(whole["uids"])
+        assert whole["num_completions"] == len(whole["spans"]) == drawn - dropped["dropped/stopped"]
+        assert dropped["dropped/uninformative"] > 0 and len(whole["uids"]) > 4 * whole["rounds"]
+        assert whole["num_discarded_tokens"] > 0
+        return
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
     assert (whole["num_discarded_tokens"] > 0) == (schedule == "on_policy")
     assert (max(whole["spans"]) > 1) == (schedule == "partial")

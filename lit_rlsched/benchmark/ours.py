@@ -52,18 +52,19 @@ class Measure(RolloutCallback):
         """The optimizer step of the round was taken."""
         counts = self.meter.counts
         counts.skipped += batch.totals.sequences - sum(map(len, batch.micro_batches))
+        padding = batch.padding()
+        counts.positions += padding.positions
+        counts.padding += padding.padding
         for rows in batch.micro_batches:
             self._count(rows)
         self.meter.lap("update")
 
     def _count(self, rows: list[Row]) -> None:
         counts = self.meter.counts
-        completions, sequences = [len(r.completion.token_ids) for r in rows], [len(r) for r in rows]
+        completions = [len(r.completion.token_ids) for r in rows]
         counts.updates += 1
         counts.completion_positions += len(rows) * max(completions)
         counts.completion_padding += len(rows) * max(completions) - sum(completions)
-        counts.positions += len(rows) * max(sequences)
-        counts.padding += len(rows) * max(sequences) - sum(sequences)
 
 
 def make_engine(name: str) -> RolloutEngine:

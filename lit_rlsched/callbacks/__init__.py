@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_rlsched.callbacks.down_sampling import DownSampling
+    from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
     from lit_rlsched.callbacks.length_prediction import LengthPrediction
     from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
     from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.sorted_batching import SortedBatching
 
 __all__ = [
+    "DownSampling",
+    "DynamicSampling",
     "LengthPrediction",
     "MicroBatchAccumulation",
     "MicroGroupSampling",
@@ -25,6 +29,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DownSampling": "down_sampling",
+    "DynamicSampling": "dynamic_sampling",
     "LengthPrediction": "length_prediction",
     "MicroBatchAccumulation": "micro_batch_accumulation",
     "MicroGroupSampling": "micro_group_sampling",

@@ -7,6 +7,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.data.settings import check_logprobs
 from lit_rlsched.datamodule import RolloutDataModule
@@ -131,11 +132,13 @@ class SortedBatching(RolloutCallback):
             )
         if self.mode == "partial":
             self._check_partial(datamodule, pl_module)
+        # a group is selected from as a whole
+        selects = any(isinstance(c, DownSampling) for c in trainer.callbacks)  # type: ignore[attr-defined]
         datamodule.round_policy = SortedRound(
             update,
             pool,
             datamodule.num_generations,
-            unit="group" if datamodule.learner.needs_group else "completion",
+            unit="group" if datamodule.learner.needs_group or selects else "completion",
             mode=self.mode,
             max_staleness=self.max_staleness,
             oversubscribe=self.oversubscribe,

@@ -1,22 +1,80 @@
 """From ragged completions to padded micro-batches: the only place where anything is padded."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
 from lit_rlsched.rollout.types import Completion, Row, stable_hash
 
+MASKED_POSITIONS = 2**14
+"""Most positions of a micro-batch whose attention takes a mask: they bound it to `2**28` entries,
+256 MiB, and 1 GiB where PyTorch's attention turns it into fp32."""
+
+WORTHWHILE = 0.8
+"""Share of the cost above which completions keep to rows of their own: rounding differs where they
+share one, and micro-batches with a mask are more and smaller."""
+
+T = TypeVar("T", bound=Sized)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """What a forward pass over a row of `input_ids` costs, in FLOPs of matrix products.
+
+    Calling it with a row's length and whether completions share it gives the cost.
+    """
+
+    position: float
+    """Of everything but attention, for each position."""
+    causal: float
+    """Of attention, for each pair of positions, in a row of one completion."""
+    masked: float
+    """Of attention, for each pair of positions, in a row of several."""
+
+    def __call__(self, length: int, shared: bool) -> float:
+        return self.position * length + (self.masked if shared else self.causal) * length**2
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One row of `input_ids`: a prompt followed by one or more of its completions."""
+
+    rows: tuple[Row, ...]
+    """The completions, all of one group."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt once, then each completion."""
+        completions = [t for row in self.rows for t in row.completion.token_ids]
+        return [*self.rows[0].group.prompt.token_ids, *completions]
+
+    @property
+    def shared(self) -> bool:
+        """Whether it has more than one completion, which must not see each other."""
+        return len(self.rows) > 1
+
+    def __len__(self) -> int:
+        first, *others = self.rows
+        return len(first) + sum(len(row.completion.token_ids) for row in others)
+
 
 class MicroBatch:
-    """What one forward and backward pass sees: sequences of about the same length, right padded.
+    """What one forward and backward pass sees: rows of about the same length, right padded.
+
+    A row is a prompt and its completion: `B` rows. Where the learner shares prompts, it is a prompt
+    and several of its completions, one after the other: then there are `R < B` rows.
 
     An ordinary class and not a dataclass: `precision="bf16-true"` would cast the log-probs of one.
 
     Attributes:
-        input_ids: `[B, T]` prompt and completion, right padded. The model is causal: no attention
-            mask is needed, what stands right of a token cannot change it.
+        input_ids: `[R, T]` prompt and completions, right padded. The model is causal: padding needs
+            no attention mask, what stands right of a token cannot change it.
+        completion_rows: `[B]` the row each completion stands in, or `None` where each has its own.
         prompt_lengths: `[B]`.
         completion_lengths: `[B]`.
         completion_mask: `[B, C]`, 1 on tokens that are trained on.
@@ -37,6 +95,7 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor
+    completion_rows: torch.Tensor | None
     prompt_lengths: torch.Tensor
     completion_lengths: torch.Tensor
     completion_mask: torch.Tensor
@@ -46,8 +105,9 @@ class MicroBatch:
     ref_logp: torch.Tensor | None
 
     def __init__(
-        self, rows: Sequence[Row], step: "StepTotals", *, is_first: bool, is_last: bool
+        self, prompt_rows: Sequence[PromptRow], step: "StepTotals", *, is_first: bool, is_last: bool
     ) -> None:
+        rows = [row for prompt_row in prompt_rows for row in prompt_row.rows]
         completions = [row.completion for row in rows]
         sampling = rows[0].group.sampling
         self.temperature = sampling.temperature
@@ -60,7 +120,11 @@ class MicroBatch:
         self.is_last = is_last
         self.prompt_lengths = torch.tensor([len(row.group.prompt.token_ids) for row in rows])
         self.completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
-        self.input_ids = _pad([row.token_ids for row in rows], torch.long)
+        self.input_ids = _pad([row.token_ids for row in prompt_rows], torch.long)
+        self.completion_rows = None
+        if any(row.shared for row in prompt_rows):
+            at = [i for i, prompt_row in enumerate(prompt_rows) for _ in prompt_row.rows]
+            self.completion_rows = torch.tensor(at)
         self.completion_mask = _pad([step.mask(c) for c in completions])
         # float32 by name: in bf16-true training it would be the default dtype, bf16
         self.advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32)
@@ -118,6 +182,8 @@ class OptimizerStep:
             same.
         off_policy: Whether tokens that an earlier policy drew may be among them.
         only_version: The policy version that tokens must be of to be trained on; `None`: any.
+        row_cost: By which completions of a group share a row with one prompt, where that is
+            cheaper; `None`: each has a row of its own.
     """
 
     def __init__(
@@ -129,6 +195,7 @@ class OptimizerStep:
         skip_zero_advantage: bool = False,
         off_policy: bool = False,
         only_version: int | None = None,
+        row_cost: RowCost | None = None,
     ) -> None:
         rows = [r for r in rows if not r.completion.dropped]
         totals = StepTotals(len(rows), 0, off_policy, only_version)
@@ -139,27 +206,83 @@ class OptimizerStep:
         """Those the loss is defined on, trained on or not."""
         self.totals = replace(totals, tokens=sum(totals.trained(r.completion) for r in rows))
         trained = [r for r in rows if r.completion.advantage or not skip_zero_advantage]
-        self.micro_batches = split_by_tokens(trained, micro_batch_tokens)
+        prompt_rows = share_prompts(trained, row_cost, micro_batch_tokens)
+        # apart: a micro-batch without shared rows needs no mask
+        alone = [row for row in prompt_rows if not row.shared]
+        shared = [row for row in prompt_rows if row.shared]
+        self._prompt_rows = [
+            *split_by_tokens(alone, micro_batch_tokens),
+            *split_by_tokens(shared, min(micro_batch_tokens, MASKED_POSITIONS)),
+        ]
+
+    @property
+    def micro_batches(self) -> list[list[Row]]:
+        """The completions of each micro-batch, in the order of its tensors."""
+        return [[row for part in batch for row in part.rows] for batch in self._prompt_rows]
 
     def __len__(self) -> int:
-        return len(self.micro_batches)
+        return len(self._prompt_rows)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        last = len(self.micro_batches) - 1
-        for i, rows in enumerate(self.micro_batches):
+        last = len(self) - 1
+        for i, rows in enumerate(self._prompt_rows):
             yield MicroBatch(rows, self.totals, is_first=i == 0, is_last=i == last)
 
     def padding(self) -> PaddingCount:
         """Count positions without making a tensor."""
         count = PaddingCount()
-        for rows in self.micro_batches:
+        for rows in self._prompt_rows:
             lengths = [len(row) for row in rows]
             count.positions += max(lengths) * len(rows)
             count.padding += max(lengths) * len(rows) - sum(lengths)
         return count
 
 
-def split_by_tokens(rows: Sequence[Row], micro_batch_tokens: int) -> list[list[Row]]:
+def share_prompts(
+    rows: Sequence[Row], cost: RowCost | None, micro_batch_tokens: int
+) -> list[PromptRow]:
+    """Put completions of a group into one row where that is cheaper than a row for each.
+
+    Of each group's completions, sorted by length, the cheapest cut into rows. No row of several is
+    longer than `micro_batch_tokens` and `MASKED_POSITIONS`. Without a `cost` none is shared.
+    """
+    if cost is None:
+        return [PromptRow((row,)) for row in rows]
+    longest = min(micro_batch_tokens, MASKED_POSITIONS)
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group.id, []).append(row)
+    shared: list[PromptRow] = []
+    for group in groups.values():
+        group.sort(key=len)
+        prompt = len(group[0].group.prompt.token_ids)
+        completions = [len(row.completion.token_ids) for row in group]
+        cuts = _cheapest_cut(group, partial(_row_costs, cost, prompt, completions, longest))
+        together = [PromptRow(tuple(cut)) for cut in cuts]
+        alone = [PromptRow((row,)) for row in group]
+        saves = _cost(together, cost) <= WORTHWHILE * _cost(alone, cost)
+        shared += together if saves else alone
+    return shared
+
+
+def _cost(rows: Iterable[PromptRow], cost: RowCost) -> float:
+    return sum(cost(len(row), row.shared) for row in rows)
+
+
+def _row_costs(
+    cost: RowCost, prompt: int, completions: Sequence[int], longest: int, end: int
+) -> Iterator[tuple[float, int]]:
+    """What a row of the completions from `start` to `end` costs, and `start`, for each start."""
+    yield cost(prompt + completions[end - 1], False), end - 1
+    length = prompt + completions[end - 1]
+    for start in range(end - 2, -1, -1):
+        length += completions[start]
+        if length > longest:
+            return
+        yield cost(length, True), start
+
+
+def split_by_tokens(rows: Sequence[T], micro_batch_tokens: int) -> list[list[T]]:
     """Cut rows, sorted by length, into runs of at most `micro_batch_tokens` padded positions.
 
     The cut is the cheapest in padded positions plus a price for each micro-batch, found by dynamic
@@ -170,33 +293,47 @@ def split_by_tokens(rows: Sequence[Row], micro_batch_tokens: int) -> list[list[R
     rows = sorted(rows, key=len)
     lengths = [len(row) for row in rows]
     price = sum(lengths) // 256
+
+    def costs(end: int) -> Iterator[tuple[float, int]]:
+        widest = lengths[end - 1]
+        first = max(0, end - max(1, micro_batch_tokens // widest))
+        return ((widest * (end - start) + price, start) for start in range(first, end))
+
+    return _cheapest_cut(rows, costs)
+
+
+def _cheapest_cut(
+    rows: Sequence[T], costs: Callable[[int], Iterable[tuple[float, int]]]
+) -> list[list[T]]:
+    """Cut rows into runs at the least total cost, by dynamic programming.
+
+    Args:
+        rows: What is cut, in order.
+        costs: The cost and the start of each run that may end before a position.
+    """
     best = [0.0] * (len(rows) + 1)
     cut = [0] * (len(rows) + 1)
     for end in range(1, len(rows) + 1):
-        widest = lengths[end - 1]
-        first = max(0, end - max(1, micro_batch_tokens // widest))
-        best[end], cut[end] = min(
-            (best[start] + widest * (end - start) + price, start) for start in range(first, end)
-        )
-    batches: list[list[Row]] = []
+        best[end], cut[end] = min((best[start] + cost, start) for cost, start in costs(end))
+    runs: list[list[T]] = []
     end = len(rows)
     while end:
-        batches.append(list(rows[cut[end] : end]))
+        runs.append(list(rows[cut[end] : end]))
         end = cut[end]
-    return batches[::-1]
+    return runs[::-1]
 
 
 def split_steps(num_groups: int, steps_per_round: int, *seed_parts: object) -> list[list[int]]:
     """Deal a round's groups out to its optimizer steps; the order depends on `seed_parts` alone.
 
     Returns:
-        `steps_per_round` lists of group positions, equally long.
+        `steps_per_round` lists of group positions, equally long where that is possible.
     """
     order = list(range(num_groups))
     if steps_per_round > 1:
         random.Random(stable_hash(*seed_parts)).shuffle(order)
-    size = num_groups // steps_per_round
-    return [order[i * size : (i + 1) * size] for i in range(steps_per_round)]
+    ends = [i * num_groups // steps_per_round for i in range(steps_per_round + 1)]
+    return [order[start:end] for start, end in pairwise(ends)]
 
 
 def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -144,6 +144,24 @@ def check_enough(prompts: Collection[Prompt], prompts_per_round: int, pool: int)
         )
 
 
+def check_gen_batches(
+    prompts: Collection[Prompt], prompts_per_round: int, max_num_gen_batches: int
+) -> None:
+    """Refuse rounds that may draw more prompts than there are.
+
+    Raises:
+        ValueError: names the argument, its value and the most that works.
+    """
+    fit = len(prompts) // prompts_per_round
+    if max_num_gen_batches > fit:
+        fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
+        raise ValueError(
+            f"`DynamicSampling(max_num_gen_batches={max_num_gen_batches})` may draw "
+            f"{max_num_gen_batches * prompts_per_round} prompts in a round, and `train_data` holds "
+            f"{len(prompts)}. {fix} lower `prompts_per_round`."
+        )
+
+
 def check_probe(probe_tokens: int, max_completion_length: int) -> None:
     """Refuse a probe that leaves nothing to predict.
 

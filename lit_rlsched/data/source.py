@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -206,49 +206,56 @@ class PromptSource:
         """The pass over the data set that the next prompt comes from."""
         self.offset = 0
         """How far the order of this pass has been walked."""
-        self._deferred: list[int] = []  # of this pass, before `offset`, and not drawn yet
+        self._deferred: list[tuple[int, int]] = []  # stepped over, each with its pass
         uids = [prompt.uid for prompt in self.prompts]
         if len(set(uids)) < len(uids):
             raise ValueError(
                 "Two prompts have the same uid. `make_prompts` makes sure they do not."
             )
+        self._indices = {uid: index for index, uid in enumerate(uids)}
         self._fingerprint = f"{len(uids)} prompts, {stable_hash(*uids):016x}"
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def draw(self, n: int) -> list[Draw]:
+    def draw(self, n: int, besides: Collection[str] = ()) -> list[Draw]:
         """Take the next `n` prompts, all different.
 
+        Args:
+            n: How many.
+            besides: Uids of prompts that are passed over; they come in the next draw without them.
+
         Raises:
-            ValueError: there are fewer than `n` prompts.
+            ValueError: there are fewer than `n` such prompts.
         """
-        if not 0 <= n <= len(self):
+        if not 0 <= n <= len(self) - len(besides):
             raise ValueError(
-                f"`prompts_per_round={n}`: a round draws each prompt at most once, and there are "
-                f"{len(self)}. Use {len(self)} or less, or a larger data set."
+                f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most once, "
+                f"and there are {len(self)}. Use {len(self)} or less, or a larger data set."
             )
         drawn: list[tuple[int, int]] = []
-        taken: set[int] = set()
+        taken = {self._indices[uid] for uid in besides}
         while len(drawn) < n:
-            index = self._next(taken)
+            index, epoch = self._next(taken)
             taken.add(index)
-            drawn.append((index, self.epoch))
+            drawn.append((index, epoch))
             if self.offset == len(self) and not self._deferred:
                 self.epoch, self.offset = self.epoch + 1, 0
         return [Draw(self.prompts[index], epoch) for index, epoch in drawn]
 
-    def _next(self, taken: set[int]) -> int:
-        """The next prompt of this pass that is not in `taken`."""
-        for position, index in enumerate(self._deferred):
+    def _next(self, taken: set[int]) -> tuple[int, int]:
+        """The next prompt that is not in `taken`, and its pass."""
+        for position, (index, _) in enumerate(self._deferred):
             if index not in taken:
                 return self._deferred.pop(position)
         order = self.order(self.epoch)
-        while (index := int(order[self.offset])) in taken:
-            self._deferred.append(index)
+        for index in map(int, order[self.offset :]):
             self.offset += 1
-        self.offset += 1
-        return index
+            if index not in taken:
+                return index, self.epoch
+            self._deferred.append((index, self.epoch))
+        self.epoch, self.offset = self.epoch + 1, 0
+        return self._next(taken)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Indices of `prompts` in the order of one pass."""
@@ -285,7 +292,7 @@ class PromptSource:
                     f"Resume with `{name}={state[name]}`."
                 )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
-        self._deferred = [int(index) for index in state["deferred"]]
+        self._deferred = [(int(index), int(epoch)) for index, epoch in state["deferred"]]
 
 
 @lru_cache(maxsize=4)

@@ -34,11 +34,13 @@ class Harvest:
     """What the end of the round threw away, to be drawn anew."""
     stale: list[Attempt] = field(default_factory=list)
     """What had been thrown away before it began, as too old."""
+    stopped: list[Attempt] = field(default_factory=list)
+    """What was aborted as its group needed no more; it is not drawn anew."""
 
     @property
     def discarded(self) -> list[Attempt]:
         """All that was thrown away."""
-        return [*self.stale, *self.unfinished]
+        return [*self.stale, *self.unfinished, *self.stopped]
 
 
 def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) -> list[Attempt]:
@@ -49,20 +51,27 @@ def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) ->
     return _restart([c for g in groups for c in g.completions if c.staleness(version) > most])
 
 
-def settle(groups: Sequence[Group], policy: RoundPolicy, stale: Sequence[Attempt]) -> Harvest:
+def settle(
+    groups: Sequence[Group],
+    policy: RoundPolicy,
+    stale: Sequence[Attempt],
+    stopped: Iterable[Completion] = (),
+) -> Harvest:
     """After a round: what is trained on, and what is left of the rest.
 
     Args:
         groups: The round's.
         policy: The round's.
         stale: What was thrown away before it began.
+        stopped: What was aborted as its group needed no more.
     """
-    ran = [attempt(c) for g in groups for c in g.completions if c.token_ids]
+    needless = [attempt(c) for c in stopped if c.token_ids]
+    ran = [attempt(c) for g in groups for c in g.completions if c.token_ids] + needless
     trained, left = policy.settle(groups)
     unfinished = []
     if policy.max_staleness == 0:
         unfinished = _restart(c for g in left for c in g.completions if c.token_ids)
-    return Harvest(trained, left, ran, unfinished, list(stale))
+    return Harvest(trained, left, ran, unfinished, list(stale), needless)
 
 
 def attempt(completion: Completion) -> Attempt:
@@ -136,8 +145,9 @@ class PoolAudit:
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
         self.tokens += trace.tokens
         self.discarded_tokens += sum(a.tokens for a in harvest.discarded)
-        ended = [attempt(c) for group in harvest.trained for c in group.completions]
-        self.trained += (a.tokens for a in ended)
+        completions = [c for group in harvest.trained for c in group.completions]
+        self.trained += (len(c.token_ids) for c in completions if not c.dropped)
+        ended = [attempt(c) for c in completions]
         self.first += (a for a in (*ended, *harvest.discarded) if a.first)
 
     def metrics(self) -> dict[str, float]:

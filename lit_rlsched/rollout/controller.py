@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.types import Completion, Event, Group, Request, Row, stable_hash
@@ -19,6 +20,30 @@ def completion_seed(
     return stable_hash(
         run_seed, salt, group.prompt.uid, completion.index, version, len(completion.token_ids)
     )
+
+
+class EarlyStop(Protocol):
+    """Says when a group needs no more completions."""
+
+    def waits(self, group: Group) -> bool:
+        """Whether scores that are awaited could be enough to stop the group."""
+
+    def stops(self, group: Group) -> bool:
+        """Whether what is scored is enough; what still decodes of the group is then aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What scores change in a round that decodes.
+
+    Before its next step the round waits for the scores that could change it: how long reward
+    functions take decides nothing.
+    """
+
+    stop: EarlyStop | None = None
+    """Asked with each group that still decodes when some of it has finished."""
+    more: Callable[[Group], Group | None] | None = None
+    """Asked with each group that is complete: another one to run in this round as well."""
 
 
 class RolloutController:
@@ -56,12 +81,17 @@ class RolloutController:
         self.probe_tokens = probe_tokens
         self.drops: Counter[str] = Counter()
         """Completions dropped, by reason, since the run began."""
+        self.stopped: list[Completion] = []
+        """Completions of the round that were aborted as their groups needed no more."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._live: dict[str, tuple[Row, Request]] = {}
         self._undecoded: dict[str, int] = {}
         self._state = RoundState(0, 0)
         self._version = 0
+        self._salt = ""
+        self._lengths: CalibratedPredictor | None = None
+        self._feedback = Feedback()
 
     def run(
         self,
@@ -70,6 +100,7 @@ class RolloutController:
         version: int,
         salt: str = "",
         predict: bool = False,
+        feedback: Feedback | None = None,
     ) -> Iterator[Group]:
         """Draw what the groups lack and yield each group as it completes.
 
@@ -82,9 +113,11 @@ class RolloutController:
             version: Policy version of the engine's weights.
             salt: Keeps the seeds of another use of the same prompts (validation) apart.
             predict: Whether these completions are predicted and learned from.
+            feedback: What scores change while the round decodes; by default nothing.
         """
-        self._version = version
-        lengths = self.lengths if predict else None
+        self._version, self._salt = version, salt
+        self._feedback, self.stopped = feedback or Feedback(), []
+        self._lengths = lengths = self.lengths if predict else None
         if lengths is not None:
             lengths.start_round()
         rows = [Row(g, c) for g in groups for c in g.completions]
@@ -99,11 +132,11 @@ class RolloutController:
                         self.scorer.submit(row.group, row.completion)
             rows = [row for row in rows if not row.completion.finished]
             rows.sort(key=lambda row: not row.completion.token_ids)
-            self._submit(rows, salt, lengths)
+            self._submit(rows)
             while self._live and not policy.done(self._state):
-                self._take(self.worker.step(), lengths)
+                yield from self._await(self._take(self.worker.step()))
                 yield from self._scored()
-            self._take(self.worker.abort(), lengths)
+            self._take(self.worker.abort())
             while self.scorer.pending:
                 self.scorer.wait()
                 yield from self._scored()
@@ -116,8 +149,41 @@ class RolloutController:
         for group, completion in self.scorer.poll():
             self._on_completion(completion)
             if group.complete:
-                self._on_group(group)
-                yield group
+                yield self._complete(group)
+
+    def _complete(self, group: Group) -> Group:
+        self._on_group(group)
+        another = self._feedback.more and self._feedback.more(group)
+        if another:
+            self._state.groups += 1
+            self._state.completions += len(another.completions)
+            self._undecoded[another.id] = len(another.completions)
+            self._submit([Row(another, c) for c in another.completions])
+        return group
+
+    def _await(self, finished: Sequence[Row]) -> Iterator[Group]:
+        """Wait for the scores that change what decodes, and stop the groups that need no more."""
+        stop, more = self._feedback.stop, self._feedback.more
+        for group in {row.group.id: row.group for row in finished}.values():
+            decodes = self._undecoded[group.id] > 0
+            if not (stop and stop.waits(group) if decodes else more):
+                continue
+            while not all(c.scored for c in group.completions if c.finished):
+                self.scorer.wait()
+                yield from self._scored()
+            if decodes and stop and stop.stops(group):
+                yield self._stop(group)
+
+    def _stop(self, group: Group) -> Group:
+        """Abort what still decodes of a group."""
+        rows = {Row(group, c).id: c for c in group.completions if not c.finished}
+        self._take(self.worker.abort(rows.keys()))
+        for request_id, completion in rows.items():
+            del self._live[request_id]
+            self._count(Row(group, completion))
+        group.completions = [c for c in group.completions if c.finished]
+        self.stopped += rows.values()
+        return self._complete(group)
 
     def _count(self, row: Row) -> None:
         """One more is decoded."""
@@ -125,15 +191,17 @@ class RolloutController:
         self._state.completions_decoded += 1
         self._state.groups_decoded += not self._undecoded[row.group.id]
 
-    def _submit(self, rows: Sequence[Row], salt: str, lengths: CalibratedPredictor | None) -> None:
-        admission = self.worker.admission
+    def _submit(self, rows: Sequence[Row]) -> None:
+        admission, lengths = self.worker.admission, self._lengths
         waits = len(rows) > admission.slots or admission.budget is not None
         probe = self.probe_tokens if lengths is not None and waits else 0
         requests = [
             Request(
                 id=row.id,
                 prompt_ids=row.group.prompt.token_ids,
-                seed=completion_seed(self.seed, row.group, row.completion, self._version, salt),
+                seed=completion_seed(
+                    self.seed, row.group, row.completion, self._version, self._salt
+                ),
                 sampling=row.group.sampling,
                 prefix_ids=tuple(row.completion.token_ids),
                 pause_at=probe if len(row.completion.token_ids) < probe else None,
@@ -142,17 +210,18 @@ class RolloutController:
         ]
         self._live |= {r.id: (row, r) for row, r in zip(rows, requests, strict=True)}
         if lengths is not None:
-            known = [row for row, r in zip(rows, requests, strict=True) if r.pause_at is None]
-            self._expect(known, lengths)
+            self._expect([r for r, q in zip(rows, requests, strict=True) if q.pause_at is None])
         self.worker.submit(self._live[r.id][1] for r in requests)
 
-    def _expect(self, rows: Sequence[Row], lengths: CalibratedPredictor) -> None:
+    def _expect(self, rows: Sequence[Row]) -> None:
         """Write what is predicted of completions into their requests."""
-        for row, expected in zip(rows, lengths.expect(rows), strict=True):
+        assert self._lengths is not None, "nobody predicts"
+        for row, expected in zip(rows, self._lengths.expect(rows), strict=True):
             request = self._live[row.id][1]
             self._live[request.id] = row, replace(request, expected=expected)
 
-    def _take(self, events: Iterable[Event], lengths: CalibratedPredictor | None) -> None:
+    def _take(self, events: Iterable[Event]) -> list[Row]:
+        """Take the events in; what has finished with them."""
         paused, finished = [], []
         for event in events:
             row, _ = self._live[event.request_id]
@@ -162,17 +231,19 @@ class RolloutController:
             elif event.finish_reason is not None:
                 finished.append(row)
         if finished:
-            self._finish(finished, lengths)
+            self._finish(finished)
         if paused:
-            self._go_on(paused, lengths)
+            self._go_on(paused)
+        return finished
 
-    def _finish(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
+    def _finish(self, rows: Sequence[Row]) -> None:
+        lengths = self._lengths
         for row in rows:
             del self._live[row.id]
         if lengths is not None:
             lengths.observe(rows)
             if lengths.revises:
-                self._revise(rows, lengths)
+                self._revise(rows)
         for row in rows:
             self._count(row)
             completion = row.completion
@@ -181,7 +252,7 @@ class RolloutController:
                 self.drops[completion.dropped] += 1
             self.scorer.submit(row.group, completion)
 
-    def _revise(self, finished: Sequence[Row], lengths: CalibratedPredictor) -> None:
+    def _revise(self, finished: Sequence[Row]) -> None:
         """Predict the siblings that wait anew."""
         groups = {row.group.id: row.group for row in finished}.values()
         waiting = []
@@ -190,11 +261,11 @@ class RolloutController:
             drawn = len(row.completion.token_ids)
             if request and request.pause_at is None and len(request.prefix_ids) == drawn:
                 waiting.append(row)
-        self._expect(waiting, lengths)
+        self._expect(waiting)
         requests = (self._live[row.id][1] for row in waiting)
         self.worker.rekey({r.id: r.expected for r in requests if r.expected is not None})
 
-    def _go_on(self, rows: Sequence[Row], lengths: CalibratedPredictor | None) -> None:
+    def _go_on(self, rows: Sequence[Row]) -> None:
         """Submit what paused again, predicted if its probe is over."""
         probed = []
         for row in rows:
@@ -211,6 +282,5 @@ class RolloutController:
                 probed.append(row)
             self._live[request.id] = row, request
         if probed:
-            assert lengths is not None, "only a prediction asks for a probe"
-            self._expect(probed, lengths)
+            self._expect(probed)
         self.worker.submit(self._live[row.id][1] for row in rows)

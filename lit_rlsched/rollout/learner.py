@@ -1,12 +1,14 @@
 """What the data module asks of whoever learns, between rollout and update."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from lit_rlsched.advantages import group_relative
-from lit_rlsched.data.batching import MicroBatch
+from lit_rlsched.data.batching import MicroBatch, RowCost
+from lit_rlsched.rollout.types import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class Learner(Protocol):
         `off_policy`: tokens of earlier policies may be among those that are trained on.
         """
 
+    def row_cost(self, rows: Sequence[Row], micro_batch_tokens: int) -> RowCost | None:
+        """By what cost completions may share a row with their prompt, or `None`: they may not.
+
+        `rows` are about to be laid out: a learner may try on them whether it gets them right.
+        """
+
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """`old_logprobs` and, where needed, `ref_logprobs`, each `[B, C]`."""
 
@@ -55,6 +63,10 @@ class PlainLearner:
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         """Where tokens are of several policies, they are its `old_logp`."""
         return False
+
+    def row_cost(self, rows: Sequence[Row], micro_batch_tokens: int) -> RowCost | None:
+        """Its `training_step` reads `input_ids` row by row."""
+        return None
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """The engine's own log-probs."""

@@ -43,6 +43,8 @@ def measure(
         "batch/micro_batches": float(sum(map(len, steps))),
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
+        "batch/completions": float(len(trained)),
+        "batch/empty_steps": float(sum(not step.rows for step in steps)),
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards if by_group else rewards.view(1, -1)),
@@ -135,13 +137,13 @@ def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """What was thrown away, how often prompts were begun, and what waits."""
     assert round.trace is not None
     stale = sum(a.tokens for a in harvest.stale)
-    discarded = stale + sum(a.tokens for a in harvest.unfinished)
+    discarded = sum(a.tokens for a in harvest.discarded)
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
         # what is stale was drawn in earlier rounds
-        "rollout/useful_token_share": 1 - discarded / max(1, round.trace.tokens + stale),
+        "rollout/useful_token_share": 1 - discarded / max(1, round.trace.tokens + stale, discarded),
         "rollout/discarded_tokens": discarded,
-        "rollout/restarts": len(harvest.discarded),
+        "rollout/restarts": len(harvest.stale) + len(harvest.unfinished),
         "rollout/attempts/mean": fmean(attempts),
         "rollout/attempts/max": max(attempts),
     }

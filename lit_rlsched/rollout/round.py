@@ -102,7 +102,8 @@ def score_round(
     forward_context: Callable[[], AbstractContextManager],
 ) -> None:
     """Take the log-probs that must be taken before the weights move."""
-    everything = OptimizerStep(round.rows, micro_batch_tokens)
+    cost = learner.row_cost(round.rows, micro_batch_tokens)
+    everything = OptimizerStep(round.rows, micro_batch_tokens, row_cost=cost)
     with forward_context():
         for rows, batch in zip(everything.micro_batches, everything, strict=True):
             for name, values in learner.score(batch).items():
@@ -111,10 +112,15 @@ def score_round(
 
 
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
-    """Let the learner turn the round's rewards into advantages."""
+    """Let the learner turn the round's rewards into advantages.
+
+    What is dropped has none, and nothing is compared with it.
+    """
     logprobs = _logprobs(round) if learner.needs_reference else None
-    advantages = learner.compute_advantages(reward_matrix(round.groups, weights), logprobs)
-    values = advantages[cells(round.groups)].tolist()
+    rewards, places = reward_matrix(round.groups, weights), cells(round.groups)
+    dropped = torch.tensor([c.dropped is not None for c in round.completions])
+    rewards[places] = rewards[places].masked_fill(dropped, torch.nan)
+    values = learner.compute_advantages(rewards, logprobs)[places].tolist()
     for completion, advantage in zip(round.completions, values, strict=True):
         # equal rewards may leave rounding noise, and a row of zero advantage need not be trained on
         completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0

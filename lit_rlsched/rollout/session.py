@@ -1,6 +1,6 @@
 """Engine, rewards and controller of one run, kept in step with the policy that is trained."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import named_weights
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
@@ -94,30 +94,26 @@ class RolloutSession:
         policy: RoundPolicy | None = None,
         salt: str = "",
         predict: bool = False,
+        feedback: Feedback | None = None,
     ) -> Generator[Group, None, None]:
         """Bring the engine to the weights of `version`, run `groups`, yield them as they complete.
 
-        `salt` and `predict` are those of `RolloutController.run`. A rollout that was not run to its
-        end is dropped when the next one starts.
+        `salt`, `predict` and `feedback` are those of `RolloutController.run`. A rollout that was
+        not run to its end is dropped when the next one starts.
         """
         self._rollout.close()
         policy = policy or FullRound(len(groups))
-        self._rollout = self._run(groups, version, policy, salt, predict)
+        self._rollout = self._run(
+            version, self.controller.run(groups, policy, version, salt, predict, feedback)
+        )
         return self._rollout
 
-    def _run(
-        self,
-        groups: Sequence[Group],
-        version: int,
-        policy: RoundPolicy,
-        salt: str,
-        predict: bool,
-    ) -> Generator[Group, None, None]:
+    def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group, None, None]:
         self.engine.wake()
         try:
             self.sync(version)
             self.controller.worker.start_trace()
-            yield from self.controller.run(groups, policy, version, salt, predict)
+            yield from groups
         finally:
             self.engine.sleep()
 

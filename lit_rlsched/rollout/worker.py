@@ -1,6 +1,6 @@
 """One engine and the admission in front of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
@@ -81,17 +81,29 @@ class RolloutWorker:
         """New estimates of the tokens that waiting requests will draw, by id."""
         self.admission.rekey(expected)
 
-    def abort(self) -> list[Event]:
-        """Drop everything that runs or waits; the tokens that no event has told of yet."""
-        self.admission.clear()
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
+        """Drop these requests, or everything that runs or waits.
+
+        Returns:
+            The tokens that no event has told of yet.
+        """
+        if request_ids is None:
+            self.admission.clear()
+            running = list(self._drawn)
+        else:
+            self.admission.discard(request_ids)
+            running = [i for i in request_ids if i in self._drawn]
         untold = []
-        for request_id, partial in self.engine.abort(list(self._drawn)).items():
-            told = self._drawn[request_id]
+        for request_id, partial in self.engine.abort(running).items():
+            told = self._drawn.pop(request_id)
+            del self._requests[request_id]
             self.trace.left(request_id, self.engine.now(), len(partial.token_ids))
             if new := partial.token_ids[told:]:
                 untold.append(Event(request_id, new, partial.logprobs[told:]))
-        self._drawn.clear()
-        self._requests.clear()
+        if request_ids is None:
+            self._drawn.clear()
+            self._requests.clear()
+        self._stats = self.engine.stats()  # their cache is free
         return untold
 
     def start_trace(self) -> RolloutTrace:

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -144,6 +144,13 @@ class Admission:
             self._running[request.id] = request, heapq.heappop(self._free)
             admitted.append(request)
         return admitted
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Forget some of what waits."""
+        self._waiting.discard(request_ids)
+        self._paused = deque(r for r in self._paused if r.id not in request_ids)
+        self._probes = deque(r for r in self._probes if r.id not in request_ids)
+        self._leased -= set(request_ids)
 
     def clear(self) -> None:
         """Forget what waits."""

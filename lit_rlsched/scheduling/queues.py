@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -33,6 +33,9 @@ class WaitingQueue(Protocol):
     def rekey(self, expected: Mapping[str, float]) -> None:
         """New estimates by request id; what does not wait here is passed over."""
 
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Take those out that wait here."""
+
     def clear(self) -> None:
         """Take everything out."""
 
@@ -60,6 +63,10 @@ class FifoQueue:
 
     def rekey(self, expected: Mapping[str, float]) -> None:
         """Nothing to do."""
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Take those out that wait here."""
+        self._queue = deque(r for r in self._queue if r.id not in request_ids)
 
     def clear(self) -> None:
         """Take everything out."""
@@ -115,6 +122,11 @@ class SortedQueue:
         for request_id in expected.keys() & self._waiting.keys():
             request = replace(self._waiting[request_id], expected=expected[request_id])
             self._enter(request, self._entries[request_id][1])
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Take those out that wait here."""
+        for request_id in self._waiting.keys() & set(request_ids):
+            self.remove(request_id)
 
     def requests(self) -> list[Request]:
         """What waits, in the order it came."""
@@ -200,6 +212,10 @@ class PlannedQueue:
         """New estimates; they count towards the next plan."""
         self._changes += sum(request_id in self._waiting for request_id in expected)
         self._waiting.rekey(expected)
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Take those out that wait here; the others keep to the plan."""
+        self._waiting.discard(request_ids)
 
     def clear(self) -> None:
         """Take everything out."""

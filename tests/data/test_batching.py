@@ -1,11 +1,16 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_rlsched.data import batching
 from lit_rlsched.data.batching import (
     MicroBatch,
     OptimizerStep,
+    PromptRow,
+    RowCost,
     StepTotals,
+    share_prompts,
     split_by_tokens,
     split_steps,
 )
@@ -47,13 +52,14 @@ def test_padding_is_counted_as_it_is_made(shapes, budget):
 
 def test_a_micro_batch_by_hand():
     rows = [row(1, 1, advantage=-2.0), row(2, 3)]
-    batch = MicroBatch(rows, StepTotals(2, 4), is_first=True, is_last=True)
+    alone = [PromptRow((one,)) for one in rows]
+    batch = MicroBatch(alone, StepTotals(2, 4), is_first=True, is_last=True)
     assert batch.input_ids.tolist() == [[1, 10, 0, 0, 0], [1, 2, 10, 11, 12]]
     assert batch.prompt_lengths.tolist() == [1, 2]
     assert batch.completion_mask.tolist() == [[1, 0, 0], [1, 1, 1]]
     assert batch.rollout_logp.tolist() == [[-0.5, 0, 0], [-0.5, -0.5, -0.5]]
     assert batch.advantages.tolist() == [-2.0, 1.0]
-    assert batch.old_logp is None and batch.ref_logp is None
+    assert batch.old_logp is None and batch.ref_logp is None and batch.completion_rows is None
     assert (batch.step_sequences, batch.step_tokens) == (2, 4)
     assert (batch.temperature, batch.max_completion_length) == (0.7, 64)
     assert batch.to("cpu").input_ids.dtype == torch.long
@@ -161,3 +167,97 @@ def test_the_mask_is_on_the_tokens_of_the_version(drawn, budget):
             assert not any(mask[len(by_token) :])
             seen += 1
     assert seen == len(fresh) == len(step.rows)
+
+
+def group_of(prompt, *completions, uid="a"):
+    """Rows of one group."""
+    return [row(prompt, length, uid=uid) for length in completions]
+
+
+ALWAYS = RowCost(position=1.0, causal=0.0, masked=0.0)
+"""Sharing saves a prompt and costs nothing."""
+MODEL = RowCost(position=2e6, causal=1000.0, masked=2000.0)
+
+
+def test_a_shared_micro_batch_by_hand():
+    step = OptimizerStep([*group_of(2, 3, 1), *group_of(1, 4, uid="b")], 100, row_cost=ALWAYS)
+    alone, shared = step
+    assert alone.input_ids.tolist() == [[1, 10, 11, 12, 13]] and alone.completion_rows is None
+    assert shared.input_ids.tolist() == [[1, 2, 10, 10, 11, 12]]
+    assert shared.completion_rows.tolist() == [0, 0]
+    assert shared.prompt_lengths.tolist() == [2, 2]
+    assert shared.completion_lengths.tolist() == [1, 3]
+    assert shared.completion_mask.tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert [len(rows) for rows in step.micro_batches] == [1, 2]
+    assert [(b.is_first, b.is_last) for b in (alone, shared)] == [(True, False), (False, True)]
+    assert (step.padding().positions, step.padding().padding) == (11, 0)
+    assert all(tensor is None or tensor.device.type == "meta" for name, tensor in vars(
+        shared.to("meta")
+    ).items() if name == "completion_rows")  # fmt: skip
+
+
+def test_long_prompts_are_shared_and_short_ones_are_not():
+    shared = share_prompts(group_of(3000, *[100] * 8), MODEL, 16384)
+    assert [len(r) for r in shared] == [3800]
+    alone = share_prompts(group_of(45, *[1000] * 8), MODEL, 16384)
+    assert [len(r) for r in alone] == [1045] * 8
+    # one group as it is cheapest: in rows of a few
+    some = share_prompts(group_of(600, *[200] * 8), MODEL, 16384)
+    assert [len(r.rows) for r in some] == [4, 4]
+    assert all(not r.shared for r in share_prompts(group_of(3000, 1, 1), None, 16384))
+
+
+def test_two_costly_steps_pay_together():
+    """A mask makes the second completion dearer than a row of its own, and all eight cheaper."""
+    cost = RowCost(position=6.4e6, causal=2867.0, masked=12000.0)
+    two, eight = group_of(3000, *[100] * 2), group_of(3000, *[100] * 8)
+    assert len(share_prompts(two, cost, 16384)) == 2
+    assert len(share_prompts(eight, cost, 16384)) < 8
+
+
+groups = st.lists(
+    st.tuples(st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=9)), max_size=6
+)
+
+
+@given(groups, st.integers(100, 400), st.sampled_from([1.0, 1e2, 1e4]))
+def test_every_completion_once_and_never_dearer(shapes, budget, position):
+    cost = RowCost(position, causal=1.0, masked=2.0)
+    rows = [r for i, (p, cs) in enumerate(shapes) for r in group_of(p, *cs, uid=str(i))]
+    shared = share_prompts(rows, cost, budget)
+    assert sorted(id(r) for s in shared for r in s.rows) == sorted(map(id, rows))
+    for one in shared:
+        assert len({r.group.id for r in one.rows}) == 1
+        assert len(one) <= budget and len(one) == len(one.token_ids)
+    paid = sum(cost(len(s), s.shared) for s in shared)
+    assert paid <= sum(cost(len(r), False) for r in rows)
+
+
+@given(groups, st.integers(100, 400), st.booleans())
+def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
+    rows = [r for i, (p, cs) in enumerate(shapes) for r in group_of(p, *cs, uid=str(i))]
+    for one in rows[::3]:
+        one.completion.advantage = 0.0
+    for one in rows[1::5]:
+        one.completion.dropped = "nonfinite_logprob"
+    step = OptimizerStep(rows, budget, skip_zero_advantage=skip, row_cost=ALWAYS)
+    plain = OptimizerStep(rows, budget, skip_zero_advantage=skip)
+    assert step.totals == plain.totals and step.rows == plain.rows
+    trained = [r for rows in step.micro_batches for r in rows]
+    assert {id(r) for r in trained} == {id(r) for rows in plain.micro_batches for r in rows}
+    made = list(step)
+    assert step.padding().positions == sum(b.input_ids.numel() for b in made)
+    assert all(b.input_ids.numel() <= budget for b in made)
+    assert step.padding().padding == sum(int((b.input_ids == 0).sum()) for b in made)
+    assert sum(int(b.completion_mask.sum()) for b in made) == sum(
+        len(r.completion.token_ids) for r in trained
+    )
+
+
+def test_the_mask_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batching, "MASKED_POSITIONS", 150)
+    rows = [*group_of(50, *[20] * 8), *group_of(60, *[20] * 8, uid="b")]
+    step = OptimizerStep(rows, 1000, row_cost=ALWAYS)
+    for batch in step:
+        assert batch.completion_rows is None or batch.input_ids.numel() <= 150
+    assert step.padding().positions < OptimizerStep(rows, 1000).padding().positions

@@ -1,9 +1,15 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from lit_rlsched import advantages as ours
+from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.data.repetition import Order, group_index, repeat_prompts
+from lit_rlsched.rollout.round import Round, reward_matrix
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
 ORDERS = st.sampled_from(["interleave", "tile"])
 SIZES = {"num_prompts": st.integers(0, 7), "num_generations": st.integers(2, 6)}
@@ -58,6 +64,66 @@ def test_the_offset_gives_a_wrong_pairing_away(repeated: Order, regrouped: Order
     rewards = np.array(repeat_prompts([0.0, 100.0], 4, repeated))
     assert not leave_one_out(rewards[group_index(2, 4, repeated)]).any()
     assert abs(leave_one_out(rewards[group_index(2, 4, regrouped)])).min() > 10
+
+
+# What the branch measured in a public pull request did, written from its description: it decoded
+# prompts, repeated the strings interleaved, tokenised them again with a `max_length` nobody had
+# set, and left the baseline reshaped for the tiled order.
+
+
+def branch_tokens(tokenizer, prompts, k):
+    texts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    repeated = [text for text in texts for _ in range(k)]
+    return tokenizer(repeated, truncation=True, max_length=1024)["input_ids"]
+
+
+def branch_advantages(rewards, k):
+    """Of interleaved rewards `[P * k]`."""
+    tiled = rewards.reshape(k, -1)
+    return (tiled - (tiled.sum(0) - tiled) / (k - 1)).flatten()
+
+
+def our_round(prompts, rewards, k, completion=(5,) * 100):
+    groups = [
+        Group(
+            str(p),
+            Prompt(str(p), "", tuple(ids)),
+            Sampling(100),
+            [
+                Completion(i, [*completion], [0.0] * 100, finish_reason="stop", scores=[r])
+                for i, r in enumerate(rewards[p * k : (p + 1) * k].tolist())
+            ],
+        )
+        for p, ids in enumerate(prompts)
+    ]
+    return Round(0, 0, groups)
+
+
+def test_the_memory_that_was_saved_is_the_prompt_that_was_cut(tiny_model):
+    tokenizer, k = AutoTokenizer.from_pretrained(tiny_model), 4
+    prompts = [[5 + (p + i) % 30 for i in range(3000)] for p in range(2)]
+    cut = branch_tokens(tokenizer, prompts, k)
+    assert {len(ids) for ids in cut} == {1024}
+    round = our_round(prompts, torch.zeros(2 * k), k)
+    for batch in OptimizerStep(round.rows, 4 * 3100):
+        assert batch.prompt_lengths.tolist() == [3000] * 4
+        for ids, length in zip(batch.input_ids, batch.completion_lengths.tolist(), strict=True):
+            assert ids[: 3000 + length].tolist() in [[*p, *[5] * 100] for p in prompts]
+
+
+def test_the_baseline_of_the_branch_is_of_another_prompt(tiny_model):
+    """A constant for all completions of a prompt must not change any advantage."""
+    k, quality = 4, torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1], dtype=torch.float64)
+    offset = torch.tensor([0.0, 10.0]).repeat_interleave(k)
+    wrong = [branch_advantages(r, k) for r in (quality, quality + offset)]
+    assert (wrong[0] - wrong[1]).abs().min() > 3
+    prompts = [[5, 6], [7, 8]]
+    right = [
+        ours.leave_one_out(reward_matrix(our_round(prompts, r, k).groups, [1.0]))
+        for r in (quality, quality + offset)
+    ]
+    torch.testing.assert_close(right[0], right[1], atol=1e-12, rtol=0)
+    assert not torch.allclose(wrong[0], right[0].flatten(), atol=0.1)
 
 
 @pytest.mark.parametrize("num_generations", [1, 0, -2])

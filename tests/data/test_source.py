@@ -270,7 +270,7 @@ def test_a_draw_over_the_end_of_a_pass_by_hand() -> None:
     ]
     source = PromptSource(prompts_of(3), seed=0, shuffle=False)
     source.draw(2)
-    source.load_state_dict(source.state_dict() | {"offset": 1, "deferred": [0]})
+    source.load_state_dict(source.state_dict() | {"offset": 1, "deferred": [(0, 0)]})
     assert [draw.key for draw in source.draw(3)] == ["p0@0", "p1@0", "p2@0"]
 
 
@@ -312,3 +312,35 @@ def test_a_position_in_other_prompts_or_another_order_is_refused() -> None:
         PromptSource(prompts_of(3), seed=1).load_state_dict(state)
     with pytest.raises(ValueError, match="`shuffle=True`, this run has `shuffle=False`"):
         PromptSource(prompts_of(3), seed=0, shuffle=False).load_state_dict(state)
+
+
+@given(st.data())
+def test_prompts_besides_those_in_hand(data: st.DataObject) -> None:
+    """As a round draws that replaces prompts: whole, then one by one besides all of its own."""
+    size = data.draw(st.integers(1, 9))
+    source = PromptSource(prompts_of(size), seed=data.draw(st.integers(0, 3)))
+    drawn: list[str] = []
+    for _ in range(8):
+        taken = source.draw(data.draw(st.integers(1, size)))
+        for _ in range(data.draw(st.integers(0, size - len(taken)))):
+            before = deepcopy(source)
+            besides = {draw.prompt.uid for draw in taken}
+            taken += source.draw(1, besides)
+            assert before.draw(1, besides) == taken[-1:]
+        assert len({draw.prompt.uid for draw in taken}) == len(taken)
+        with pytest.raises(ValueError, match="at most once"):
+            source.draw(size - len(taken) + 1, {draw.prompt.uid for draw in taken})
+        drawn += [draw.key for draw in taken]
+    assert len(set(drawn)) == len(drawn)
+    passes = Counter(int(key.partition("@")[2]) for key in drawn)
+    assert all(passes[epoch] == size for epoch in range(source.epoch))  # nobody is passed over
+
+
+def test_besides_all_that_is_left_of_a_pass() -> None:
+    """A pool may hold a prompt of the last pass that this one has not come to."""
+    source = PromptSource(prompts_of(4), seed=0, shuffle=False)
+    source.draw(3)
+    (last,) = source.draw(1)  # still waits in the pool
+    source.draw(3)
+    (draw,) = source.draw(1, {last.prompt.uid})
+    assert draw.prompt.uid != last.prompt.uid

@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ from hypothesis import strategies as st
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.controller import RolloutController, completion_seed
+from lit_rlsched.rollout.controller import Feedback, RolloutController, completion_seed
 from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.selection import Selection, Stop
 from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
 from lit_rlsched.rollout.worker import RolloutWorker
-from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.admission import Admission, CacheBudget
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.lengths import PromptHistory
 from lit_rlsched.scheduling.rounds import FullRound
 
 
@@ -160,3 +164,173 @@ def test_completions_are_scored_while_others_decode(tiny_policy, scheduler):
     list(run.run(groups(8, 2, limit=40), FullRound(8), version=0))
     assert len(decoding) == 16
     assert sum(decoding) > 8
+
+
+# What scores change while a round decodes.
+
+
+class Coins:
+    """0 or 1 by a completion's place; a score comes after as many polls as `delay` says."""
+
+    def __init__(self, delay):
+        self._random = random.Random(delay)
+        self._delay = delay
+        self._waiting = []
+
+    @property
+    def pending(self):
+        return len(self._waiting)
+
+    def wait(self):
+        assert self._waiting, "nothing to wait for"
+
+    def submit(self, group, completion):
+        self._waiting.append((group, completion))
+
+    def poll(self):
+        waiting, self._waiting = self._waiting, []
+        for group, completion in waiting:
+            if self._delay and self._random.random() < 0.8:
+                self._waiting.append((group, completion))
+                continue
+            constant = group.prompt.uid.startswith("same")
+            completion.scores = [1.0 if constant else float(completion.index % 2)]
+            yield group, completion
+
+    def cancel(self):
+        self._waiting.clear()
+
+
+class Watched(RolloutWorker):
+    """Notes where aborted requests were."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.aborted = set()
+
+    @property
+    def queued(self):
+        """What probes or has a lease that ended."""
+        return {r.id for q in (self.admission._paused, self.admission._probes) for r in q}
+
+    def abort(self, request_ids=None):
+        ids = set(request_ids or ())
+        for i in ids:
+            queued = "queued" if i in self.queued else "waiting"
+            self.aborted.add("running" if i in self._drawn else queued)
+        waiting = len(self.admission) - len(ids - self._drawn.keys())
+        events = super().abort(request_ids)
+        if ids:
+            assert not (self.engine._live.keys() | self.queued | self._drawn.keys()) & ids
+            assert len(self.admission) == waiting
+        return events
+
+
+def stopping(plan, admission, lengths, delay, keep=2, probe_tokens=0, more=None, **engine):
+    engine = SimulatedEngine(lengths=lengths, **engine)
+    engine.start(EngineSpec("", slots=admission.slots, max_model_len=64, eos_token_ids=(1,)))
+    predictor = CalibratedPredictor(PromptHistory()) if probe_tokens is not None else None
+    worker, ended = Watched(engine, admission), []
+    run = RolloutController(
+        worker,
+        Coins(delay),
+        seed=1,
+        lengths=predictor,
+        probe_tokens=probe_tokens or 0,
+        on_group=lambda g: ended.append(g.id),
+    )
+    feedback = Feedback(Stop(Selection(keep, reward_range=(0.0, 1.0)), [1.0]), more)
+    trace = worker.start_trace()
+    done = list(run.run(plan, FullRound(len(plan)), 0, predict=True, feedback=feedback))
+    assert not worker.busy and engine.stats().running == 0 and not run._live
+    assert sorted(ended) == sorted(g.id for g in done)
+    drawn = [c for g in done for c in g.completions] + run.stopped
+    assert trace.tokens == sum(len(c.token_ids) for c in drawn)
+    assert all(len(c.token_ids) == len(c.logprobs) for c in drawn)
+    finished = {g.id: [(c.index, len(c.token_ids)) for c in g.completions] for g in done}
+    return finished, sorted(len(c.token_ids) for c in run.stopped), worker.aborted
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 4), st.integers(2, 4), st.booleans(), st.randoms(use_true_random=False))
+def test_a_group_stops_as_soon_as_it_can(prompts, keep, stream, random):
+    plan, size = groups(prompts, 6), 6
+    lengths = {f"{p}@0/{i}": random.randint(1, 16) for p in range(prompts) for i in range(size)}
+    for delay in (0, 1):
+        copies = [g.copy() for g in plan]
+        admission = Admission(prompts * size)
+        finished, stopped, _ = stopping(copies, admission, lengths, delay, keep, stream=stream)
+        left = []
+        for g in plan:
+            of = [lengths[f"{g.id}/{i}"] for i in range(size)]
+            half = keep // 2
+            ends = [  # a pair of counts, and the step after which as many of each have finished
+                max(sorted(of[0::2])[zeros - 1], sorted(of[1::2])[keep - zeros - 1])
+                for zeros in {half, keep - half}
+                if zeros <= 3 and keep - zeros <= 3
+            ]
+            assert finished[g.id] == [(i, n) for i, n in enumerate(of) if n <= min(ends)]
+            left += [min(ends) for n in of if n > min(ends)]
+        assert stopped == sorted(left)
+
+
+ADMISSIONS = {
+    "fifo": lambda: Admission(5),
+    "rounds": lambda: Admission(5, "rounds"),
+    "least_attained": lambda: Admission(5, order="least_attained"),
+    "longest_first": lambda: Admission(5, order="longest_first"),
+    "planned": lambda: Admission(5, order="planned"),
+    "budget": lambda: Admission(8, budget=CacheBudget(100, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", ADMISSIONS)
+@pytest.mark.parametrize("probe_tokens", [0, 4])
+def test_what_waits_or_has_paused_stops_too(kind, probe_tokens):
+    where = set()
+    for salt in range(12):
+        rand = random.Random(salt)
+        lengths = {f"{p}@0/{i}": rand.randint(1, 16) for p in range(5) for i in range(6)}
+        runs = [
+            stopping(groups(5, 6), ADMISSIONS[kind](), lengths, delay, probe_tokens=probe_tokens)
+            for delay in (0, 1, 2)
+        ]
+        assert runs[0] == runs[1] == runs[2]  # however long scores take
+        finished, stopped, aborted = runs[0]
+        assert sum(map(len, finished.values())) + len(stopped) == 30
+        assert stopped
+        where |= aborted
+    assert {"running", "waiting"} <= where or kind == "budget"
+    if probe_tokens or kind == "budget":
+        assert "queued" in where or kind == "rounds"
+
+
+def test_a_stopped_group_gives_its_cache_back_at_once():
+    """Two groups, and room for one: all of the second begins as soon as the first has stopped."""
+    lengths = {f"{p}@0/{i}": 16 if i > 1 else 4 for p in range(2) for i in range(4)}
+    admission = Admission(8, budget=CacheBudget(4 * 19, 1, 64))
+    engine = SimulatedEngine(lengths=lengths)
+    engine.start(EngineSpec("", slots=8, max_model_len=64, eos_token_ids=(1,)))
+    run = RolloutController(RolloutWorker(engine, admission), Coins(0), seed=1)
+    feedback = Feedback(Stop(Selection(2, reward_range=(0.0, 1.0)), [1.0]))
+    list(run.run(groups(2, 4), FullRound(2), 0, feedback=feedback))
+    assert list(run.worker.trace.steps["running"])[:2] == [4, 4]
+
+
+def test_what_replaces_a_group_is_the_same_however_long_scores_take():
+    """Fresh groups come in while others decode, and those stop by who has finished first."""
+    for salt in range(20):
+        rand = random.Random(salt)
+        lengths = {f"{p}@0/{i}": rand.randint(1, 16) for p in range(9) for i in range(6)}
+        results = []
+        for delay in (0, 1, 2):
+            plan = groups(9, 6)
+            for p in (0, 1, 2, 4):
+                object.__setattr__(plan[p].prompt, "uid", f"same{p}")
+            fresh = iter(plan[4:])
+
+            def more(group, fresh=fresh):
+                return next(fresh, None) if group.prompt.uid.startswith("same") else None
+
+            results.append(stopping(plan[:4], Admission(5), lengths, delay, more=more)[:2])
+        assert results[0] == results[1] == results[2]

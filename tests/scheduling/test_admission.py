@@ -339,3 +339,47 @@ def test_slots_for_budget():
     assert slots_for_budget(2 * 2**30, per_token, 1024) == 18
     with pytest.raises(ValueError, match=r"less than one completion may take: 117440512 bytes"):
         slots_for_budget(10**8, per_token, 1024)
+
+
+@given(
+    st.sampled_from(ORDERS),
+    st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    st.sets(st.integers(0, 11)),
+    st.booleans(),
+)
+def test_what_is_discarded_does_not_come_and_the_others_keep_their_order(
+    order, lengths, ids, started
+):
+    """As if they had never been there; but a plan is kept, though it was made with them."""
+    gone = {str(i) for i in ids if i < len(lengths)}
+    waiting = requests(len(lengths), [float(n) for n in lengths])
+    waiting = [dataclasses.replace(r, pause_at=2) if r.seed % 3 == 0 else r for r in waiting]
+    admission, without = Admission(1, order=order), Admission(1, order=order)
+    admission.push(waiting)
+    first = {r.id for r in admission.pop({})} if started else set()
+    admission.discard(gone - first)
+    admission.discard({"nobody"})
+    without.push(r for r in waiting if r.id not in gone | first)
+    assert len(admission) == len(without)
+    came = []
+    for room in (admission, without):
+        came.append([])
+        while len(room):
+            came[-1] += [r.id for r in room.pop({})]
+    assert sorted(came[0]) == sorted(came[1]) == sorted({r.id for r in waiting} - gone - first)
+    if order not in ("planned", "least_attained"):
+        assert came[0] == came[1]
+
+
+def test_a_discarded_lease_is_forgotten():
+    """Else what is submitted under its name in another round would go first."""
+    admission = Admission(2, budget=CacheBudget(24, 1, 4))
+    admission.push(requests(3))
+    (first, *_) = admission.pop({})
+    assert first.pause_at == 4
+    admission.push([dataclasses.replace(first, prefix_ids=(7,) * 4, pause_at=None)])
+    assert first.id in {r.id for r in admission._paused}
+    admission.discard({first.id})
+    assert not admission._paused
+    admission.push([first])
+    assert not admission._paused

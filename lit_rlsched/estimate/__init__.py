@@ -1,0 +1,7 @@
+"""What a run will hold in memory, found out before anything is loaded: `lit-rlsched estimate`."""
+
+from lit_rlsched.estimate.ledger import Item, Ledger
+from lit_rlsched.estimate.report import device_memory, report
+from lit_rlsched.estimate.run import PlannedRun
+
+__all__ = ["Item", "Ledger", "PlannedRun", "device_memory", "report"]

@@ -1,0 +1,266 @@
+"""A configured run without its weights, and the passes it would make, run on fake tensors."""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from lightning import Trainer
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import AutoTokenizer
+
+from lit_rlsched.data.batching import MicroBatch, OptimizerStep
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
+from lit_rlsched.engines.transformers import TransformersEngine
+from lit_rlsched.estimate.live import (
+    LiveBytes,
+    configure_without_weights,
+    make_fake,
+    storage_bytes,
+)
+from lit_rlsched.module import PolicyModule
+from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Row, Sampling
+
+Device = Literal["cpu", "cuda"]
+
+
+class _Planned(Exception):
+    """Carries the spec out of `fit`'s start-up, where the engine would be built."""
+
+
+class PlannedRun:
+    """What `fit` would run, up to where it would start its engine.
+
+    The checks of `fit` are made by its own code. Weights are neither loaded nor allocated.
+
+    Args:
+        trainer: On CPU, whatever the run will use; its precision counts.
+        module: Not configured yet.
+        datamodule: Of the run.
+        device: What the run will train on.
+
+    Raises:
+        ValueError: the configuration cannot run, or its model has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: PolicyModule,
+        datamodule: RolloutDataModule,
+        device: Device = "cpu",
+    ) -> None:
+        self.trainer, self.module, self.datamodule, self.device = (
+            trainer,
+            module,
+            datamodule,
+            device,
+        )
+        configure_without_weights(module)
+        _check_tokenizer(datamodule.tokenizer_name or module.hparams["model"])
+        trainer.precision_plugin.convert_module(module)
+        references: list[Any] = module._reference
+        like = next(module.parameters())
+        for reference in references:
+            reference.to(dtype=like.dtype)
+        make_fake(module, *references)
+        self.spec = replace(self._planned(), device=torch.device(device))
+        self.token_bytes = kv_bytes_per_token(
+            base_model(find_policy(module)).config, datamodule.engine.cache_dtype(self.spec)
+        )
+        self.trainable = [p for p in module.parameters() if p.requires_grad]
+        for parameter in self.trainable:  # as after the first micro-batch
+            parameter.grad = torch.empty_like(parameter)
+        self._passes: dict[int, tuple[int, int]] = {}
+
+    def _planned(self) -> EngineSpec:
+        trainer, module, data = self.trainer, self.module, self.datamodule
+        data.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        data.setup("fit")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if getattr(callback, "sets", None):  # the others may open files
+                callback.setup(trainer, module, "fit")
+
+        def stop(spec: EngineSpec) -> None:
+            raise _Planned(spec)
+
+        try:
+            with patch.object(data.engine, "start", stop), patch.object(data.rewards, "start"):
+                data.train_dataloader()
+        except _Planned as planned:
+            spec: EngineSpec = planned.args[0]
+            return spec
+        raise AssertionError("the data module did not start an engine")
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All that the run reads."""
+        return self.datamodule._prompts.all
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a completion."""
+        return self.datamodule.sampling.max_completion_length
+
+    def slots(self, num_generations: int) -> int:
+        """Completions that decode at once if groups were that large."""
+        data = self.datamodule
+        with patch.object(data, "num_generations", num_generations):
+            return data.slot_settings.engine_slots(
+                data.engine,
+                self.spec,
+                self.token_bytes,
+                data._largest_rollout,
+                data._prompts.shortest,
+            )
+
+    @property
+    def most_prompts(self) -> int:
+        """Prompts of the largest round."""
+        return self.datamodule.round_policy.most_prompts()
+
+    def most_positions(self, num_generations: int) -> int:
+        """Positions of an optimizer step in which every completion is as long as it may get."""
+        data = self.datamodule
+        prompts = -(-data.round_policy.update_prompts // data.steps_per_round)
+        return prompts * num_generations * self.spec.max_model_len
+
+    # Bytes that the passes take, on fake tensors.
+
+    def weights(self) -> tuple[int, int]:
+        """The trainer's, and the reference model's."""
+        module: Any = self.module
+        references = [p for reference in module._reference for p in _tensors(reference)]
+        return storage_bytes(_tensors(module)), storage_bytes(references)
+
+    @cached_property
+    def optimizer(self) -> tuple[int, int]:
+        """AdamW's state, and the most that a step takes beside it."""
+        # on a GPU, PyTorch takes the step for all parameters at once
+        optimizer = torch.optim.AdamW(self.trainable, foreach=self.device == "cuda")
+        optimizer.step()
+        state = [t for held in optimizer.state.values() for t in held.values()]
+        live = _measured(optimizer.step)
+        return storage_bytes(state), live.peak
+
+    def update(self, micro_batch_tokens: int) -> tuple[int, int]:
+        """One micro-batch: what is kept for the backward pass, and the peak.
+
+        It has as many full-length completions as there is room for, after the shortest prompt: the
+        scored positions are the expensive ones.
+
+        Returns:
+            Bytes alive after the forward pass and the most there were, gradients not counted.
+        """
+        if micro_batch_tokens not in self._passes:
+            batch = self.micro_batch(micro_batch_tokens)
+            kept = 0
+
+            def step() -> None:
+                nonlocal kept
+                output = self.module.loss(batch)
+                kept = live.now
+                output.loss.backward()
+
+            live = LiveBytes()
+            with self.trainer.precision_plugin.forward_context():
+                _measured(step, live)
+            self._passes[micro_batch_tokens] = kept, live.peak
+        return self._passes[micro_batch_tokens]
+
+    def micro_batch(self, positions: int) -> MicroBatch:
+        """A batch of that many positions, but for those of a row that does not divide them."""
+        data, prompt = self.datamodule, self.datamodule._prompts.shortest
+        rows = -(-positions // (prompt + self.limit))
+        length = min(self.limit, positions // rows - prompt)
+        return fake_batch(
+            rows,
+            prompt,
+            length,
+            data.sampling,
+            old=data.steps_per_epoch > 1 or self.module.needs_reference,
+            reference=self.module.needs_reference,
+        )
+
+    @cached_property
+    def decoding(self) -> int:
+        """The most that prefill and decode steps of the `TransformersEngine` take, cache included.
+
+        Slots are full; all completions have reached their longest.
+        """
+        spec, data = self.spec, self.datamodule
+        engine = TransformersEngine()
+        engine.start(replace(spec, device=torch.device("cpu"), policy=find_policy(self.module)))
+        longest = data._prompts.longest
+        sampling = replace(data.sampling, max_completion_length=self.limit)
+        # different prompts for each group: those of a group are computed once
+        requests = [
+            Request(str(i), (0,) * (longest - 1) + (i // data.num_generations % 2,), i, sampling)
+            for i in range(spec.slots)
+        ]
+
+        def run() -> None:
+            engine.submit(requests)
+            length = longest
+            while length < spec.max_model_len:  # as the cache grows, with the old beside the new
+                length = min(2 * length, spec.max_model_len)
+                engine._integers[1] = length - 1
+                with suppress(DataDependentOutputException):  # a fake token cannot be told
+                    engine.step()
+
+        return _measured(run).peak
+
+
+def _check_tokenizer(name: str) -> None:
+    try:  # without its files, some are made with no vocabulary
+        works = bool(AutoTokenizer.from_pretrained(name)("0")["input_ids"])
+    except (OSError, ValueError):
+        works = False
+    if not works:
+        raise ValueError(
+            f"`{name}` has no tokenizer, and the lengths of the prompts decide what the run holds. "
+            "Give a folder or a hub name that has one with `--data.tokenizer=...`."
+        )
+
+
+def fake_batch(
+    rows: int, prompt: int, completion: int, sampling: Sampling, *, old: bool, reference: bool
+) -> MicroBatch:
+    """A micro-batch of equally long rows, each with a prompt of its own."""
+    made = []
+    for i in range(rows):
+        logprobs = [-1.0] * completion
+        drawn = Completion(
+            0,
+            [0] * completion,
+            logprobs,
+            [(0, completion)],
+            "stop",
+            advantage=1.0,
+            old_logprobs=logprobs if old else None,
+            ref_logprobs=logprobs if reference else None,
+        )
+        group = Group(str(i), Prompt(str(i), "", (0,) * prompt), sampling, [drawn])
+        made.append(Row(group, drawn))
+    (batch,) = OptimizerStep(made, rows * (prompt + completion))
+    return batch
+
+
+def _measured(step: Callable[[], Any], live: LiveBytes | None = None) -> LiveBytes:
+    live = live or LiveBytes()
+    gc.collect()
+    with live:
+        step()
+    return live
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]

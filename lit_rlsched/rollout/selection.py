@@ -1,0 +1,154 @@
+"""Which of a round's completions are trained on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
+from lit_rlsched.rollout.round import Round, reward_matrix
+from lit_rlsched.rollout.types import Group
+from lit_rlsched.scheduling.down_sampling import RULES, Rule, largest_variance, random
+
+SPREAD = 1e-8
+"""Standard deviation below which rewards count as equal, as in `frac_reward_zero_std`."""
+
+
+Reason = Literal["unscored", "too_few_scores", "uninformative", "down_sampled"]
+"""Why a completion is not trained on; `too_few_scores`: less than two in its group."""
+
+
+def drop(group: Group, rewards: Sequence[float] | np.ndarray, why: Reason) -> None:
+    """Leave a group out of the update, but for what is left out already.
+
+    Args:
+        group: The group.
+        rewards: By place in the group, NaN where there is none.
+        why: Of those that have a reward, if there are two or more.
+    """
+    if np.isfinite(rewards).sum() < 2:
+        why = "too_few_scores"
+    for completion in group.completions:
+        unscored: Reason | None = "unscored" if np.isnan(rewards[completion.index]) else None
+        completion.dropped = completion.dropped or unscored or why
+
+
+def count_drops(round: Round) -> Counter[str]:
+    """How many completions were left out of the update, by reason: `dropped/*`."""
+    reasons = [c.dropped for c in round.completions if c.dropped in get_args(Reason)]
+    return Counter(f"dropped/{why}" for why in reasons)
+
+
+def informative(rewards: ArrayLike) -> bool:
+    """Whether completions with these rewards have an advantage over each other."""
+    scored = np.asarray(rewards)
+    scored = scored[~np.isnan(scored)]
+    return len(scored) > 1 and bool(scored.std(ddof=1) >= SPREAD)
+
+
+def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:
+    """Rewards by place in the group, NaN where there is none (yet)."""
+    return reward_matrix([group], weights)[0].numpy()
+
+
+@dataclass(slots=True)
+class Selection:
+    """PODS (arXiv 2504.13818): of each group, train on `keep` completions.
+
+    Args:
+        keep: Completions of a group that are trained on.
+        rule: Which; see `scheduling.down_sampling`.
+        full_scope: Whether rewards are compared among all of a group rather than the selected.
+        drop_uninformative: Whether a group is left out if the rewards compared are all equal.
+        reward_range: Least and largest reward, where groups stop once the largest variance that it
+            allows is reached; `None`: all completions are decoded to their end.
+    """
+
+    keep: int
+    rule: Rule = "max_variance"
+    full_scope: bool = False
+    drop_uninformative: bool = True
+    reward_range: tuple[float, float] | None = None
+
+    def select(self, round: Round, weights: Sequence[float], by_group: bool, seed: int) -> None:
+        """Mark what is not trained on as dropped, with the reason.
+
+        Args:
+            round: Drawn and scored.
+            weights: Of the reward functions.
+            by_group: Whether a completion is compared with its siblings; else no group is
+                uninformative.
+            seed: Of the rule `random`.
+        """
+        scores = reward_matrix(round.groups, weights).numpy()
+        lacking = max(0, self.keep - scores.shape[1])
+        rewards = np.pad(scores, ((0, 0), (0, lacking)), constant_values=np.nan)
+        if self.rule == "random":
+            kept = random(rewards, self.keep, seed)
+        else:
+            kept = RULES[self.rule](rewards, self.keep)
+        for group, row, indices in zip(round.groups, rewards, kept, strict=True):
+            chosen = indices[indices >= 0]
+            teaches = np.isfinite(row).sum() > 1
+            if self.drop_uninformative:
+                teaches = informative(row if self.full_scope else row[chosen])
+            if by_group and not teaches:
+                drop(group, row, "uninformative")
+                continue
+            for completion in group.completions:
+                if completion.index not in chosen and not completion.dropped:
+                    unscored = np.isnan(row[completion.index])
+                    completion.dropped = "unscored" if unscored else "down_sampled"
+
+
+class Stop:
+    """Stops a group once its best `keep` rewards have the largest variance there can be.
+
+    Args:
+        selection: With a `reward_range`.
+        weights: Of the reward functions.
+    """
+
+    def __init__(self, selection: Selection, weights: Sequence[float]) -> None:
+        assert selection.reward_range is not None
+        self.keep = selection.keep
+        self.low, self.high = selection.reward_range
+        self._weights = weights
+
+    def waits(self, group: Group) -> bool:
+        """Whether enough completions have finished."""
+        return sum(c.finished for c in group.completions) >= self.keep
+
+    def stops(self, group: Group) -> bool:
+        """Whether as many as can be have the least reward, and the others the largest."""
+        rewards = group_rewards(group, self._weights)
+        rewards = np.sort(rewards[np.isfinite(rewards)])
+        slack = 1e-9 * (self.high - self.low)  # sums of weighted scores are rounded
+        inside = self.low - slack <= rewards.min(initial=self.low) and (
+            rewards.max(initial=self.high) <= self.high + slack
+        )
+        if len(rewards) < self.keep or not inside:
+            return False  # what lies outside shows that the range is not what can be reached
+        half = self.keep // 2
+        best = max(
+            np.var([*rewards[:low], *rewards[len(rewards) - (self.keep - low) :]])
+            for low in {half, self.keep - half}
+        )
+        return bool(best >= largest_variance(self.keep, self.low, self.high) * (1 - 1e-9))
+
+
+def selection_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
+    """What the selection did: `down_sampling/*`."""
+    kept = [c for c in round.completions if not c.dropped]
+    empty = sum(all(c.dropped for c in g.completions) for g in round.groups)
+    finished = [attempt(c) for c in round.completions]
+    return {
+        "down_sampling/kept": len(kept) / len(round.completions),
+        "down_sampling/empty_groups": empty / len(round.groups),
+        "down_sampling/finished_over_drawn_length": length_bias(
+            [a.tokens for a in finished], [*finished, *harvest.stopped]
+        ),
+    }

@@ -1,0 +1,175 @@
+"""Whether the update may encode a prompt once for several of its completions, and what that costs.
+
+A row of `input_ids` is then a prompt followed by completions that do not see each other: the model
+is given a 4-D attention mask and positions that go on from the prompt for each completion. Which
+completions share a row, `data.batching.share_prompts` decides.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rlsched.data.batching import PromptRow, RowCost, share_prompts
+from lit_rlsched.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.policy import base_model, context_length
+from lit_rlsched.rollout.types import Row
+
+ATTENTION_PRICE = 1.4
+"""Time of a FLOP in attention over that of one in a matrix product, measured on a CPU. Causal
+attention skips half of its pairs, attention with a mask none."""
+MASK_PRICE = {"cpu": 1.0}
+"""What a mask adds to that, by device type."""
+MASK_PRICE_ELSEWHERE = 3.0
+"""Not measured: a GPU's fastest attention takes no mask, so sharing must save much to be chosen."""
+CHECKED_COMPLETIONS = 3
+"""Completions of one prompt that the check encodes in both ways."""
+CHECKED_WEIGHTS = 2**22
+"""Weights whose gradients the check compares: the smallest tensors, which every layer has. What
+reaches them has come through the attention of all layers above."""
+CHECKED_PROMPT = 16
+"""Tokens of its prompt that are left for a second comparison. What completions wrongly see of each
+other stands out there; the whole prompt shows what depends on the distance."""
+TOLERANCE = 1e-3
+"""Difference of log-probs, and of gradients in relation to their norm, that is taken for rounding:
+a thousand times that of fp32. A mask that is ignored makes 0.01 to 1."""
+TOLERANCE_HALF = 0.1
+"""The same in bf16, fp16 and TF32: ten times the rounding."""
+
+
+def obstacle(policy: nn.Module) -> str | None:
+    """Why completions of this model cannot share a prompt, as far as can be seen; `None`: they can.
+
+    Sliding windows and recurrent layers go by columns, which are not the tokens' positions where a
+    prompt is shared.
+
+    Args:
+        policy: A transformers causal language model, or one wrapped by PEFT.
+    """
+    model = base_model(policy)
+    config: Any = model.config.get_text_config()
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is `{config._attn_implementation}`, not `sdpa` or `eager`"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        return f"it has layers of the kinds {', '.join(sorted(kinds))}"
+    window = getattr(config, "sliding_window", None)
+    if not kinds and window is not None and window < context_length(policy):
+        return f"its attention reaches back {window} tokens"
+    recurrent = (nn.RNNBase, nn.Conv1d)
+    if model._is_stateful or any(isinstance(part, recurrent) for part in model.modules()):
+        return "it has recurrent or convolutional layers"
+    takes = inspect.signature(model.base_model.forward).parameters
+    if "position_ids" not in takes or getattr(config, "alibi", False):
+        return "it takes no `position_ids`"
+    return None
+
+
+def row_cost(policy: nn.Module) -> RowCost:
+    """What a forward pass of the model costs; a backward pass is twice that in every part.
+
+    The LM head is left out: it sees the same positions however the completions are laid out.
+    """
+    model = base_model(policy)
+    config: Any = model.config.get_text_config()
+    tables = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
+    looked_up = set(map(id, tables))
+    body = model.base_model.named_parameters()
+    used = sum(p.numel() * _used(config, name) for name, p in body if id(p) not in looked_up)
+    head_dim = getattr(config, "head_dim", None)
+    width = config.num_attention_heads * head_dim if head_dim else config.hidden_size
+    pair = 4 * config.num_hidden_layers * width * ATTENTION_PRICE
+    device = next(policy.parameters()).device.type
+    return RowCost(2 * used, pair / 2, pair * MASK_PRICE.get(device, MASK_PRICE_ELSEWHERE))
+
+
+def _used(config: Any, name: str) -> float:
+    """The share of a parameter that a token passes through: of experts, only some."""
+    if ".experts." not in name:
+        return 1.0
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((getattr(config, e) for e in experts if getattr(config, e, None)), 1)
+    return float(getattr(config, "num_experts_per_tok", count) / count)
+
+
+def first_shared(
+    rows: Sequence[Row], cost: RowCost, micro_batch_tokens: int
+) -> tuple[Row, ...] | None:
+    """A few completions of the first prompt that would be shared; `None` where none would."""
+    drawn = [r for r in rows if r.completion.token_ids and not r.completion.dropped]
+    for row in share_prompts(drawn, cost, micro_batch_tokens):
+        if row.shared:
+            return row.rows[:CHECKED_COMPLETIONS]
+    return None
+
+
+def difference(policy: nn.Module, rows: Sequence[Row]) -> tuple[float, float]:
+    """Encode completions with their prompt shared and repeated, and compare.
+
+    Needs no more memory than an update on that row; the repeated ones go through one by one.
+
+    Args:
+        policy: The model that is trained. Its `grad` is left alone.
+        rows: Completions of one group.
+
+    Returns:
+        Mean absolute difference of the log-probs; norm of the difference of the gradients over
+        that of the gradients. The larger ones of two comparisons: with the whole prompt and with
+        its last `CHECKED_PROMPT` tokens.
+    """
+    weights: list[Tensor] = []
+    for weight in sorted((p for p in policy.parameters() if p.requires_grad), key=Tensor.numel):
+        if weights and sum(map(Tensor.numel, [*weights, weight])) > CHECKED_WEIGHTS:
+            break
+        weights.append(weight)
+    group = rows[0].group
+    prompt = replace(group.prompt, token_ids=group.prompt.token_ids[-CHECKED_PROMPT:])
+    cut = [replace(row, group=replace(group, prompt=prompt)) for row in rows]
+    pairs = [_difference(policy, of, weights) for of in (rows, cut)]
+    logprobs, gradients = torch.tensor(pairs).amax(0).tolist()  # NaN stays NaN
+    return logprobs, gradients
+
+
+def tolerance(policy: nn.Module) -> float:
+    """What is rounding in the precision of the moment."""
+    dtype, device = base_model(policy).dtype, base_model(policy).device
+    half = (
+        dtype in (torch.bfloat16, torch.float16)
+        or torch.is_autocast_enabled(device.type)
+        or torch.get_float32_matmul_precision() != "highest"
+    )
+    return TOLERANCE_HALF if half else TOLERANCE
+
+
+def _difference(
+    policy: nn.Module, rows: Sequence[Row], weights: list[Tensor]
+) -> tuple[float, float]:
+    repeated = [_encode(policy, [row], weights) for row in rows]
+    logp = torch.cat([logp for logp, _ in repeated])
+    gradient = torch.stack([gradient for _, gradient in repeated]).sum(0)
+    shared_logp, shared_gradient = _encode(policy, rows, weights)
+    gap = (shared_gradient - gradient).norm() / gradient.norm()
+    return float((shared_logp - logp).abs().mean()), float(gap)
+
+
+@torch.enable_grad()
+def _encode(policy: nn.Module, rows: Sequence[Row], weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The completions' log-probs, one after the other, and the gradient of their sum."""
+    device = weights[0].device
+    lengths = torch.tensor([len(row.completion.token_ids) for row in rows], device=device)
+    logp, _ = completion_logprobs(
+        policy,
+        torch.tensor([PromptRow(tuple(rows)).token_ids], device=device),
+        torch.tensor([len(row.group.prompt.token_ids) for row in rows], device=device),
+        lengths,
+        completion_rows=torch.zeros_like(lengths) if len(rows) > 1 else None,
+    )
+    gradients = torch.autograd.grad(logp.sum(), weights, allow_unused=True)
+    flat = [
+        torch.zeros_like(w).flatten() if g is None else g.flatten()
+        for w, g in zip(weights, gradients, strict=True)
+    ]
+    return logp.detach()[completion_mask(lengths)], torch.cat(flat).to(logp.dtype)

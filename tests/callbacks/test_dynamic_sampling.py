@@ -1,0 +1,332 @@
+from collections import Counter
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    DownSampling,
+    DynamicSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    RolloutCallback,
+    SortedBatching,
+)
+from lit_rlsched.data.source import PromptSource
+
+ROWS = [
+    {"prompt": f"{a}*{b}=", "answer": str((a * b + a) % 3), "uid": f"{a}*{b}"}
+    for a in range(9)
+    for b in range(4)
+]
+"""Prompts whose answer is 0 teach nothing: some of 36."""
+
+
+def teaches(prompt):
+    return prompt.columns["answer"] != "0"
+
+
+def reward(delay=0, unscored=False):
+    """Differs between completions, but for prompts with the answer 0."""
+
+    def reward(prompts, completions, completion_ids, answer, **kwargs):
+        import time
+
+        time.sleep(delay * (sum(completion_ids[0]) % 4) / 1000)
+        if unscored and answer[0] == "0":
+            return [None]
+        values = [sum(k * t for k, t in enumerate(ids, 1)) % 997 / 997 for ids in completion_ids]
+        return [0.5 if a == "0" else v for a, v in zip(answer, values, strict=True)]
+
+    return reward
+
+
+class Recorder(RolloutCallback):
+    def __init__(self):
+        self.rounds, self.plans, self.counters, self.steps, self.groups = [], [], [], [], []
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self.plans.append(len(plan))
+
+    def on_group_end(self, trainer, pl_module, group):
+        self.groups.append(group.id)
+
+    def on_round_end(self, trainer, pl_module, round):
+        data = trainer.datamodule
+        assert not data.session.controller.worker.busy and len(data.pool) == 0
+        self.rounds.append(round)
+        self.counters.append(dict(data.counters))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.steps.append(len({row.group.id for row in batch.rows}))
+
+    @property
+    def trained(self):
+        """Groups of each round that are trained on, and with which completions."""
+        return [
+            [
+                (g.id, [(c.index, c.token_ids) for c in g.completions if not c.dropped])
+                for g in r.groups
+                if any(not c.dropped for c in g.completions)
+            ]
+            for r in self.rounds
+        ]
+
+
+def expected(data, rounds, size, bound):
+    """Prompts drawn and those trained on, by the data's order and what is known to teach."""
+    source = PromptSource(data._source.prompts, data.seed, data.shuffle)
+    drawn, trained = [], []
+    for _ in range(rounds):
+        taken = source.draw(size)
+        while sum(teaches(d.prompt) for d in taken) < size and len(taken) < size * bound:
+            taken += source.draw(1, {d.prompt.uid for d in taken})
+        drawn.append([d.key for d in taken])
+        trained.append([d.key for d in taken if teaches(d.prompt)])
+    return drawn, trained
+
+
+def check(recorder, data, size=4, bound=4, generations=4):
+    """Every prompt that was drawn is trained on, or all of its completions are counted."""
+    drawn, trained = expected(data, len(recorder.rounds), size, bound)
+    assert [[g.id for g in r.groups] for r in recorder.rounds] == drawn
+    assert [[name for name, _ in groups] for groups in recorder.trained] == trained
+    assert sorted(recorder.groups) == sorted(name for names in drawn for name in names)
+    kept = prompts = 0
+    for r, counters, plan in zip(recorder.rounds, recorder.counters, recorder.plans, strict=True):
+        assert plan == size  # what was planned before anything was known
+        assert r.metrics["dynamic_sampling/num_gen_batches"] == len(r.groups) / size
+        assert len({g.prompt.uid for g in r.groups}) == len(r.groups)
+        prompts += len(r.groups)
+        kept += sum(c.dropped is None for c in r.completions)
+        dropped = sum(n for k, n in counters.items() if k.startswith("dropped/"))
+        assert kept + dropped == generations * prompts
+    return drawn
+
+
+def vector(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+OTHERS = {
+    "alone": lambda: [],
+    "three slots": lambda: [MicroGroupSampling(3)],
+    "turns": lambda: [MicroGroupSampling(5, order="least_attained")],
+    "lengths": lambda: [
+        MicroGroupSampling(5, order="longest_first"),
+        LengthPrediction(probe_tokens=4),
+    ],
+    "budget": lambda: [MicroGroupSampling(memory_budget=6 * 512 * 40)],
+}
+
+
+def test_the_prompts_of_a_round_follow_from_the_data_and_the_rewards(fit):
+    """Not from slots, orders, or how long rewards take."""
+    trained = []
+    for name, others in OTHERS.items():
+        for delay in (0, 1):
+            recorder = Recorder()
+            _, _, data = fit(
+                callbacks=[recorder, DynamicSampling(), *others()],
+                train_data=ROWS,
+                reward_funcs=[reward(delay)],
+                reward_workers=1 + delay,
+            )
+            drawn = check(recorder, data)
+            assert any(len(names) > 4 for names in drawn), name
+            assert recorder.steps == [4, 4]
+            trained.append(recorder.trained)
+    first, *rest = trained
+    assert all(groups == first for groups in rest)  # tokens too
+
+
+def test_a_run_is_the_same_again_however_long_rewards_take(fit):
+    """Bit for bit: what decodes together rounds its log-probs together."""
+    weights = []
+    for delay in (0, 1, 2):
+        settings = {"reward_funcs": [reward(delay)], "reward_workers": 2, "train_data": ROWS}
+        callbacks = [DynamicSampling(), MicroGroupSampling(7)]
+        _, module, _ = fit(callbacks=callbacks, max_completion_length=64, **settings)
+        weights.append(vector(module))
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_prompt_twice_in_a_round_nor_lost_at_the_end_of_a_pass(fit, tiny_model, shuffle):
+    recorder = Recorder()
+    _, _, data = fit(
+        GRPOModule(tiny_model, learning_rate=0.0),  # else all completions are alike after a while
+        callbacks=[recorder, DynamicSampling(3)],
+        trainer={"max_epochs": 12},
+        train_data=ROWS[:10],
+        reward_funcs=[reward()],
+        prompts_per_round=3,
+        num_generations=2,
+        max_completion_length=8,
+        shuffle=shuffle,
+    )
+    drawn = check(recorder, data, 3, 3, 2)
+    visits = Counter(name for names in drawn for name in names)
+    assert max(visits.values()) == 1  # each once a pass
+    passes = Counter(int(name.partition("@")[2]) for name in visits)
+    assert passes.pop(max(passes)) <= 10 and set(passes.values()) == {10} and len(passes) > 2
+    assert any(len({name.partition("@")[2] for name in names}) == 2 for names in drawn)
+
+
+@pytest.mark.parametrize("unscored", [False, True])
+def test_at_the_bound_a_round_trains_on_what_there_is(fit, unscored):
+    """One prompt in three teaches at first, then none."""
+    recorder = Recorder()
+    poor = [r for r in ROWS if r["answer"] == "0"]
+    good = [r for r in ROWS if r["answer"] != "0"]
+    rows = [poor[0], good[0], *poor[1:4], good[1], *poor[4:14], *good[2:10]]
+    _, _, data = fit(
+        callbacks=[recorder, DynamicSampling(2)],
+        trainer={"max_epochs": 1 if unscored else 3},
+        train_data=rows,
+        reward_funcs=[reward(unscored=unscored)],
+        shuffle=False,
+    )
+    check(recorder, data, 4, 2)
+    if unscored:
+        assert recorder.counters[-1]["dropped/unscored"] == 6 * 4
+        return
+    assert [len(groups) for groups in recorder.trained] == [2, 0, 4]
+    assert [r.metrics["batch/empty_steps"] for r in recorder.rounds] == [0, 1, 0]
+    assert [r.metrics["dynamic_sampling/num_gen_batches"] for r in recorder.rounds] == [2, 2, 1]
+    assert recorder.counters[-1]["dropped/uninformative"] == 14 * 4
+    assert data.counters["num_completions"] == 20 * 4
+
+
+def test_every_group_is_in_a_step(fit):
+    """At the bound three groups are there for two steps, or one."""
+    recorder = Recorder()
+    poor = [r for r in ROWS if r["answer"] == "0"]
+    good = [r for r in ROWS if r["answer"] != "0"]
+    rows = [*good[:3], *poor[:5], good[3], *poor[5:12], *good[4:12]]
+    trainer, _, data = fit(
+        callbacks=[recorder, DynamicSampling(2)],
+        trainer={"max_epochs": 3},
+        train_data=rows,
+        reward_funcs=[reward()],
+        shuffle=False,
+        steps_per_round=2,
+        num_iterations=2,
+    )
+    check(recorder, data, 4, 2)
+    assert trainer.global_step == 12
+    steps = [recorder.steps[i : i + 2] for i in range(0, 12, 2)]
+    assert [sum(pair) for pair in steps] == [3, 3, 1, 1, 4, 4]
+    assert all(abs(a - b) <= 1 for a, b in steps)
+
+
+def test_with_down_sampling(fit, tiny_model):
+    recorder = Recorder()
+    callbacks = [recorder, DynamicSampling(), DownSampling(2), MicroGroupSampling(5)]
+    settings = {"train_data": ROWS, "reward_funcs": [reward(1)], "steps_per_round": 2}
+    _, _, data = fit(GRPOModule(tiny_model), callbacks, **settings)
+    check(recorder, data)
+    assert all(len(kept) == 2 for groups in recorder.trained for _, kept in groups)
+    assert recorder.steps == [2, 2, 2, 2]
+    counters = recorder.counters[-1]
+    assert counters["dropped/down_sampled"] == 2 * 4 * 2
+    uninformative = sum(len(r.groups) - 4 for r in recorder.rounds) * 4
+    assert counters["dropped/uninformative"] == uninformative > 0
+
+
+def test_with_groups_that_stop(fit):
+    """By 0 and 1: a group that has stopped teaches something, and one that teaches has two."""
+
+    def coin(delay):
+        def coin(prompts, completions, completion_ids, answer, **kwargs):
+            import time
+
+            time.sleep(delay * (sum(completion_ids[0]) % 4) / 1000)
+            return [float(answer[0] != "0" and ids[0] % 2) for ids in completion_ids]
+
+        return coin
+
+    results = []
+    for delay in (0, 1, 2):
+        recorder = Recorder()
+        callbacks = [
+            recorder,
+            DynamicSampling(),
+            DownSampling(2, early_stop=True, min_length_ratio=0),
+            MicroGroupSampling(5),
+        ]
+        fit(
+            callbacks=callbacks,
+            train_data=ROWS,
+            reward_funcs=[coin(delay)],
+            reward_workers=2,
+            num_generations=6,
+            prompts_per_round=3,
+            max_completion_length=64,
+        )
+        drawn = sum(len(r.groups) for r in recorder.rounds)
+        kept = sum(len(c) for groups in recorder.trained for _, c in groups)
+        dropped = {k: n for k, n in recorder.counters[-1].items() if k.startswith("dropped/")}
+        assert kept + sum(dropped.values()) == 6 * drawn
+        assert dropped["dropped/stopped"] > 0 and dropped["dropped/uninformative"] > 0
+        assert all(len(c) == 2 for groups in recorder.trained for _, c in groups)
+        results.append((recorder.trained, recorder.counters))
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_round_cut_short_is_drawn_again_with_the_same_prompts(fit, tiny_model):
+    """The prompts that had replaced others by then are in the pool, and come first."""
+
+    class Interrupt(RolloutCallback):
+        def on_group_end(self, trainer, pl_module, group):
+            if len(trainer.datamodule.pool) == 6 and not self.data:
+                self.data = trainer.datamodule
+                trainer.datamodule.session.close = lambda: None
+                raise RuntimeError("cut short")
+
+        data = None
+
+    interrupt = Interrupt()
+    settings = {"train_data": ROWS, "reward_funcs": [reward()]}
+    with pytest.raises(RuntimeError, match="cut short"):
+        fit(callbacks=[interrupt, DynamicSampling()], **settings)
+    data = interrupt.data
+    assert len(data.pool) == 6
+    state = data.state_dict()
+    whole = Recorder()
+    fit(callbacks=[whole, DynamicSampling()], trainer={"max_epochs": 1}, **settings)
+    names = [g.id for g in whole.rounds[0].groups]
+    assert [g[0] for g in state["pool"]["groups"]] == names[:6]
+    recorder = Recorder()
+
+    class Restore(RolloutCallback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.datamodule._resumed = state
+
+    fit(callbacks=[recorder, Restore(), DynamicSampling()], trainer={"max_epochs": 1}, **settings)
+    assert [g.id for g in recorder.rounds[0].groups] == names
+    assert recorder.trained == whole.trained
+
+
+def test_what_another_schedule_left_in_the_pool_is_begun_anew(fit, tmp_path):
+    """Resumed with other callbacks: prompts that replace others are of one policy version too."""
+    settings = {
+        "train_data": [r for r in ROWS if r["answer"] == "0"],
+        "reward_funcs": [reward()],
+        "prompts_per_round": 2,
+        "num_generations": 2,
+        "max_completion_length": 160,
+    }
+    save = ModelCheckpoint(tmp_path / "c", save_last=True, every_n_epochs=1)
+    batching = SortedBatching(4, mode="partial")
+    trainer = {"max_epochs": 1, "enable_checkpointing": True}
+    _, _, data = fit(callbacks=[save, batching], trainer=trainer, **settings)
+    assert any(c.token_ids for g in list(data.pool)[2:] for c in g.completions)
+    recorder, last = Recorder(), tmp_path / "c" / "last.ckpt"
+    fit(None, [recorder, DynamicSampling()], {"max_epochs": 2}, last, **settings)
+    (round,) = recorder.rounds
+    assert len(round.groups) == 8
+    for c in round.completions:
+        assert c.version_spans == [(1, len(c.token_ids))] and len(c.token_ids) <= 160
+    assert round.metrics["rollout/discarded_tokens"] > 0

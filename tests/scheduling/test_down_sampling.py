@@ -1,0 +1,310 @@
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling.down_sampling import (
+    RULES,
+    largest_variance,
+    max_reward,
+    max_variance,
+    percentile,
+    random,
+)
+
+NAN = math.nan
+rules = st.sampled_from(list(RULES.values()))
+by_value = st.sampled_from([max_variance, max_reward, percentile])
+
+
+@st.composite
+def groups(draw, longest=12):
+    """Rewards of one group, and how many to keep."""
+    reward = draw(
+        st.sampled_from(
+            [
+                st.integers(0, 1),
+                st.integers(-3, 3),
+                st.sampled_from([0.0, 0.1, 0.25, 1.1, 1.25, 2.1]),
+                st.floats(-5, 5),
+                st.floats(allow_nan=False, allow_infinity=False),
+                st.sampled_from([1e9, 1e9 + 1e-6, 1e9 + 1e-3, 1e9 + 0.3, 1e9 + 0.7, 1e9 + 1]),
+                st.sampled_from([-1.7e308, -1e308, 1.0, 1e307, 1.7e308]),
+                st.sampled_from([0.0, 5e-324, 1e-323, 1e-320, 3e-308]),
+            ]
+        )
+    )
+    rewards = draw(st.lists(reward, min_size=1, max_size=longest))
+    if draw(st.integers(0, 9)) == 0:
+        rewards = [rewards[0]] * len(rewards)
+    return rewards, draw(st.integers(1, len(rewards)))
+
+
+@st.composite
+def partly_scored(draw):
+    """Rewards `[P, n]` with ties and NaN, and how many to keep."""
+    n = draw(st.integers(1, 8))
+    reward = st.sampled_from([NAN, -1.0, 0.0, 0.5, 1.0, 2.0])
+    rows = draw(st.lists(st.lists(reward, min_size=n, max_size=n), max_size=5))
+    return np.array(rows).reshape(-1, n), draw(st.integers(1, n))
+
+
+def spread(rewards):
+    """Their variance as an exact integer, in units that the same floats share."""
+    return len(rewards) * sum(r * r for r in rewards) - sum(rewards) ** 2
+
+
+def exact(rewards):
+    """Integers in the ratios of the floats."""
+    unit = max(float(r).as_integer_ratio()[1] for r in rewards)  # powers of two
+    return [n * (unit // d) for n, d in (float(r).as_integer_ratio() for r in rewards)]
+
+
+def at(values, indices):
+    return [values[i] for i in indices]
+
+
+@settings(max_examples=300)
+@given(groups())
+@example(([1e9 + i * 1e-7 for i in range(12)], 5))
+@example(([-1.7e308, 1.7e308, 0.0, 1.7e308], 2))
+def test_variance_is_the_largest_of_all_subsets(group):
+    rewards, keep = group
+    values = exact(rewards)
+    best = max(spread(subset) for subset in combinations(values, keep))
+    chosen = spread(at(values, max_variance(rewards, keep)))
+    assert chosen == best or chosen * 10**11 >= best * (10**11 - 1)
+
+
+@given(groups(longest=30))
+def test_chosen_are_the_highest_and_the_lowest(group):
+    rewards, keep = group
+    chosen = sorted(at(rewards, max_variance(rewards, keep)))
+    in_order = sorted(rewards)
+    assert any(
+        chosen == in_order[: keep - k] + in_order[len(rewards) - k :] for k in range(keep + 1)
+    )
+
+
+@given(partly_scored(), rules)
+def test_indices_are_distinct_ascending_and_scored(case, rule):
+    rewards, keep = case
+    rewards.flags.writeable = False
+    result = rule(rewards, keep)
+    assert result.shape == (len(rewards), keep) and result.dtype == np.int64
+    for row, chosen in zip(rewards, result.tolist(), strict=True):
+        scored = np.flatnonzero(~np.isnan(row)).tolist()
+        taken = min(keep, len(scored))
+        assert chosen[taken:] == [-1] * (keep - taken)
+        assert chosen[:taken] == sorted(set(chosen[:taken])) and set(chosen[:taken]) <= {*scored}
+        if len(scored) <= keep:
+            assert chosen[:taken] == scored
+
+
+@given(partly_scored(), by_value)
+def test_groups_do_not_touch_each_other(case, rule):
+    rewards, keep = case
+    result = rule(rewards, keep)
+    for row, chosen in zip(rewards, result, strict=True):
+        alone = rule(row, keep)
+        assert alone.shape == (keep,) and (alone == chosen).all()
+        scored = np.flatnonzero(~np.isnan(row))
+        if len(scored) >= keep:  # as if the rest had not been drawn
+            assert (scored[rule(row[scored], keep)] == chosen).all()
+
+
+@given(partly_scored(), by_value)
+def test_of_equal_rewards_the_first_are_taken(case, rule):
+    rewards, keep = case
+    for row, chosen in zip(rewards, rule(rewards, keep).tolist(), strict=True):
+        for reward in {row[i] for i in chosen if i >= 0}:
+            alike = np.flatnonzero(row == reward).tolist()
+            taken = [i for i in chosen if i in alike]
+            assert taken == alike[: len(taken)]
+
+
+@given(groups(), by_value, st.randoms(use_true_random=False))
+def test_permuted_rewards_give_the_same_ones(group, rule, shuffler):
+    rewards, keep = group
+    permuted = shuffler.sample(rewards, len(rewards))
+    expected = sorted(at(rewards, rule(rewards, keep)))
+    assert sorted(at(permuted, rule(permuted, keep))) == expected
+
+
+@given(st.data())
+def test_shift_and_scale_do_not_matter(data):
+    rewards = data.draw(st.lists(st.integers(-50, 50), min_size=1, max_size=40))
+    keep = data.draw(st.integers(1, len(rewards)))
+    shift = data.draw(st.sampled_from([0, 7, -(10**9), 2**45]))
+    factor = data.draw(st.sampled_from([1, -1, 1e-300, 3e250, -1e-200]))
+    best = spread(at(rewards, max_variance(rewards, keep)))
+    for other in ([r + shift for r in rewards], [r * factor for r in rewards]):
+        assert spread(at(rewards, max_variance(other, keep))) == best
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=40), st.data())
+def test_of_two_rewards_half_is_taken_of_each(rewards, data):
+    keep = data.draw(st.integers(1, len(rewards)))
+    ones, zeros = rewards.count(1), rewards.count(0)
+    taken = sum(at(rewards, max_variance(rewards, keep)))
+    least, most = max(0, keep - zeros), min(ones, keep)
+    assert taken == min(max(keep // 2, least), most)
+
+
+def test_rules_by_hand():
+    rewards = [0.5, 3.0, 1.0, 0.0, 2.0, 9.0, 2.5, 1.5]
+    assert max_variance(rewards, 2).tolist() == [3, 5]
+    assert max_variance(rewards, 3).tolist() == [0, 3, 5]
+    assert max_variance(rewards, 1).tolist() == [3]  # no variance: the fewest of the highest
+    assert max_reward(rewards, 3).tolist() == [1, 5, 6]
+    # in order 0 .5 1 1.5 2 2.5 3 9
+    assert percentile(rewards, 1).tolist() == [4]  # the upper of the two in the middle
+    assert percentile(rewards, 3).tolist() == [0, 1, 4]  # 8/6, 24/6, 40/6: .5, 2 and 3
+    assert percentile(rewards, 4).tolist() == [0, 5, 6, 7]  # .5, 1.5, 2.5 and 9
+    assert percentile([7, 7, 0, 7], 2).tolist() == [0, 1]
+    assert percentile([NAN, 3, 1, NAN, 2], 1).tolist() == [4]
+    for rule in (max_variance, max_reward, percentile):
+        assert rule([4.0] * 6, 3).tolist() == [0, 1, 2]
+        assert rule([[1, NAN], [NAN, NAN], [2, 1]], 2).tolist() == [[0, -1], [-1, -1], [0, 1]]
+        assert rule(np.zeros((0, 4)), 2).shape == (0, 2)
+    assert max_reward([1, 2, 2, NAN, 2], 2).tolist() == [1, 2]
+
+
+def test_of_equal_variances_the_most_balanced_is_taken():
+    assert max_variance([0, 0, 0, 1, 2, 3], 4).tolist() == [0, 1, 4, 5]  # as much as 0 0 0 3
+    assert max_variance([0, 0, 1, 1, 1], 3).tolist() == [0, 1, 2]  # as much as 0 1 1
+    for step in (0.1, 0.3, 0.7):  # floats whose variances differ by rounding
+        for shift in (0, 0.1, 0.2, 1 / 3):
+            rewards = np.arange(8) * step + shift
+            assert max_variance(rewards, 3).tolist() == [0, 1, 7]
+            assert max_variance(rewards, 5).tolist() == [0, 1, 2, 6, 7]
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])
+def test_tensors(rule, dtype):
+    rewards = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 1, 1]]).to(dtype)
+    before = rewards.clone()
+    assert (rule(rewards, 2) == rule(rewards.tolist(), 2)).all()
+    assert torch.equal(rewards, before)
+
+
+def test_random_is_uniform_over_the_scored():
+    rewards = np.tile([0.0, NAN, 1.0, 2.0, NAN, 5.0, 5.0], (50_000, 1))
+    sets, counts = np.unique(random(rewards, 2, seed=5), axis=0, return_counts=True)
+    assert sets.tolist() == [list(pair) for pair in combinations([0, 2, 3, 5, 6], 2)]
+    chi_square = ((counts - 5000) ** 2 / 5000).sum()
+    assert chi_square < 27.9  # 9 degrees of freedom: one in a thousand
+
+
+def test_random_can_be_repeated():
+    rewards = np.zeros((20, 30))
+    assert (random(rewards, 7) == random(rewards, 7, seed=0)).all()
+    assert (random(rewards, 7, seed=1) != random(rewards, 7, seed=2)).any()
+    assert (random(rewards, 7, seed=[4, 2]) == random(rewards + 1, 7, seed=[4, 2])).all()
+    generator = np.random.default_rng(0)
+    first = random(rewards, 7, generator)
+    assert (first == random(rewards, 7)).all() and (first != random(rewards, 7, generator)).any()
+
+
+@given(st.integers(1, 9), st.floats(-10, 10), st.floats(0, 10))
+def test_largest_variance_is_that_of_both_ends(keep, low, width):
+    high = low + width
+    ends = [low] * keep + [high] * keep
+    attained = np.var(at(ends, max_variance(ends, keep)))
+    assert largest_variance(keep, low, high) == pytest.approx(attained, rel=1e-9, abs=1e-28)
+
+
+def test_largest_variance_by_hand():
+    assert largest_variance(1, 0, 5) == 0
+    assert largest_variance(2, 0, 1) == largest_variance(8, -1, 0) == 0.25
+    assert largest_variance(3, 0, 3) == 2
+    assert largest_variance(4, 2, 2) == 0
+
+
+def select_by_view(rewards, keep, copy):
+    """The scan of PODS' public code for several GPUs, with the copy that it lacks or without.
+
+    The best indices so far are a view of the sorted ones: a better candidate is written over the
+    highest, of which the candidates after it are still made.
+    """
+    n = rewards.shape[1]
+    in_order = rewards.argsort(dim=1, descending=True, stable=True)
+    indices = in_order[:, :keep]
+    if copy:
+        indices = indices.clone()
+    best = rewards.gather(1, indices).var(dim=1)
+    for k in range(keep):
+        candidate = torch.cat([in_order[:, :k], in_order[:, n - keep + k :]], dim=1)
+        variance = rewards.gather(1, candidate).var(dim=1)
+        better = variance > best
+        indices[better] = candidate[better]
+        best = torch.where(better, variance, best)
+    return indices
+
+
+@pytest.mark.parametrize("n", [16, 32, 64])
+def test_never_chooses_as_an_overwritten_view_does(n):
+    keep = n // 4
+    draw = torch.Generator().manual_seed(n)
+    correct, well_formed = torch.randint(0, 2, (2, 500, n), generator=draw, dtype=torch.float64)
+    tags = torch.randint(0, 5, (500, n), generator=draw) / 4
+    rewards = correct + well_formed + tags
+
+    def variance(indices):
+        return rewards.gather(1, indices).var(dim=1)
+
+    wrong = variance(select_by_view(rewards, keep, copy=False))
+    right = variance(select_by_view(rewards, keep, copy=True))
+    ours = variance(torch.from_numpy(max_variance(rewards, keep)))
+    assert (wrong < right - 1e-9).sum() > 450
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=0)
+
+
+def test_never_chooses_twice_as_an_overwritten_view_does():
+    twice = {"wrong": 0, "right": 0, "ours": 0}
+    cases = 0
+    draw = torch.Generator().manual_seed(0)
+    for n in range(4, 10):
+        for keep in range(2, n):
+            rewards = torch.randint(0, 9, (50, n), generator=draw) / 4
+            cases += 50
+            for name, indices in {
+                "wrong": select_by_view(rewards, keep, copy=False),
+                "right": select_by_view(rewards, keep, copy=True),
+                "ours": torch.from_numpy(max_variance(rewards, keep)),
+            }.items():
+                twice[name] += sum(len(set(row)) < keep for row in indices.tolist())
+    assert twice["wrong"] > cases / 4
+    assert twice["right"] == twice["ours"] == 0
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize(
+    ("rewards", "keep", "message"),
+    [
+        ([1, 2], 0, "`keep=0` of 2 rewards in a group: use 1 to 2"),
+        ([1, 2], 3, "`keep=3` of 2 rewards in a group: use 1 to 2"),
+        ([[1, 2]], -1, "`keep=-1` of 2"),
+        (1.0, 1, r"`rewards` has the shape \(\): give a row for each group"),
+        ([[[1.0]]], 1, r"the shape \(1, 1, 1\)"),
+        ([1, math.inf], 1, r"`rewards\[1\]=inf`: use finite rewards, and NaN for what has no"),
+        ([[1, 2], [-math.inf, 2]], 1, r"`rewards\[1, 0\]=-inf`"),
+    ],
+)
+def test_bad_input(rule, rewards, keep, message):
+    with pytest.raises(ValueError, match=message):
+        rule(rewards, keep)
+
+
+def test_bad_bounds():
+    with pytest.raises(ValueError, match="`keep=0`: use 1 or more"):
+        largest_variance(0, 0, 1)
+    with pytest.raises(ValueError, match="`low=2` and `high=1`"):
+        largest_variance(2, 2, 1)
+    with pytest.raises(ValueError, match="`low=nan`"):
+        largest_variance(2, NAN, 1)

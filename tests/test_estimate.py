@@ -1,0 +1,270 @@
+"""Estimates against what the same run really holds: counted bytes, not resident memory."""
+
+import gc
+
+import pytest
+import torch
+from lightning import Callback, Trainer
+from transformers import Qwen3Config
+
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.estimate import Ledger, PlannedRun, report
+from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
+from lit_rlsched.estimate.run import fake_batch
+
+LIMIT = 96
+
+
+@pytest.fixture
+def plan(tiny_model, digits, sums):
+    """Trainer, module and data module, anew at each call."""
+
+    def plan(
+        model=tiny_model, precision="32-true", engine=None, callbacks=(), trainer=None, **settings
+    ):
+        data_settings = {
+            name: settings.pop(name)
+            for name in ("num_generations", "micro_batch_tokens", "tokenizer", "prompts_per_round")
+            if name in settings
+        }
+        trainer = Trainer(
+            accelerator="cpu",
+            precision=precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+            **{"check_val_every_n_epoch": 10, "max_epochs": 2, **(trainer or {})},
+        )
+        data = RolloutDataModule(
+            sums,
+            [digits],
+            engine=engine or TransformersEngine(),
+            **{
+                "prompts_per_round": 4,
+                "num_generations": 4,
+                "micro_batch_tokens": 800,
+                "max_completion_length": LIMIT,
+                **data_settings,
+            },
+        )
+        return trainer, GRPOModule(model, **settings), data
+
+    return plan
+
+
+def ledger(run, memory=2**40, device="cpu"):
+    return Ledger(PlannedRun(*run, device), memory)
+
+
+def items(ledger, **settings):
+    return {item.name: item for item in ledger.items(**settings)}
+
+
+SETTINGS = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "lora": {"lora_rank": 4},
+    "lora and checkpointing": {"lora_rank": 4, "gradient_checkpointing": True},
+    "reference": {"beta": 0.1},
+    "bf16-true": {"precision": "bf16-true"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("tokens", [400, 1600])
+def test_a_step_takes_what_was_estimated(plan, settings, tokens):
+    planned = ledger(plan(**settings, micro_batch_tokens=tokens))
+    trainer, module, _ = plan(**settings, micro_batch_tokens=tokens)
+    module.configure_model()
+    trainer.precision_plugin.convert_module(module)
+    for reference in module._reference:
+        reference.to(next(module.parameters()).dtype)
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable)
+    peaks = []
+    for _ in range(2):
+        batch = planned.run.micro_batch(tokens)
+        assert batch.input_ids.numel() == pytest.approx(tokens, rel=0.05)
+        gc.collect()
+        live = LiveBytes()
+        with live, trainer.precision_plugin.forward_context():
+            module.loss(batch).loss.backward()
+        peaks.append(live.peak)
+        optimizer.step()
+    held = items(planned)
+    assert held["weights"].update == storage_bytes([*module.parameters(), *module.buffers()])
+    assert held["gradients"].update == storage_bytes(p.grad for p in trainable)
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    assert held["optimizer state"].rollout == storage_bytes(state)
+    passes = held["activations"].update + held["passes at their peak"].update
+    assert passes == pytest.approx(max(peaks[1], planned.run.optimizer[1]), rel=0.02)
+    references = [p for r in module._reference for p in r.parameters()]
+    assert ("reference model" in held) == bool(references)
+    if references:
+        assert held["reference model"].update == pytest.approx(storage_bytes(references), rel=0.01)
+
+
+def test_a_run_of_full_length_completions_holds_what_was_estimated(plan):
+    held = items(ledger(plan()))
+    trainer, module, data = plan()
+    measured = {"cache": 0, "gradients": 0, "step": 0}
+
+    class Measure(Callback):
+        def on_before_optimizer_step(self, *_):
+            measured["gradients"] = storage_bytes(p.grad for p in module.parameters())
+
+        def on_completion_end(self, *_):
+            assert all(p.grad is None for p in module.parameters())
+            stored = [t for pair in data.engine._cache._layers.values() for t in pair]
+            measured["cache"] = max(measured["cache"], storage_bytes(stored))
+
+    trainer.callbacks.append(Measure())
+    trainer.fit(module, datamodule=data)
+    assert held["gradients"].update == measured["gradients"]
+    assert held["gradients"].rollout == 0
+    assert measured["cache"] == pytest.approx(held["key-value cache"].rollout, rel=0.02)
+    state = trainer.optimizers[0].state.values()
+    assert held["optimizer state"].rollout == storage_bytes(t for s in state for t in s.values())
+
+
+def test_decoding_counts_the_old_cache_beside_the_new(plan):
+    planned = ledger(plan())
+    held, run = items(planned), planned.run
+    per_layer = held["key-value cache"].rollout // 2
+    assert held["decoding"].rollout > per_layer / 2  # the second of two layers grows last
+    assert run.spec.max_model_len * run.spec.slots * run.token_bytes == 2 * per_layer
+
+
+def test_the_cache_follows_the_slots_and_not_the_group(plan):
+    slots = [MicroGroupSampling(slots=3)]
+    few = items(ledger(plan(callbacks=slots)))["key-value cache"].rollout
+    many = items(ledger(plan(callbacks=slots, num_generations=64)))["key-value cache"].rollout
+    assert few == many == items(ledger(plan()))["key-value cache"].rollout * 3 // 16
+
+
+def test_vllm_on_cpu_is_asked_for_its_cache(plan):
+    engine = VLLMEngine()
+    planned = ledger(plan(engine=engine))
+    held, spec = items(planned), planned.run.spec
+    assert held["key-value cache"].rollout == engine._full_cache(spec)
+    assert held["engine weights"].update == held["engine weights"].rollout > 0  # it cannot sleep
+    assert "decoding" not in held
+
+
+def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
+    memory = 2**30
+    planned = ledger(plan(engine=VLLMEngine(gpu_memory_utilization=0.25)), memory, "cuda")
+    held = items(planned)
+    engine = held["engine weights"], held["key-value cache"]
+    assert sum(i.rollout for i in engine) == memory // 4
+    assert not any(i.update for i in engine)
+    assert held["prompts"].host
+    assert "asleep" in report(planned)
+    awake = ledger(plan(engine=VLLMEngine(enable_sleep_mode=False)), memory, "cuda")
+    assert items(awake)["key-value cache"].update > 0
+
+
+def test_engine_weights_are_in_the_engines_precision(plan):
+    def engine(**settings):
+        return items(ledger(plan(engine=VLLMEngine(), **settings)))["engine weights"].rollout
+
+    assert engine(precision="bf16-mixed") * 2 == engine() == engine(lora_rank=4)
+
+
+def test_what_is_called_the_largest_fits_and_more_does_not(plan):
+    run = PlannedRun(*plan())
+    memory = max(Ledger(run, 2**40).peak()) * 3 // 2
+    planned = Ledger(run, memory)
+    generations = planned.largest_num_generations()
+    assert generations > 4
+    assert planned.fits(num_generations=generations)
+    assert not planned.fits(num_generations=generations + 1)
+    tokens = planned.largest_micro_batch_tokens()
+    assert 800 < tokens < planned.most_micro_batch_tokens
+    assert planned.fits(micro_batch_tokens=tokens)
+    assert not planned.fits(micro_batch_tokens=int(tokens * 1.1))
+
+
+def test_a_memory_that_is_too_small_says_what_helps(plan):
+    run = PlannedRun(*plan())
+    peak = max(Ledger(run, 2**40).peak())
+    said = report(Ledger(run, peak // 2))
+    assert "Does not fit" in said and "gradient_checkpointing" in said
+    assert "Largest micro_batch_tokens:" in said
+    said = report(Ledger(run, 2**16))
+    assert "Not even the weights fit" in said
+
+
+def test_the_columns_add_up_and_align(plan):
+    lines = report(ledger(plan())).splitlines()
+    assert "rollout      update  how it follows" in lines[0]
+    column = lines[0].index("how it follows")
+    table = lines[1 : lines.index("")]
+    assert all(line[column - 1 : column] in ("", " ") for line in table)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_no_weights_are_needed_nor_allocated(plan, tmp_path, tiny_model):
+    Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)
+    planned = ledger(plan(str(tmp_path), tokenizer=tiny_model, lora_rank=8))
+    held = items(planned)
+    assert held["weights"].rollout > 7 << 30
+    assert held["gradients"].update < 64 << 20
+    assert held["activations"].update > 100 << 20
+
+
+def test_a_model_without_tokenizer_or_config_is_refused(plan, tmp_path):
+    with pytest.raises(ValueError, match=r"no `config\.json`"):
+        ledger(plan(str(tmp_path)))
+    Qwen3Config(num_hidden_layers=1, hidden_size=64, vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--data\.tokenizer"):
+        ledger(plan(str(tmp_path)))
+
+
+def test_what_fit_refuses_is_refused(plan):
+    with pytest.raises(ValueError, match="`micro_batch_tokens=50`"):
+        ledger(plan(micro_batch_tokens=50))
+    with pytest.raises(ValueError, match="`num_generations=1`"):
+        ledger(plan(num_generations=1))
+    with pytest.raises(ValueError, match="kv_cache_gib"):
+        ledger(plan(engine=VLLMEngine(kv_cache_gib=1e-5)))
+    slots = [MicroGroupSampling(slots=16)]
+    with pytest.raises(ValueError, match="slots=16"):
+        ledger(plan(engine=VLLMEngine(kv_cache_gib=4e-4), callbacks=slots))
+
+
+def test_objects_are_counted_once():
+    numbers = [10**9 + i for i in range(100)]
+    assert object_bytes(numbers, numbers) == object_bytes(numbers)
+    assert object_bytes([numbers, list(numbers)]) < 2 * object_bytes(numbers)
+
+
+def test_live_bytes_forgets_what_is_freed():
+    before = torch.zeros(1000)
+    with LiveBytes() as live:
+        before.add_(1)  # was there
+        kept = before * 2
+        dropped = kept.view(10, 100) + 1
+        assert (live.now, live.peak) == (8000, 8000)
+        del dropped
+    assert (live.now, live.peak) == (4000, 8000)
+
+
+def test_a_batch_is_of_equal_rows(plan):
+    _, _, data = plan()
+    batch = fake_batch(3, 5, 7, data.sampling, old=True, reference=False)
+    assert batch.input_ids.shape == (3, 12) and batch.ref_logp is None
