@@ -11,6 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from transformers import AutoTokenizer
 
 from lit_rlsched.callbacks.rollout_callback import fire
@@ -53,7 +54,9 @@ from lit_rlsched.rollout.selection import (
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling, stable_hash
+from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.queues import Order
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
@@ -219,6 +222,7 @@ class RolloutDataModule(LightningDataModule):
         self._session: RolloutSession | None = None
         self._source: PromptSource | None = None
         self._prompts = PromptSets([], {})
+        self._tokenizer: Any = None
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     # Lightning's hooks.
@@ -604,16 +608,19 @@ class RolloutDataModule(LightningDataModule):
             self._session = self._start()
         return self._session
 
-    def _start(self) -> RolloutSession:
-        trainer = self.trainer
-        assert trainer is not None
-        policy = find_policy(trainer.lightning_module)
+    def engine_spec(self) -> EngineSpec:
+        """What the engine will be started with; refuses what cannot work before it is.
+
+        Raises:
+            ValueError: settings, prompts and model do not fit each other.
+        """
+        assert self.trainer is not None
+        policy, limit = self._policy, self.sampling.max_completion_length
         model = str(base_model(policy).name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or model)
-        limit = self.sampling.max_completion_length
+        self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or model)
         self._prompts = prompts = tokenize(
             self._rows,
-            tokenizer,
+            self._tokenizer,
             context=context_length(policy),
             max_completion_length=limit,
             chat_template_kwargs=self.chat_template_kwargs,
@@ -624,28 +631,55 @@ class RolloutDataModule(LightningDataModule):
             check_gen_batches(prompts.train, self.prompts_per_round, self.max_num_gen_batches)
         if prompts.train and self._source is None:  # else the run goes on where it was
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
-        max_model_len = prompts.longest + limit
-        dtype = _ENGINE_DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
-        settings = self.slot_settings
-        order = settings.resolved_order(self.lengths is not None, self.round_policy.ends_early)
-        probe_tokens = min(16, limit // 16) if self.probe_tokens is None else self.probe_tokens
-        check_probe(probe_tokens, limit)
+        check_probe(self._probe_tokens, limit)
+        self._resolved_order()  # refuses one that needs predictions
+        precision = str(self.trainer.precision).partition("-")[0]
         spec = EngineSpec(
             model=model,
             slots=0,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids(policy, tokenizer),
-            dtype=dtype,
-            device=trainer.lightning_module.device,
+            max_model_len=prompts.longest + limit,
+            eos_token_ids=eos_token_ids(policy, self._tokenizer),
+            dtype=_ENGINE_DTYPES.get(precision, torch.float32),
+            device=self.trainer.lightning_module.device,
             policy=policy,
             seed=self.seed,
-            kv_cache_bytes=settings.memory_budget,
+            kv_cache_bytes=self.slot_settings.memory_budget,
         )
-        token_bytes = kv_bytes_per_token(base_model(policy).config, self.engine.cache_dtype(spec))
-        slots = settings.engine_slots(
-            self.engine, spec, token_bytes, self._largest_rollout, prompts.shortest
+        most, bytes_ = self._largest_rollout, self.cache_bytes_per_token(spec)
+        slots = self.slot_settings.engine_slots(self.engine, spec, bytes_, most, prompts.shortest)
+        return replace(spec, slots=slots)
+
+    def cache_bytes_per_token(self, spec: EngineSpec) -> int:
+        """Of the engine's key-value cache, in all layers."""
+        return kv_bytes_per_token(base_model(self._policy).config, self.engine.cache_dtype(spec))
+
+    def admission(self, spec: EngineSpec) -> Admission:
+        """What stands in front of an engine that was started with `spec`."""
+        return self.slot_settings.admission(
+            self.engine,
+            spec,
+            self.cache_bytes_per_token(spec),
+            self.sampling.max_completion_length,
+            self._resolved_order(),
         )
-        spec = replace(spec, slots=slots)
+
+    def _resolved_order(self) -> Order:
+        early = self.round_policy.ends_early
+        return self.slot_settings.resolved_order(self.lengths is not None, early)
+
+    @property
+    def _policy(self) -> nn.Module:
+        assert self.trainer is not None
+        return find_policy(self.trainer.lightning_module)
+
+    @property
+    def _probe_tokens(self) -> int:
+        limit = self.sampling.max_completion_length
+        return min(16, limit // 16) if self.probe_tokens is None else self.probe_tokens
+
+    def _start(self) -> RolloutSession:
+        spec = self.engine_spec()
+        assert self.trainer is not None
         if self.sampling.truncated:
             rank_zero_warn(
                 "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
@@ -654,7 +688,7 @@ class RolloutDataModule(LightningDataModule):
             )
 
         def decode(token_ids: list[int]) -> str:
-            return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
         if self.lengths is not None:
             self.lengths.bind(decode)
@@ -662,15 +696,15 @@ class RolloutDataModule(LightningDataModule):
         return RolloutSession(
             self.engine,
             spec,
-            lambda: settings.admission(self.engine, spec, token_bytes, limit, order),
+            lambda: self.admission(spec),
             Scorer(self.rewards, decode),
-            policy,
+            self._policy,
             seed=self.seed,
-            probe=prompts.all[:2] if self.verify_sync else (),
+            probe=self._prompts.all[:2] if self.verify_sync else (),
             probe_temperature=self.sampling.temperature,
-            forward_context=trainer.precision_plugin.forward_context,
+            forward_context=self.trainer.precision_plugin.forward_context,
             lengths=self.lengths,
-            probe_tokens=probe_tokens,
+            probe_tokens=self._probe_tokens,
             on_completion=lambda completion: self._fire("on_completion_end", completion),
             on_group=lambda group: self._fire("on_group_end", group),
         )

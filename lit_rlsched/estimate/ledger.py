@@ -185,9 +185,7 @@ class Ledger:
                 "`VLLMEngine(kv_cache_gib=...)` or `gpu_memory_utilization`, or lower "
                 "`max_completion_length`."
             )
-        settings = data.slot_settings
-        order = settings.resolved_order(data.lengths is not None, data.round_policy.ends_early)
-        settings.admission(data.engine, spec, self.run.token_bytes, self.run.limit, order)
+        data.admission(spec)
 
     # What fits.
 

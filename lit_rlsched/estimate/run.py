@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
+from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.estimate.live import (
     LiveBytes,
@@ -24,14 +24,10 @@ from lit_rlsched.estimate.live import (
     storage_bytes,
 )
 from lit_rlsched.module import PolicyModule
-from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.policy import find_policy
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Row, Sampling
 
 Device = Literal["cpu", "cuda"]
-
-
-class _Planned(Exception):
-    """Carries the spec out of `fit`'s start-up, where the engine would be built."""
 
 
 class PlannedRun:
@@ -71,9 +67,7 @@ class PlannedRun:
             reference.to(dtype=like.dtype)
         make_fake(module, *references)
         self.spec = replace(self._planned(), device=torch.device(device))
-        self.token_bytes = kv_bytes_per_token(
-            base_model(find_policy(module)).config, datamodule.engine.cache_dtype(self.spec)
-        )
+        self.token_bytes = datamodule.cache_bytes_per_token(self.spec)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         for parameter in self.trainable:  # as after the first micro-batch
             parameter.grad = torch.empty_like(parameter)
@@ -89,16 +83,7 @@ class PlannedRun:
             if getattr(callback, "sets", None):  # the others may open files
                 callback.setup(trainer, module, "fit")
 
-        def stop(spec: EngineSpec) -> None:
-            raise _Planned(spec)
-
-        try:
-            with patch.object(data.engine, "start", stop), patch.object(data.rewards, "start"):
-                data.train_dataloader()
-        except _Planned as planned:
-            spec: EngineSpec = planned.args[0]
-            return spec
-        raise AssertionError("the data module did not start an engine")
+        return data.engine_spec()
 
     @property
     def prompts(self) -> list[Prompt]:
