@@ -35,7 +35,7 @@ from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
+from lit_rlsched.rollout.audit import Attempt, PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
 from lit_rlsched.rollout.controller import Feedback
 from lit_rlsched.rollout.learner import Learner, PlainLearner
@@ -370,9 +370,7 @@ class RolloutDataModule(LightningDataModule):
         fire(trainer, "on_round_start", plan)
         before = self._failures(session)
         salt = f"run {self._runs}" if self._runs else ""
-        feedback = self._feedback(
-            plan, lambda group: stale.extend(restart_stale([group], version, policy))
-        )
+        feedback = self._feedback(plan, stale)
         for _ in session.rollout(plan, version, policy, salt, predict=True, feedback=feedback):
             pass
         learned = {} if self.lengths is None else self.lengths.end_round()
@@ -406,6 +404,10 @@ class RolloutDataModule(LightningDataModule):
             round.metrics |= selection_metrics(round, harvest)
         if self.max_num_gen_batches > 1:
             round.metrics["dynamic_sampling/num_gen_batches"] = len(plan) / policy.update_prompts
+        empty = [not self._optimizer_step(round, i).rows for i in range(self.steps_per_epoch)]
+        round.metrics["batch/empty_steps"] = float(sum(empty))
+        if feedback.stop or feedback.more:
+            round.metrics["rollout/score_wait_seconds"] = session.controller.waited
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
@@ -428,16 +430,18 @@ class RolloutDataModule(LightningDataModule):
         log_now(trainer, round.metrics)
         return round
 
-    def _feedback(self, plan: list[Group], add: Callable[[Group], None]) -> Feedback:
+    def _feedback(self, plan: list[Group], stale: list[Attempt]) -> Feedback:
         """What scores change in a round.
 
         Args:
             plan: Its groups; one that replaces another is added.
-            add: Called with each that is.
+            stale: What was begun anew; so is what is stale of those.
         """
+        assert self.trainer is not None
+        version, policy = self.trainer.global_step, self.round_policy
         selection, weights = self.selection, self.rewards.weights
         stop = Stop(selection, weights) if selection and selection.reward_range else None
-        most = self.max_num_gen_batches * self.round_policy.update_prompts
+        most = self.max_num_gen_batches * policy.update_prompts
 
         def replace_uninformative(group: Group) -> Group | None:
             rewards = group_rewards(group, weights)
@@ -450,7 +454,7 @@ class RolloutDataModule(LightningDataModule):
             if len(self.pool) == len(plan):
                 self._draw(1)
             plan.append(list(self.pool)[len(plan)].copy())
-            add(plan[-1])
+            stale.extend(restart_stale(plan[-1:], version, policy))
             return plan[-1]
 
         return Feedback(stop, replace_uninformative if self.max_num_gen_batches > 1 else None)
@@ -485,15 +489,14 @@ class RolloutDataModule(LightningDataModule):
         groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
         deal = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
         groups = [groups[i] for i in deal[step]]
-        rows = [Row(g, c) for g in groups for c in g.completions]
         return OptimizerStep(
-            rows,
+            [Row(g, c) for g in groups for c in g.completions],
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
             skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.round_policy.off_policy,
             only_version=round.version if self.mask_stale_tokens else None,
-            row_cost=self.learner.row_cost(rows, self.micro_batch_tokens),
+            row_cost=self.learner.row_cost,
         )
 
     @property

@@ -17,6 +17,12 @@ from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
 
 VOCAB = 128
 ALWAYS = RowCost(position=1.0, causal=0.0, masked=0.0)
+
+
+def always(rows, micro_batch_tokens):
+    return ALWAYS
+
+
 GROUPS = (
     (40, (7, 12, 0, 9)),
     (3, (5,)),
@@ -115,7 +121,7 @@ def check_equal(model: nn.Module, rows: list[Row], exact: float, gradient: float
     """Shared and repeated prompts give the same; both differ from another order of completions."""
     copied = copy.deepcopy(model)
     plain, loss, grads = update(copied, OptimizerStep(rows, 200))
-    shared, shared_loss, shared_grads = update(model, OptimizerStep(rows, 200, row_cost=ALWAYS))
+    shared, shared_loss, shared_grads = update(model, OptimizerStep(rows, 200, row_cost=always))
     assert plain.keys() == shared.keys()
     for key, values in plain.items():
         torch.testing.assert_close(shared[key], values, rtol=0, atol=exact)
@@ -125,7 +131,7 @@ def check_equal(model: nn.Module, rows: list[Row], exact: float, gradient: float
 
 
 def test_the_cases_are_of_all_kinds() -> None:
-    batches = list(OptimizerStep(make_rows(), 200, row_cost=ALWAYS))
+    batches = list(OptimizerStep(make_rows(), 200, row_cost=always))
     assert {b.completion_rows is None for b in batches} == {True, False}
     assert any(b.input_ids.shape[0] > 1 for b in batches)
     assert any(bool((b.input_ids == 0).any()) for b in batches)  # padding
@@ -187,7 +193,7 @@ def test_some_completions_are_left_out() -> None:
     settings: Any = {"mask_truncated": True, "skip_zero_advantage": True}
     model = make_model("GPT2")
     _, loss, grads = update(copy.deepcopy(model), OptimizerStep(rows, 200, **settings))
-    step = OptimizerStep(rows, 200, row_cost=ALWAYS, **settings)
+    step = OptimizerStep(rows, 200, row_cost=always, **settings)
     _, shared_loss, shared_grads = update(model, step)
     torch.testing.assert_close(shared_loss, loss, rtol=0, atol=1e-12)
     torch.testing.assert_close(shared_grads, grads, rtol=0, atol=1e-12)
@@ -201,7 +207,7 @@ def test_a_prompt_goes_through_the_model_once() -> None:
     )
     for cost, expected in ((None, 47 + 49 + 52), (ALWAYS, 40 + 7 + 9 + 12)):
         positions.clear()
-        step = OptimizerStep(rows, 200, row_cost=cost)
+        step = OptimizerStep(rows, 200, row_cost=lambda *_, cost=cost: cost)
         update(model, step)
         assert sum(positions) == step.padding().positions == expected
 

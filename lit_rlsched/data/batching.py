@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -182,8 +182,9 @@ class OptimizerStep:
             same.
         off_policy: Whether tokens that an earlier policy drew may be among them.
         only_version: The policy version that tokens must be of to be trained on; `None`: any.
-        row_cost: By which completions of a group share a row with one prompt, where that is
-            cheaper; `None`: each has a row of its own.
+        row_cost: Gives, for the rows that are encoded and `micro_batch_tokens`, the cost by which
+            completions of a group share a row with one prompt where that is cheaper; without one,
+            each has a row of its own.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class OptimizerStep:
         skip_zero_advantage: bool = False,
         off_policy: bool = False,
         only_version: int | None = None,
-        row_cost: RowCost | None = None,
+        row_cost: Callable[[Sequence[Row], int], RowCost | None] | None = None,
     ) -> None:
         rows = [r for r in rows if not r.completion.dropped]
         totals = StepTotals(len(rows), 0, off_policy, only_version)
@@ -205,14 +206,21 @@ class OptimizerStep:
         self.rows = rows
         """Those the loss is defined on, trained on or not."""
         self.totals = replace(totals, tokens=sum(totals.trained(r.completion) for r in rows))
-        trained = [r for r in rows if r.completion.advantage or not skip_zero_advantage]
-        prompt_rows = share_prompts(trained, row_cost, micro_batch_tokens)
+        self._encoded = [r for r in rows if r.completion.advantage or not skip_zero_advantage]
+        self._micro_batch_tokens = micro_batch_tokens
+        self._row_cost = row_cost
+
+    @cached_property
+    def _prompt_rows(self) -> list[list[PromptRow]]:
+        rows, tokens = self._encoded, self._micro_batch_tokens
+        cost = self._row_cost(rows, tokens) if self._row_cost else None
+        prompt_rows = share_prompts(rows, cost, tokens)
         # apart: a micro-batch without shared rows needs no mask
         alone = [row for row in prompt_rows if not row.shared]
         shared = [row for row in prompt_rows if row.shared]
-        self._prompt_rows = [
-            *split_by_tokens(alone, micro_batch_tokens),
-            *split_by_tokens(shared, min(micro_batch_tokens, MASKED_POSITIONS)),
+        return [
+            *split_by_tokens(alone, tokens),
+            *split_by_tokens(shared, min(tokens, MASKED_POSITIONS)),
         ]
 
     @property

@@ -110,7 +110,9 @@ class PlannedRun:
     @property
     def most_prompts(self) -> int:
         """Prompts of the largest round."""
-        return self.datamodule.round_policy.most_prompts()
+        data = self.datamodule
+        replaced = data.max_num_gen_batches * data.round_policy.update_prompts
+        return max(data.round_policy.most_prompts(), replaced)
 
     def most_positions(self, num_generations: int) -> int:
         """Positions of an optimizer step in which every completion is as long as it may get."""
@@ -162,14 +164,13 @@ class PlannedRun:
         return self._passes[micro_batch_tokens]
 
     def micro_batch(self, positions: int) -> MicroBatch:
-        """A batch of that many positions, but for those of a row that does not divide them."""
+        """As many full-length completions as fit into so many positions; prompts fill the rest."""
         data, prompt = self.datamodule, self.datamodule._prompts.shortest
-        rows = -(-positions // (prompt + self.limit))
-        length = min(self.limit, positions // rows - prompt)
+        rows = max(1, positions // (prompt + self.limit))
         return fake_batch(
             rows,
-            prompt,
-            length,
+            positions // rows - self.limit,
+            self.limit,
             data.sampling,
             old=data.steps_per_epoch > 1 or self.module.needs_reference,
             reference=self.module.needs_reference,

@@ -1,6 +1,7 @@
 """The only loop: events from the engine, tokens into completions, scores into groups."""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,8 @@ class RolloutController:
         """Completions dropped, by reason, since the run began."""
         self.stopped: list[Completion] = []
         """Completions of the round that were aborted as their groups needed no more."""
+        self.waited = 0.0
+        """Seconds for which the round's slots idled for scores."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._live: dict[str, tuple[Row, Request]] = {}
@@ -90,6 +93,7 @@ class RolloutController:
         self._state = RoundState(0, 0)
         self._version = 0
         self._salt = ""
+        self._probe = 0
         self._lengths: CalibratedPredictor | None = None
         self._feedback = Feedback()
 
@@ -116,7 +120,7 @@ class RolloutController:
             feedback: What scores change while the round decodes; by default nothing.
         """
         self._version, self._salt = version, salt
-        self._feedback, self.stopped = feedback or Feedback(), []
+        self._feedback, self.stopped, self.waited = feedback or Feedback(), [], 0.0
         self._lengths = lengths = self.lengths if predict else None
         if lengths is not None:
             lengths.start_round()
@@ -132,6 +136,9 @@ class RolloutController:
                         self.scorer.submit(row.group, row.completion)
             rows = [row for row in rows if not row.completion.finished]
             rows.sort(key=lambda row: not row.completion.token_ids)
+            waits = len(rows) > self.worker.admission.slots
+            waits = waits or self.worker.admission.budget is not None
+            self._probe = self.probe_tokens if lengths is not None and waits else 0
             self._submit(rows)
             while self._live and not policy.done(self._state):
                 yield from self._await(self._take(self.worker.step()))
@@ -168,9 +175,11 @@ class RolloutController:
             decodes = self._undecoded[group.id] > 0
             if not (stop and stop.waits(group) if decodes else more):
                 continue
+            began = time.perf_counter()
             while not all(c.scored for c in group.completions if c.finished):
                 self.scorer.wait()
                 yield from self._scored()
+            self.waited += time.perf_counter() - began
             if decodes and stop and stop.stops(group):
                 yield self._stop(group)
 
@@ -192,9 +201,7 @@ class RolloutController:
         self._state.groups_decoded += not self._undecoded[row.group.id]
 
     def _submit(self, rows: Sequence[Row]) -> None:
-        admission, lengths = self.worker.admission, self._lengths
-        waits = len(rows) > admission.slots or admission.budget is not None
-        probe = self.probe_tokens if lengths is not None and waits else 0
+        probe = self._probe
         requests = [
             Request(
                 id=row.id,
@@ -209,7 +216,7 @@ class RolloutController:
             for row in rows
         ]
         self._live |= {r.id: (row, r) for row, r in zip(rows, requests, strict=True)}
-        if lengths is not None:
+        if self._lengths is not None:
             self._expect([r for r, q in zip(rows, requests, strict=True) if q.pause_at is None])
         self.worker.submit(self._live[r.id][1] for r in requests)
 

@@ -44,7 +44,6 @@ def measure(
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
         "batch/completions": float(len(trained)),
-        "batch/empty_steps": float(sum(not step.rows for step in steps)),
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards if by_group else rewards.view(1, -1)),

@@ -102,8 +102,7 @@ def score_round(
     forward_context: Callable[[], AbstractContextManager],
 ) -> None:
     """Take the log-probs that must be taken before the weights move."""
-    cost = learner.row_cost(round.rows, micro_batch_tokens)
-    everything = OptimizerStep(round.rows, micro_batch_tokens, row_cost=cost)
+    everything = OptimizerStep(round.rows, micro_batch_tokens, row_cost=learner.row_cost)
     with forward_context():
         for rows, batch in zip(everything.micro_batches, everything, strict=True):
             for name, values in learner.score(batch).items():

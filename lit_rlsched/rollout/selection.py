@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
 from lit_rlsched.rollout.round import Round, reward_matrix
 from lit_rlsched.rollout.types import Group
-from lit_rlsched.scheduling.down_sampling import RULES, Rule, largest_variance, random
+from lit_rlsched.scheduling.down_sampling import RULES, Rule, random
 
 SPREAD = 1e-8
 """Standard deviation below which rewards count as equal, as in `frac_reward_zero_std`."""
@@ -125,19 +125,14 @@ class Stop:
     def stops(self, group: Group) -> bool:
         """Whether as many as can be have the least reward, and the others the largest."""
         rewards = group_rewards(group, self._weights)
-        rewards = np.sort(rewards[np.isfinite(rewards)])
+        rewards = rewards[np.isfinite(rewards)]
         slack = 1e-9 * (self.high - self.low)  # sums of weighted scores are rounded
-        inside = self.low - slack <= rewards.min(initial=self.low) and (
-            rewards.max(initial=self.high) <= self.high + slack
-        )
-        if len(rewards) < self.keep or not inside:
-            return False  # what lies outside shows that the range is not what can be reached
-        half = self.keep // 2
-        best = max(
-            np.var([*rewards[:low], *rewards[len(rewards) - (self.keep - low) :]])
-            for low in {half, self.keep - half}
-        )
-        return bool(best >= largest_variance(self.keep, self.low, self.high) * (1 - 1e-9))
+        if (rewards < self.low - slack).any() or (rewards > self.high + slack).any():
+            return False  # the range is not what can be reached
+        worst = (rewards <= self.low + slack).sum()
+        best = (rewards >= self.high - slack).sum()
+        half, rest = self.keep // 2, self.keep - self.keep // 2
+        return bool(min(worst, best) >= half and max(worst, best) >= rest)
 
 
 def selection_metrics(round: Round, harvest: Harvest) -> dict[str, float]:

@@ -103,22 +103,6 @@ RULES: dict[Rule, Callable[..., np.ndarray]] = {
 }
 
 
-def largest_variance(keep: int, low: float, high: float) -> float:
-    """The largest variance that `keep` values from `low` to `high` can have.
-
-    That of one half at each end: mean squared deviation, divided by `keep` and not `keep - 1`.
-
-    Raises:
-        ValueError: `keep` is less than 1, or `low` is not at most `high`.
-    """
-    if keep < 1:
-        raise ValueError(f"`keep={keep}`: use 1 or more.")
-    if not low <= high:
-        raise ValueError(f"`low={low}` and `high={high}`: use a `low` of at most `high`.")
-    half = keep // 2
-    return half * (keep - half) / keep**2 * (high - low) * (high - low)
-
-
 def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
     """The rewards as float64; perhaps the caller's own memory, so nobody may write to it."""
     values = np.asarray(rewards, dtype=np.float64)

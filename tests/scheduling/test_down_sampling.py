@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.down_sampling import (
     RULES,
-    largest_variance,
     max_reward,
     max_variance,
     percentile,
@@ -211,21 +210,6 @@ def test_random_can_be_repeated():
     assert (first == random(rewards, 7)).all() and (first != random(rewards, 7, generator)).any()
 
 
-@given(st.integers(1, 9), st.floats(-10, 10), st.floats(0, 10))
-def test_largest_variance_is_that_of_both_ends(keep, low, width):
-    high = low + width
-    ends = [low] * keep + [high] * keep
-    attained = np.var(at(ends, max_variance(ends, keep)))
-    assert largest_variance(keep, low, high) == pytest.approx(attained, rel=1e-9, abs=1e-28)
-
-
-def test_largest_variance_by_hand():
-    assert largest_variance(1, 0, 5) == 0
-    assert largest_variance(2, 0, 1) == largest_variance(8, -1, 0) == 0.25
-    assert largest_variance(3, 0, 3) == 2
-    assert largest_variance(4, 2, 2) == 0
-
-
 def select_by_view(rewards, keep, copy):
     """The scan of PODS' public code for several GPUs, with the copy that it lacks or without.
 
@@ -299,12 +283,3 @@ def test_never_chooses_twice_as_an_overwritten_view_does():
 def test_bad_input(rule, rewards, keep, message):
     with pytest.raises(ValueError, match=message):
         rule(rewards, keep)
-
-
-def test_bad_bounds():
-    with pytest.raises(ValueError, match="`keep=0`: use 1 or more"):
-        largest_variance(0, 0, 1)
-    with pytest.raises(ValueError, match="`low=2` and `high=1`"):
-        largest_variance(2, 2, 1)
-    with pytest.raises(ValueError, match="`low=nan`"):
-        largest_variance(2, NAN, 1)
