@@ -44,7 +44,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         self._figures: dict[str, float] = {}
         self._speed: dict[str, float] = {}
         self._plan: Sequence[Group] = ()
-        self._done = self._total = self._tokens_before = 0
+        self._done = 0
         self._shown = 0.0
         self._printed = -math.inf
         self._round_began: float | None = None
@@ -119,12 +119,11 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:
         """Draw a bar for the round's completions."""
-        self._plan, self._done, self._tokens_before = plan, 0, _tokens(plan)
-        self._total = sum(not c.scored for group in plan for c in group.completions)
+        self._plan, self._done = plan, 0
         self._round_began = self._shown = time.monotonic()
         self._rollout_bar = Tqdm(
             desc="  rollout",
-            total=self._total,
+            total=self._to_do(),
             unit="completion",
             position=2 * self.process_position + 1,
             disable=self.is_disabled,
@@ -145,12 +144,14 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
             return
         self._shown = now
         trace = trainer.datamodule.session.trace  # type: ignore[attr-defined]
-        rate = (_tokens(self._plan) - self._tokens_before) / max(trace.seconds, 1e-9)
+        # Each place that is used in a step draws a token, of completions that still run too.
+        rate = trace.busy_slot_steps / max(trace.seconds, 1e-9)
         figures = {"tok/s": round(rate), "bubble": trace.bubble_ratio}
+        total = self._done + self._to_do()
         if bar.disable:
-            self._print(f"  rollout {self._done}/{self._total}", figures)
+            self._print(f"  rollout {self._done}/{total}", figures)
         else:
-            bar.n = self._done
+            bar.n, bar.total = self._done, total
             bar.set_postfix(figures)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
@@ -163,6 +164,10 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
             "tok/s": int(round.metrics["rollout/tokens_per_second"]),
             "bubble": round.metrics["rollout/bubble_ratio"],
         }
+
+    def _to_do(self) -> int:
+        # Looked up anew: groups stop early, and prompts are replaced by others.
+        return sum(not c.scored for group in self._plan for c in group.completions)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print beside the bars, or plainly where there are none."""
@@ -181,7 +186,3 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
 def _interactive() -> bool:
     return sys.stdout.isatty() or "ipykernel" in sys.modules
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(c.token_ids) for group in groups for c in group.completions)

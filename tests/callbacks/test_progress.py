@@ -53,8 +53,9 @@ class Module(LightningModule):
         self.bar.on_round_start(trainer, self, [group])
         for i, completion in enumerate(group.completions):
             completion.token_ids = [5, 5]
+            completion.finish_reason, completion.scores = "stop", [1.0]
             trace.admitted(str(i), 2.0 * i)
-            trace.stepped(2.0 * i, 2.0 * i + 2, 1, 0)
+            trace.stepped(2.0 * i, 2.0 * i + 2, 1, 0, decode_steps=2)
             trace.left(str(i), 2.0 * i + 2, 2)
             self.bar.on_completion_end(trainer, self, completion)
         self.postfixes.append(getattr(self.bar._rollout_bar, "postfix", None))
@@ -148,6 +149,26 @@ def test_log_of_a_long_rollout_shows_that_it_moves(tmp_path, capsys, log, monkey
     Module.roll_out(SimpleNamespace(bar=bar, trainer=trainer, postfixes=[]))
     out = capsys.readouterr().out.splitlines()
     assert out == ["  rollout 2/4: tok/s 1, bubble 0.5", "  rollout 4/4: tok/s 1, bubble 0.5"]
+
+
+def test_rollout_bar_counts_what_a_stop_takes_and_a_new_prompt_brings(terminal):
+    bar, trainer = RolloutProgressBar(), SimpleNamespace()
+    trainer.datamodule = SimpleNamespace(session=SimpleNamespace(trace=RolloutTrace(2)))
+    plan = [
+        Group(name, Prompt(name, name, (1,)), Sampling(9), [Completion(i) for i in range(4)])
+        for name in "abc"
+    ]
+    bar.on_round_start(trainer, None, shown := plan[:2])
+    totals = []
+    for change in (None, lambda: plan[0].completions.pop(), lambda: shown.append(plan[2])):
+        scored = next(c for c in plan[0].completions if not c.scored)
+        scored.finish_reason, scored.scores = "stop", [1.0]
+        if change:
+            change()
+        bar.on_completion_end(trainer, None, scored)
+        totals.append((bar._rollout_bar.n, bar._rollout_bar.total))
+    assert totals == [(1, 8), (2, 7), (3, 11)]
+    bar.on_round_end(trainer, None, Round(0, 0, shown, metrics=METRICS))
 
 
 @pytest.mark.parametrize("interactive", [True, False])
