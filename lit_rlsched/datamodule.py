@@ -648,7 +648,7 @@ class RolloutDataModule(LightningDataModule):
             seed=self.seed,
             kv_cache_bytes=self.slot_settings.memory_budget,
         )
-        most, bytes_ = self._largest_rollout, self.cache_bytes_per_token(spec)
+        most, bytes_ = self.most_completions(), self.cache_bytes_per_token(spec)
         slots = self.slot_settings.engine_slots(self.engine, spec, bytes_, most, prompts.shortest)
         return replace(spec, slots=slots)
 
@@ -717,10 +717,13 @@ class RolloutDataModule(LightningDataModule):
         if self.trainer.training:
             fire(self.trainer, hook, *args)
 
-    @property
-    def _largest_rollout(self) -> int:
-        """Completions that a round or a validation may decode, whichever are more."""
+    def most_completions(self, num_generations: int | None = None) -> int:
+        """Completions that a round or a validation may decode, whichever are more.
+
+        Args:
+            num_generations: Of a prompt in a round; by default the configured ones.
+        """
         held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
-        most = self.round_policy.most_prompts() * self.num_generations
+        most = self.round_policy.most_prompts() * (num_generations or self.num_generations)
         return max(most, held_out * answers)

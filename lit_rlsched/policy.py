@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
     """Load a causal language model in float32, dropout off.
 
     Dropout would make the trained policy another one than the engine's. Lower precision is the
-    Trainer's business (`Trainer(precision=...)`).
+    Trainer's business (`Trainer(precision=...)`). Under `torch.device("meta")` only the shape is
+    made, from `config.json`.
 
     Args:
         model: Folder or hub name of a checkpoint.
@@ -27,8 +28,12 @@ def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
             f"`model={model}`: no such folder. Give a checkpoint folder or a hub name."
         )
     try:
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **kwargs)
-    except OSError as error:
+        if torch.get_default_device().type == "meta":
+            config = AutoConfig.from_pretrained(model)
+            policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs).eval()
+        else:
+            policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **kwargs)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"`model={model}`: neither a checkpoint folder here nor a model on the hub. "
             f"Check the spelling and the working directory. ({error})"

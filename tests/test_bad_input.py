@@ -19,7 +19,6 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     SortedBatching,
 )
-from lit_rlsched.callbacks.micro_group_sampling import parse_bytes
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 
 
@@ -309,14 +308,6 @@ def test_more_slots_than_vllm_has_room_for(fit):
 def test_a_budget_that_vllms_own_block_breaks(fit):
     with pytest.raises(ValueError, match="budget"):
         fit(callbacks=[MicroGroupSampling(memory_budget=32 * 512)], engine=VLLMEngine())
-
-
-def test_sizes():
-    assert parse_bytes("2GiB") == 2 << 30
-    assert parse_bytes("1.5 MB") == 1_500_000
-    assert parse_bytes(4096) == 4096
-    assert parse_bytes("1e9") == 10**9
-    assert parse_bytes("2TiB") == 2 << 40
 
 
 def test_a_callback_without_rollouts(tiny_policy):

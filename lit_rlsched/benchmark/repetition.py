@@ -5,7 +5,7 @@
 A prompt of 3,000 tokens and k completions of 100, nothing cut on either side: every variant of the
 update is checked to see as many tokens and to have the same gradient. A Qwen3-shaped model (4
 layers, hidden size 256, vocabulary 16,384) in fp32 on CPU, each figure in a process of its own:
-bytes of the live tensors beyond weights and gradients, counted, and peak resident memory. The last
+CPU seconds, bytes of live tensors beyond weights and gradients, and peak resident memory. The last
 table gives every process as much memory as the repeated rows need with k = 4, and a quarter more.
 """
 
@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 from lit_rlsched.benchmark.common import ENVIRONMENT
@@ -77,6 +78,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     group = Group("0", prompt, Sampling(COMPLETION), completions)
     rows = [Row(group, c) for c in completions]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
     with LiveBytes() as live:
         if variant in ("all_logits", "logits"):
             repeated = torch.tensor([row.token_ids for row in rows])
@@ -104,6 +106,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
                 )
                 (-(batch.advantages[:, None] * logp).sum()).backward()
     return {
+        "seconds": time.process_time() - began,
         "live": live.peak,
         "rss": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
         "resident": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -165,31 +168,36 @@ def apart(limit: int | None = None, **job: Any) -> dict[str, Any] | None:
 
 def _less(value: float, than: float) -> str:
     return (
-        f"{value / 2**20:,.0f} ({1 - value / than:+.0%})"
+        f"{value / 2**20:,.0f} ({value / than - 1:+.0%})"
         if value != than
         else f"{value / 2**20:,.0f}"
     )
 
 
 def updates(model: str, ks: list[int]) -> int:
-    """Table one: the update. Peak resident memory of the first variant with k = 4."""
-    head = " | ".join(f"k = {k}: positions | live, MiB | resident, MiB" for k in ks)
-    print(f"The update of one group\n\n| | {head} |\n|---|{'---|' * 3 * len(ks)}")
-    first: dict[int, dict[str, Any]] = {}
-    for variant, name in UPDATES.items():
-        cells = []
-        for k in ks:
+    """Table one: the update. Peak resident memory of repeated rows with k = 4."""
+    resident = 0
+    print("The update of one group\n")
+    print(
+        "| k | | positions | CPU seconds | live, MiB | resident, MiB |\n|---|---|---|---|---|---|"
+    )
+    for k in ks:
+        plain: dict[str, Any] | None = None
+        for variant, name in UPDATES.items():
             figures = apart(model=model, variant=variant, k=k)
             assert figures is not None
-            plain = first.setdefault(k, figures)
+            plain = plain or figures
             assert figures["tokens"] == plain["tokens"] == k * COMPLETION
             assert abs(figures["gradient"] / plain["gradient"] - 1) < 1e-4, "another gradient"
-            cells.append(
-                f"{figures['positions']:,} | {_less(figures['live'], plain['live'])} | "
-                f"{_less(figures['rss'], plain['rss'])}"
+            if k == 4:
+                resident = resident or int(figures["resident"])
+            print(
+                f"| {k} | {name} | {figures['positions']:,} | {figures['seconds']:.1f} | "
+                f"{_less(figures['live'], plain['live'])} | "
+                f"{_less(figures['rss'], plain['rss'])} |",
+                flush=True,
             )
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    return int(first[4]["resident"])
+    return resident
 
 
 def rollouts(model: str, ks: list[int]) -> None:

@@ -11,10 +11,12 @@ class DynamicSampling(RolloutCallback):
     """Replace prompts whose completions are all worth the same by fresh ones, in the same round.
 
     Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where all of a prompt's rewards are
-    equal there is no advantage, hence no gradient; where too few rewards came back, neither. The
-    next prompt of the data takes its place while others still decode. A round ends with
-    `prompts_per_round` prompts that teach something, or at the bound with what there is. When a
-    prompt has all its completions, the round waits for their scores before its next decode step:
+    equal there is no advantage, hence no gradient but that of the KL penalty; where too few rewards
+    came back, neither. The next prompt of the data takes its place while others still decode. A
+    round ends with `prompts_per_round` prompts that teach something, or at the bound with what
+    there is. With `DownSampling` and a rule other than `max_variance`, what it selects of such a
+    prompt may still be all the same, and is then left out of the update. When a prompt has all its
+    completions, the round waits for their scores before its next decode step:
     so what it trains on, and when it decodes what, do not depend on how long reward functions take.
 
     What the method does to what is learned: prompts that are too easy or too hard at the moment are

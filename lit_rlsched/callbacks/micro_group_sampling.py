@@ -1,7 +1,6 @@
 """Infinite Sampling: group size no longer decides how much memory decoding takes."""
 
 import math
-import re
 from typing import get_args
 
 from lightning import LightningModule, Trainer
@@ -11,19 +10,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.admission import Refill
 from lit_rlsched.scheduling.queues import Order
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+from lit_rlsched.sizes import parse_bytes
 
 
 class MicroGroupSampling(RolloutCallback):
@@ -106,22 +93,9 @@ class MicroGroupSampling(RolloutCallback):
             raise ValueError(
                 f"`MicroGroupSampling(epsilon={epsilon!r})`: must be above 0, such as 0.1."
             )
-        budget = None if memory_budget is None else parse_bytes(memory_budget)
+        budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
         self.settings = SlotSettings(slots, budget, refill, order, epsilon)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the settings to the data module, before it starts its engine."""
         rollout_datamodule(trainer, self).slot_settings = self.settings
-
-
-def parse_bytes(size: str | int) -> int:
-    """Read a size such as `2GiB`, `512 MB` or a number of bytes.
-
-    Raises:
-        ValueError: it is not one, or not positive.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(match[2].upper(), 0) if match else 0
-    if not match or float(match[1]) * unit < 1:
-        raise ValueError(f"`memory_budget={size!r}`: expected a size such as '2GiB' or '512MB'.")
-    return int(float(match[1]) * unit)

@@ -5,14 +5,12 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlsched.module import PolicyModule
 
@@ -70,28 +68,8 @@ def configure_without_weights(module: PolicyModule) -> None:
     Raises:
         ValueError: there is no such checkpoint, or the module refuses its settings.
     """
-    with patch("lit_rlsched.module.load_policy", _policy), torch.device("meta"):
+    with torch.device("meta"):
         module.configure_model()
-
-
-def _policy(model: str) -> PreTrainedModel:
-    """Stands in for `load_policy`."""
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`model={model}`: no `config.json` of a model that transformers knows, neither in a "
-            f"folder of that name nor on the hub. Check the spelling and the working directory. "
-            f"({error})"
-        ) from error
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, name, 0.0):
-            setattr(config, name, 0.0)
-    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for part in policy.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    return policy
 
 
 def make_fake(*roots: nn.Module) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from lit_rlsched.callbacks.micro_group_sampling import parse_bytes
 from lit_rlsched.estimate.ledger import MOST_GENERATIONS, Item, Ledger
 from lit_rlsched.estimate.run import Device
+from lit_rlsched.sizes import format_bytes, parse_bytes
 
 ADVICE = {
     "weights": "a smaller model, or `precision: bf16-true`",
@@ -37,7 +37,7 @@ def report(ledger: Ledger) -> str:
     on_cpu = run.device == "cpu"
     device = [i for i in items if on_cpu or not i.host]
     rollout, update = ledger.peak(items)
-    total = Item("together", rollout, update, f"of {size(ledger.memory)}")
+    total = Item("together", rollout, update, f"of {format_bytes(ledger.memory)}")
     where = "in the machine's memory" if on_cpu else "on the GPU"
     lines = [
         _line(f"held {where}", "rollout", "update", "how it follows"),
@@ -66,12 +66,16 @@ def _verdict(ledger: Ledger, device: list[Item]) -> list[str]:
     phase = "rollout" if rollout > update else "update"
     over = max(rollout, update) - ledger.memory
     if over <= 0:
-        lines = [f"Fits: the {phase} is the larger, and leaves {size(-over)}."]
+        lines = [f"Fits: the {phase} is the larger, and leaves {format_bytes(-over)}."]
     else:
-        lines = [f"Does not fit: the {phase} takes {size(over)} more than there are. What helps:"]
+        lines = [
+            f"Does not fit: the {phase} takes {format_bytes(over)} more than there are. What helps:"
+        ]
         large = sorted(device, key=lambda i: -getattr(i, phase))
         shown = [i for i in large if i.name in ADVICE and getattr(i, phase) * 10 > over][:4]
-        lines += [f"  {i.name} ({size(getattr(i, phase))}): {ADVICE[i.name]}" for i in shown]
+        lines += [
+            f"  {i.name} ({format_bytes(getattr(i, phase))}): {ADVICE[i.name]}" for i in shown
+        ]
     held = sum(getattr(i, phase) for i in device if i.name in ("weights", "engine weights"))
     if held > ledger.memory:
         return [*lines, "Not even the weights fit."]
@@ -96,19 +100,11 @@ def _largest(name: str, configured: int, found: int, cut: bool) -> str:
 
 
 def _item(item: Item) -> str:
-    return _line(item.name, size(item.rollout), size(item.update), item.how)
+    return _line(item.name, format_bytes(item.rollout), format_bytes(item.update), item.how)
 
 
 def _line(name: str, rollout: str, update: str, how: str) -> str:
     return f"{name:31} {rollout:>10}  {update:>10}  {how}"
-
-
-def size(count: int) -> str:
-    """Bytes for people, such as `1.72 GiB`; `-` for none."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} B" if count else "-"
 
 
 def device_memory(device: Device, given: str | None = None) -> int:
@@ -118,10 +114,7 @@ def device_memory(device: Device, given: str | None = None) -> int:
         ValueError: what is given is no size, or there is no such device here to ask.
     """
     if given is not None:
-        try:
-            return parse_bytes(given)
-        except ValueError as error:
-            raise ValueError(f"`memory={given!r}`: expected a size such as '24GiB'.") from error
+        return parse_bytes(given, "memory")
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from lightning import Trainer
@@ -98,14 +97,13 @@ class PlannedRun:
     def slots(self, num_generations: int) -> int:
         """Completions that decode at once if groups were that large."""
         data = self.datamodule
-        with patch.object(data, "num_generations", num_generations):
-            return data.slot_settings.engine_slots(
-                data.engine,
-                self.spec,
-                self.token_bytes,
-                data._largest_rollout,
-                data._prompts.shortest,
-            )
+        return data.slot_settings.engine_slots(
+            data.engine,
+            self.spec,
+            self.token_bytes,
+            data.most_completions(num_generations),
+            data._prompts.shortest,
+        )
 
     @property
     def most_prompts(self) -> int:

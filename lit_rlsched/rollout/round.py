@@ -113,7 +113,7 @@ def score_round(
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
     """Let the learner turn the round's rewards into advantages.
 
-    What is dropped has none, and nothing is compared with it.
+    Nothing is compared with what is dropped.
     """
     logprobs = _logprobs(round) if learner.needs_reference else None
     rewards, places = reward_matrix(round.groups, weights), cells(round.groups)
