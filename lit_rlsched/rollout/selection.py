@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
 from lit_rlsched.rollout.round import Round, reward_matrix
-from lit_rlsched.rollout.types import Group
+from lit_rlsched.rollout.types import Group, stable_hash
 from lit_rlsched.scheduling.down_sampling import RULES, Rule, random
 
 SPREAD = 1e-8
@@ -76,6 +76,9 @@ class Selection:
     def select(self, round: Round, weights: Sequence[float], by_group: bool, seed: int) -> None:
         """Mark what is not trained on as dropped, with the reason.
 
+        What is kept of a group follows from that group alone, whatever others are selected beside
+        it, in whichever process.
+
         Args:
             round: Drawn and scored.
             weights: Of the reward functions.
@@ -87,7 +90,10 @@ class Selection:
         lacking = max(0, self.keep - scores.shape[1])
         rewards = np.pad(scores, ((0, 0), (0, lacking)), constant_values=np.nan)
         if self.rule == "random":
-            kept = random(rewards, self.keep, seed)
+            seeds = (stable_hash(seed, group.id) for group in round.groups)
+            kept = np.array(
+                [random(row, self.keep, s) for row, s in zip(rewards, seeds, strict=True)]
+            )
         else:
             kept = RULES[self.rule](rewards, self.keep)
         for group, row, indices in zip(round.groups, rewards, kept, strict=True):

@@ -91,6 +91,20 @@ def test_random_depends_on_the_seed_alone(groups, keep, seed):
     assert [len(c) for c in choices[0]] == [len(c) for c in choices[2]]
 
 
+@given(rounds(), st.integers(2, 6), st.sampled_from(RULES), st.integers(0, 99), st.data())
+def test_what_is_kept_of_a_group_follows_from_that_group_alone(groups, keep, rule, seed, data):
+    """So processes that hold different groups need not exchange any."""
+    whole, copies = [[g.copy() for g in groups] for _ in range(2)]
+    Selection(keep, rule).select(Round(0, 0, whole), [1.0], True, seed)
+    rank_of = [data.draw(st.integers(0, 2)) for _ in copies]
+    for rank in sorted({*rank_of}):
+        part = [g for g, r in zip(copies, rank_of, strict=True) if r == rank]
+        Selection(keep, rule).select(Round(0, 0, part), [1.0], True, seed)
+    assert [[c.dropped for c in g.completions] for g in copies] == [
+        [c.dropped for c in g.completions] for g in whole
+    ]
+
+
 def test_random_varies_with_the_seed():
     sets = set()
     for seed in range(20):
