@@ -96,11 +96,11 @@ def read(folder: Path) -> Progress:
         for row in csv.DictReader(file):
             if row.get("val/accuracy"):
                 accuracy.append(float(row["val/accuracy"]))
-            if row.get("cpu_seconds"):
-                cpu.append(float(row["cpu_seconds"]))
             if row.get("batch/completions"):
                 trained.append(trained[-1] + float(row["batch/completions"]))
                 tokens.append(tokens[-1] + float(row["rollout/tokens"]))
+            if row.get("cpu_seconds"):  # after each optimizer step: a round's last one stays
+                cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
     return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens)))
 
 
