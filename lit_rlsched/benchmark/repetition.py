@@ -207,7 +207,7 @@ def rollouts(model: str, ks: list[int]) -> None:
     plain: dict[int, float] = {}
     for name, scores in (
         ("transformers' generate, token rows repeated, scores kept (TRL at the time)", True),
-        ("transformers' generate, token rows repeated: live tensors", False),
+        ("transformers' generate, token rows repeated", False),
     ):
         cells = []
         for k in ks:
