@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "10M": {"shape": "10M"},
     "30M": {"shape": "30M"},
     "60M": {"shape": "60M"},
-    "30M, 4,096 positions": {"shape": "30M", "micro_batch_tokens": 4096},
+    "30M, 4,096 positions": {"shape": "30M", "micro_batch_tokens": 4096, "prompts": 16},
     "30M, gradient checkpointing": {"shape": "30M", "gradient_checkpointing": True},
     "30M, LoRA": {"shape": "30M", "lora_rank": 16},
     "30M, bf16-true": {"shape": "30M", "precision": "bf16-true"},
