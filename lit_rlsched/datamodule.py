@@ -19,7 +19,6 @@ from lit_rlsched.data.batching import OptimizerStep, split_steps
 from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.settings import (
-    check_enough,
     check_gen_batches,
     check_lengths,
     check_logprobs,
@@ -57,7 +56,8 @@ from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling, 
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.queues import Order
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy, TailRound, is_long
+from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
 
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 _SAME_ON_RESUME = (
@@ -200,6 +200,8 @@ class RolloutDataModule(LightningDataModule):
         """Leave tokens of earlier policy versions out of the loss; set by `SortedBatching`."""
         self.selection: Selection | None = None
         """Which completions are trained on; set by `DownSampling`."""
+        self.timeouts: AdaptiveTimeout | None = None
+        """How long reward functions may take; set by `AdaptiveTimeouts`."""
         self.max_num_gen_batches = 1
         """Rounds' worth of prompts that a round may draw, where a prompt whose completions are all
         worth the same is replaced by another; set by `DynamicSampling`."""
@@ -274,7 +276,7 @@ class RolloutDataModule(LightningDataModule):
         self.close()
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
         self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
-        self.selection, self.max_num_gen_batches = None, 1
+        self.selection, self.max_num_gen_batches, self.timeouts = None, 1, None
 
     def on_exception(self, exception: BaseException) -> None:
         """The same: Lightning does not tear down after one."""
@@ -374,8 +376,7 @@ class RolloutDataModule(LightningDataModule):
         for _ in session.rollout(plan, version, policy, salt, predict=True, feedback=feedback):
             pass
         learned = {} if self.lengths is None else self.lengths.end_round()
-        stopped = session.controller.stopped
-        harvest = settle(plan, policy, stale, stopped)
+        harvest = settle(plan, policy, session.controller.state, stale)
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
@@ -402,11 +403,13 @@ class RolloutDataModule(LightningDataModule):
             round.metrics |= staleness_metrics(trained, version)
         if selection:
             round.metrics |= selection_metrics(round, harvest)
+        if isinstance(policy, TailRound):
+            round.metrics["tail_batching/long_round"] = float(is_long(plan))
         if self.max_num_gen_batches > 1:
             round.metrics["dynamic_sampling/num_gen_batches"] = len(plan) / policy.update_prompts
         empty = [not self._optimizer_step(round, i).rows for i in range(self.steps_per_epoch)]
         round.metrics["batch/empty_steps"] = float(sum(empty))
-        if feedback.stop or feedback.more:
+        if feedback.stop or feedback.more or policy.patience is not None:
             round.metrics["rollout/score_wait_seconds"] = session.controller.waited
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
@@ -416,7 +419,7 @@ class RolloutDataModule(LightningDataModule):
         self.pool.settle(plan, harvest.left)
         round.metrics["rollout/pool_prompts"] = len(self.pool)
         self._audit.add(harvest, session.trace)
-        if not len(self.pool):
+        if policy.ends_cycle(plan, list(self.pool)):
             round.metrics |= self._audit.metrics()
             self._audit = PoolAudit()
         self.current, self._round_start, self._empty_steps = round, version, 0
@@ -424,7 +427,7 @@ class RolloutDataModule(LightningDataModule):
         self.counters["num_tokens"] += sum(map(len, round.rows))
         self.counters["num_discarded_tokens"] += int(round.metrics["rollout/discarded_tokens"])
         self.counters += self._failures(session) - before + count_drops(round)
-        self.counters += Counter({"dropped/stopped": len(stopped)} if stopped else {})
+        self.counters += Counter({"dropped/stopped": len(harvest.stopped)})
         round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
@@ -451,9 +454,12 @@ class RolloutDataModule(LightningDataModule):
             if len(plan) >= most:
                 return None
             # one that a round cut short had drawn, or the next of the data
-            if len(self.pool) == len(plan):
+            planned, late = {g.id for g in plan}, group.deferred > 0
+            waiting = [g for g in self.pool if g.id not in planned and (g.deferred > 0) == late]
+            if not waiting:
                 self._draw(1)
-            plan.append(list(self.pool)[len(plan)].copy())
+                waiting = list(self.pool)[-1:]
+            plan.append(waiting[0].copy())
             stale.extend(restart_stale(plan[-1:], version, policy))
             return plan[-1]
 
@@ -470,7 +476,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _plan(self, policy: RoundPolicy) -> list[Group]:
         """Fill the pool and take the round's groups from its front."""
-        self._draw(policy.fresh_prompts(len(self.pool)))
+        self._draw(policy.fresh_prompts(list(self.pool)))
         # copies: a rollout cut short is drawn again as a whole, from the pool as it was
         return [group.copy() for group in policy.plan(list(self.pool))]
 
@@ -481,7 +487,8 @@ class RolloutDataModule(LightningDataModule):
             self.pool.add(self._new_group(draw.key, draw.prompt))
 
     def _new_group(self, group_id: str, prompt: Prompt) -> Group:
-        completions = [Completion(i) for i in range(self.num_generations)]
+        launched = self.round_policy.launched(self.num_generations)
+        completions = [Completion(i) for i in range(launched)]
         return Group(group_id, prompt, self.sampling, completions)
 
     def _optimizer_step(self, round: Round, index: int) -> OptimizerStep:
@@ -630,8 +637,12 @@ class RolloutDataModule(LightningDataModule):
         )
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
         if prompts.train:
-            check_enough(prompts.train, self.prompts_per_round, self.round_policy.fresh_prompts(0))
-            check_gen_batches(prompts.train, self.prompts_per_round, self.max_num_gen_batches)
+            self.round_policy.check_enough(len(prompts.train))
+            check_gen_batches(
+                len(prompts.train) - self.round_policy.most_deferred,
+                self.prompts_per_round,
+                self.max_num_gen_batches,
+            )
         if prompts.train and self._source is None:  # else the run goes on where it was
             self._source = PromptSource(prompts.train, self.seed, self.shuffle)
         check_probe(self._probe_tokens, limit)
@@ -700,7 +711,7 @@ class RolloutDataModule(LightningDataModule):
             self.engine,
             spec,
             lambda: self.admission(spec),
-            Scorer(self.rewards, decode),
+            Scorer(self.rewards, decode, self.timeouts),
             self._policy,
             seed=self.seed,
             probe=self._prompts.all[:2] if self.verify_sync else (),
@@ -725,5 +736,6 @@ class RolloutDataModule(LightningDataModule):
         """
         held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
-        most = self.round_policy.most_prompts() * (num_generations or self.num_generations)
+        launched = self.round_policy.launched(num_generations or self.num_generations)
+        most = self.round_policy.most_prompts() * launched
         return max(most, held_out * answers)

@@ -28,6 +28,7 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     RolloutLogger,
     SortedBatching,
+    TailBatching,
 )
 from lit_rlsched.scheduling.rounds import SortedRound
 
@@ -45,6 +46,11 @@ SCHEDULES = {
         )
         for mode in ("on_policy", "partial")
     },
+    "tail": (
+        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        8,
+        lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=7)],
+    ),
     "selected": (
         {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},
         8,

@@ -199,7 +199,7 @@ def test_an_order_without_predictions(fit, order):
         (
             {"pool_rounds": 21},
             {},
-            r"pool_rounds=21\)` loads 84 .*`train_data` holds 80. Use `pool_rounds=20` or less",
+            r"`SortedBatching` loads 84 prompts .*`train_data` holds 80. Use fewer `pool_rounds`",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),

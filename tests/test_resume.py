@@ -25,6 +25,16 @@ SORTED = [
     "step 2",  # harvested, at the start of the update
     "harvest 4",
 ]
+TAIL = [
+    "harvest 1",  # while a short round is drawn, and what lost the first one waits
+    "round_end 1",  # some are put off
+    "validation 2",
+    "harvest 2",  # while the first long round is drawn
+    "round_end 2",
+    "step 2",  # at the start of the long round's update
+    "harvest 5",  # while the second one is drawn
+    "step 7",  # at the start of a short round's update
+]
 SELECTED = [
     "harvest 0",  # while the first round is drawn
     "step 1",
@@ -58,6 +68,7 @@ def run(folder, engine, model, schedule, *places):
         ("TransformersEngine", "on_policy", SORTED),
         ("TransformersEngine", "partial", [*SORTED, RESUMED]),
         ("VLLMEngine", "partial", ["validation 2", RESUMED]),
+        ("TransformersEngine", "tail", TAIL),
         ("TransformersEngine", "selected", SELECTED),
     ],
 )
@@ -81,5 +92,8 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         assert whole["num_discarded_tokens"] > 0
         return
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
-    assert (whole["num_discarded_tokens"] > 0) == (schedule == "on_policy")
+    assert (whole["num_discarded_tokens"] > 0) == (schedule != "partial")
     assert (max(whole["spans"]) > 1) == (schedule == "partial")
+    if schedule == "tail":
+        assert len(whole["uids"]) == 2 * whole["rounds"]
+        assert whole["dropped"]["dropped/stopped"] > 0

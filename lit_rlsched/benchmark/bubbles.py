@@ -11,20 +11,19 @@ admission order `least_attained`; without it completions are let in as they came
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import product
 from statistics import fmean, median_low
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_rlsched.benchmark.replay import Unscored
+from lit_rlsched.benchmark.replay import Unscored, draw_rounds
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
-from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.audit import PoolAudit
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.pools import PoolOrder, recommend_slots
@@ -133,27 +132,16 @@ def decode(
         )
         for p, group in enumerate(lengths)
     )
-    pool, audit = RolloutBuffer(), PoolAudit()
+    audit = PoolAudit()
     traces: list[RolloutTrace] = []
     resumed = stale = 0
-    while True:
-        for group in islice(source, policy.fresh_prompts(len(pool))):
-            pool.add(group)
-        if not len(pool):
-            return Drained(traces, audit.metrics(), resumed, stale)
-        version = len(traces)
-        plan = policy.plan(list(pool))
-        dropped = restart_stale(plan, version, policy)
-        begun = {Row(g, c).id: len(c.token_ids) for g in plan for c in g.completions}
-        traces.append(worker.start_trace())
-        for _ in controller.run(plan, policy, version):
-            pass
-        harvest = settle(plan, policy, dropped)
-        pool.settle(plan, harvest.left)
-        audit.add(harvest, worker.trace)
-        resumed += sum(begun[ran] for ran in set(worker.trace.spans["request"]))
-        trained = [c for group in harvest.trained for c in group.completions]
+    for version, drawn in enumerate(draw_rounds(source, policy, controller)):
+        traces.append(drawn.trace)
+        audit.add(drawn.harvest, drawn.trace)
+        resumed += sum(drawn.begun[ran] for ran in set(drawn.trace.spans["request"]))
+        trained = [c for group in drawn.harvest.trained for c in group.completions]
         stale += sum(len(c.token_ids) - c.tokens_of(version) for c in trained)
+    return Drained(traces, audit.metrics(), resumed, stale)
 
 
 def bubble_ratio(rounds: Iterable[RolloutTrace]) -> float:

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
+from typing import NamedTuple
 
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.lengths import RecordedCompletions
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.rollout.audit import Harvest, restart_stale, settle
+from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group, Row
@@ -15,7 +19,7 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.lengths import LengthPredictor, Oracle
 from lit_rlsched.scheduling.planning import lower_bound
 from lit_rlsched.scheduling.queues import Order
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Unscored:
     def pending(self) -> int:
         return len(self._finished)
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         pass
 
     def submit(self, group: Group, completion: Completion) -> None:
@@ -62,8 +66,39 @@ class Unscored:
             completion.scores = []
             yield group, completion
 
-    def cancel(self) -> None:
-        self._finished.clear()
+    def cancel(self, group: Group | None = None) -> None:
+        self._finished = [(g, c) for g, c in self._finished if group and g is not group]
+
+
+class Drawn(NamedTuple):
+    """A round that was drawn and settled."""
+
+    plan: list[Group]
+    begun: dict[str, int]
+    """Tokens that each completion had before it."""
+    harvest: Harvest
+    trace: RolloutTrace
+
+
+def draw_rounds(
+    source: Iterator[Group], policy: RoundPolicy, controller: RolloutController
+) -> Iterator[Drawn]:
+    """A run's rounds, a policy version each, until the source is empty and all is trained on."""
+    pool = RolloutBuffer()
+    for version in count():
+        for group in islice(source, policy.fresh_prompts(list(pool))):
+            pool.add(group)
+        plan = list(policy.plan(list(pool)))
+        if not plan:
+            return
+        dropped = restart_stale(plan, version, policy)
+        begun = {Row(g, c).id: len(c.token_ids) for g in plan for c in g.completions}
+        trace = controller.worker.start_trace()
+        for _ in controller.run(plan, policy, version):
+            pass
+        harvest = settle(plan, policy, controller.state, dropped)
+        pool.settle(plan, harvest.left)
+        yield Drawn(plan, begun, harvest, trace)
 
 
 def least_steps(rounds: Sequence[Sequence[Group]], slots: int) -> int:

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
     from lit_rlsched.callbacks.down_sampling import DownSampling
     from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
     from lit_rlsched.callbacks.length_prediction import LengthPrediction
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.rollout_callback import RolloutCallback
     from lit_rlsched.callbacks.rollout_logger import RolloutLogger
     from lit_rlsched.callbacks.sorted_batching import SortedBatching
+    from lit_rlsched.callbacks.tail_batching import TailBatching
 
 __all__ = [
+    "AdaptiveTimeouts",
     "DownSampling",
     "DynamicSampling",
     "LengthPrediction",
@@ -26,9 +29,11 @@ __all__ = [
     "RolloutLogger",
     "RolloutProgressBar",
     "SortedBatching",
+    "TailBatching",
 ]
 
 _HOMES = {
+    "AdaptiveTimeouts": "adaptive_timeouts",
     "DownSampling": "down_sampling",
     "DynamicSampling": "dynamic_sampling",
     "LengthPrediction": "length_prediction",
@@ -39,6 +44,7 @@ _HOMES = {
     "RolloutLogger": "rollout_logger",
     "RolloutProgressBar": "progress",
     "SortedBatching": "sorted_batching",
+    "TailBatching": "tail_batching",
 }
 
 

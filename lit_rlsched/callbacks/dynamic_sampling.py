@@ -51,11 +51,10 @@ class DynamicSampling(RolloutCallback):
         """Hand the bound to the data module."""
         datamodule = rollout_datamodule(trainer, self)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if getattr(callback, "sets", None) == SortedBatching.sets:
-                name = type(callback).__name__
+            if isinstance(callback, SortedBatching):
                 raise ValueError(
-                    f"`DynamicSampling` with `{name}`, which loads no fresh prompts before its "
-                    "own are used up: a prompt could not be replaced. Leave one of them out; "
+                    "`DynamicSampling` with `SortedBatching`, which loads no fresh prompts before "
+                    "its own are used up: a prompt could not be replaced. Leave one of them out; "
                     "`DownSampling(drop_uninformative=True)` leaves such prompts out of the update."
                 )
         if stage == "fit" and not datamodule.learner.needs_group:

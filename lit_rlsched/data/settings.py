@@ -1,10 +1,10 @@
 """Checks of the data module's arguments, before anything is built."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.rollout.types import Prompt, Sampling
+from lit_rlsched.rollout.types import Sampling
 
 _LEAST = {
     "prompts_per_round": 1,
@@ -124,41 +124,24 @@ def check_lengths(longest_prompt: int, max_completion_length: int, micro_batch_t
         )
 
 
-def check_enough(prompts: Collection[Prompt], prompts_per_round: int, pool: int) -> None:
-    """Refuse a data set that cannot fill a round, or a pool of several.
-
-    Raises:
-        ValueError: names the argument, its value and the most that works.
-    """
-    rounds, fit = pool // prompts_per_round, len(prompts) // prompts_per_round
-    if fit and len(prompts) < pool:
-        raise ValueError(
-            f"`SortedBatching(pool_rounds={rounds})` loads {pool} prompts at a time, and "
-            f"`train_data` holds {len(prompts)}. Use `pool_rounds={fit}` or less, or a lower "
-            "`prompts_per_round`."
-        )
-    if len(prompts) < prompts_per_round:
-        raise ValueError(
-            f"`prompts_per_round={prompts_per_round}` is more than `train_data` holds: "
-            f"{len(prompts)} prompts. Use {len(prompts)} or fewer."
-        )
-
-
-def check_gen_batches(
-    prompts: Collection[Prompt], prompts_per_round: int, max_num_gen_batches: int
-) -> None:
+def check_gen_batches(prompts: int, prompts_per_round: int, max_num_gen_batches: int) -> None:
     """Refuse rounds that may draw more prompts than there are.
 
+    Args:
+        prompts: Of `train_data`, less those that may wait for a later round.
+        prompts_per_round: See `RolloutDataModule`.
+        max_num_gen_batches: See `DynamicSampling`.
+
     Raises:
         ValueError: names the argument, its value and the most that works.
     """
-    fit = len(prompts) // prompts_per_round
+    fit = prompts // prompts_per_round
     if max_num_gen_batches > fit:
         fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
         raise ValueError(
             f"`DynamicSampling(max_num_gen_batches={max_num_gen_batches})` may draw "
             f"{max_num_gen_batches * prompts_per_round} prompts in a round, and `train_data` holds "
-            f"{len(prompts)}. {fix} lower `prompts_per_round`."
+            f"{prompts}. {fix} lower `prompts_per_round`."
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group
-from lit_rlsched.scheduling.rounds import RoundPolicy
+from lit_rlsched.scheduling.rounds import RoundPolicy, RoundState
 
 
 class Attempt(NamedTuple):
@@ -35,12 +35,12 @@ class Harvest:
     stale: list[Attempt] = field(default_factory=list)
     """What had been thrown away before it began, as too old."""
     stopped: list[Attempt] = field(default_factory=list)
-    """What was aborted as its group needed no more; it is not drawn anew."""
+    """What was taken out of groups that needed no more, begun or not; it is not drawn anew."""
 
     @property
     def discarded(self) -> list[Attempt]:
         """All that was thrown away."""
-        return [*self.stale, *self.unfinished, *self.stopped]
+        return [*self.stale, *self.unfinished, *(a for a in self.stopped if a.tokens)]
 
 
 def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) -> list[Attempt]:
@@ -52,26 +52,32 @@ def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) ->
 
 
 def settle(
-    groups: Sequence[Group],
-    policy: RoundPolicy,
-    stale: Sequence[Attempt],
-    stopped: Iterable[Completion] = (),
+    groups: Sequence[Group], policy: RoundPolicy, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:
     """After a round: what is trained on, and what is left of the rest.
 
     Args:
         groups: The round's.
         policy: The round's.
+        state: In which it ended.
         stale: What was thrown away before it began.
-        stopped: What was aborted as its group needed no more.
     """
-    needless = [attempt(c) for c in stopped if c.token_ids]
-    ran = [attempt(c) for g in groups for c in g.completions if c.token_ids] + needless
-    trained, left = policy.settle(groups)
+    begun = [c for g in groups for c in (*g.completions, *state.stopped.get(g.id, ()))]
+    ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
+    trained, left = policy.settle(groups, state)
+    stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
     unfinished = []
     if policy.max_staleness == 0:
-        unfinished = _restart(c for g in left for c in g.completions if c.token_ids)
-    return Harvest(trained, left, ran, unfinished, list(stale), needless)
+        kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
+        unfinished = _restart(c for key, (c, _) in ran.items() if key not in kept)
+    return Harvest(
+        trained,
+        left,
+        [how for _, how in ran.values()],
+        unfinished,
+        list(stale),
+        [attempt(c) for c in stopped],
+    )
 
 
 def attempt(completion: Completion) -> Attempt:

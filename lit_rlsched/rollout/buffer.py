@@ -58,7 +58,8 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
     spans = [s for c in completions for s in c.version_spans]
     return {
         "groups": [
-            (g.id, g.prompt.uid, len(g.completions), *_sampling(g.sampling)) for g in groups
+            (g.id, g.prompt.uid, len(g.completions), g.deferred, *_sampling(g.sampling))
+            for g in groups
         ],
         "index": torch.tensor([c.index for c in completions], dtype=torch.int32),
         "finish": torch.tensor([_FINISH.index(c.finish_reason) for c in completions]),
@@ -112,9 +113,9 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
         )
     ]
     groups, rest = [], iter(completions)
-    for group_id, uid, size, *sampling in state["groups"]:
+    for group_id, uid, size, deferred, *sampling in state["groups"]:
         members = [next(rest) for _ in range(size)]
-        groups.append(Group(group_id, prompt(uid), Sampling(*sampling), members))
+        groups.append(Group(group_id, prompt(uid), Sampling(*sampling), members, deferred))
     return groups
 
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.types import Completion, Event, Group, Request, Row, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.rounds import RoundPolicy, RoundState
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy, RoundState
 
 
 def completion_seed(
@@ -82,20 +83,27 @@ class RolloutController:
         self.probe_tokens = probe_tokens
         self.drops: Counter[str] = Counter()
         """Completions dropped, by reason, since the run began."""
-        self.stopped: list[Completion] = []
-        """Completions of the round that were aborted as their groups needed no more."""
         self.waited = 0.0
         """Seconds for which the round's slots idled for scores."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._live: dict[str, tuple[Row, Request]] = {}
         self._undecoded: dict[str, int] = {}
+        self._places: dict[str, int] = {}
+        self._decoded_at: dict[str, tuple[int, int]] = {}
         self._state = RoundState(0, 0)
         self._version = 0
         self._salt = ""
         self._probe = 0
         self._lengths: CalibratedPredictor | None = None
         self._feedback = Feedback()
+        self._policy: RoundPolicy = FullRound(0)
+        self._patience = 0.0
+
+    @property
+    def state(self) -> RoundState:
+        """Of the round, as its policy sees it."""
+        return self._state
 
     def run(
         self,
@@ -119,14 +127,16 @@ class RolloutController:
             predict: Whether these completions are predicted and learned from.
             feedback: What scores change while the round decodes; by default nothing.
         """
-        self._version, self._salt = version, salt
-        self._feedback, self.stopped, self.waited = feedback or Feedback(), [], 0.0
+        self._version, self._salt, self._policy = version, salt, policy
+        self._patience = policy.patience or 0.0
+        self._feedback, self.waited = feedback or Feedback(), 0.0
         self._lengths = lengths = self.lengths if predict else None
         if lengths is not None:
             lengths.start_round()
         rows = [Row(g, c) for g in groups for c in g.completions]
-        self._state = RoundState(len(groups), len(rows))
+        self._state = RoundState(len(groups), len(rows), patient=policy.patience is not None)
         self._undecoded = {g.id: len(g.completions) for g in groups}
+        self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
         self.worker.admission.turns = not policy.discards(self._state)
         try:
             for row in rows:
@@ -143,8 +153,11 @@ class RolloutController:
             while self._live and not policy.done(self._state):
                 yield from self._await(self._take(self.worker.step()))
                 yield from self._scored()
+                yield from self._race()
             self._take(self.worker.abort())
-            while self.scorer.pending:
+            self._state.patient = False
+            races = policy.patience is not None
+            while self.scorer.pending and not (races and policy.done(self._state)):
                 self.scorer.wait()
                 yield from self._scored()
         finally:
@@ -154,8 +167,13 @@ class RolloutController:
 
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
+            if all(c is not completion for c in group.completions):
+                continue  # the group had enough
             self._on_completion(completion)
-            if group.complete:
+            enough = self._policy.enough(group, self._state)
+            if enough is not None:
+                yield self._stop(group, enough)
+            elif group.complete:
                 yield self._complete(group)
 
     def _complete(self, group: Group) -> Group:
@@ -165,6 +183,7 @@ class RolloutController:
             self._state.groups += 1
             self._state.completions += len(another.completions)
             self._undecoded[another.id] = len(another.completions)
+            self._places[another.id] = len(self._places)
             self._submit([Row(another, c) for c in another.completions])
         return group
 
@@ -181,24 +200,45 @@ class RolloutController:
                 yield from self._scored()
             self.waited += time.perf_counter() - began
             if decodes and stop and stop.stops(group):
-                yield self._stop(group)
+                yield self._stop(group, [c for c in group.completions if c.finished])
 
-    def _stop(self, group: Group) -> Group:
-        """Abort what still decodes of a group."""
+    def _race(self) -> Iterator[Group]:
+        """Wait for the scores of those that are ahead, while the round has patience left."""
+        while self._state.patient and self._policy.awaits(self._state):
+            began = time.perf_counter()
+            self.scorer.wait(self._patience)
+            yield from self._scored()
+            waited = time.perf_counter() - began
+            self.waited += waited
+            self._patience -= waited
+            self._state.patient = self._patience > 0
+
+    def _stop(self, group: Group, kept: list[Completion]) -> Group:
+        """Abort what still decodes of a group, and keep no more than is needed of the rest."""
         rows = {Row(group, c).id: c for c in group.completions if not c.finished}
         self._take(self.worker.abort(rows.keys()))
         for request_id, completion in rows.items():
             del self._live[request_id]
             self._count(Row(group, completion))
-        group.completions = [c for c in group.completions if c.finished]
-        self.stopped += rows.values()
+        self.scorer.cancel(group)
+        chosen = {c.index for c in kept}
+        others = [c for c in group.completions if c.index not in chosen]
+        self._state.stopped.setdefault(group.id, []).extend(others)
+        group.completions = kept
         return self._complete(group)
 
     def _count(self, row: Row) -> None:
         """One more is decoded."""
         self._undecoded[row.group.id] -= 1
         self._state.completions_decoded += 1
-        self._state.groups_decoded += not self._undecoded[row.group.id]
+        if row.completion.finished:
+            self._state.finished.setdefault(row.group.id, []).append(row.completion)
+        if not self._undecoded[row.group.id]:
+            self._decoded_at[row.group.id] = (
+                self.worker.trace.decode_steps,
+                self._places[row.group.id],
+            )
+            insort(self._state.decoded, row.group, key=lambda group: self._decoded_at[group.id])
 
     def _submit(self, rows: Sequence[Row]) -> None:
         probe = self._probe

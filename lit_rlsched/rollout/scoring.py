@@ -5,6 +5,7 @@ from typing import Any
 
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
 
 
 class Scorer:
@@ -13,11 +14,18 @@ class Scorer:
     Args:
         scheduler: Runs the reward functions outside this process.
         decode: Token ids to text, special tokens left out.
+        timeouts: How long the functions may take for each prompt; by default as long as for any.
     """
 
-    def __init__(self, scheduler: RewardScheduler, decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self,
+        scheduler: RewardScheduler,
+        decode: Callable[[list[int]], str],
+        timeouts: AdaptiveTimeout | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.decode = decode
+        self.timeouts = timeouts
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
 
@@ -44,6 +52,7 @@ class Scorer:
             completion=answer,
             completion_ids=completion.token_ids,
             columns={**group.prompt.columns, "finish_reasons": completion.finish_reason},
+            timeout=None if self.timeouts is None else self.timeouts.of(group.prompt.uid),
         )
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:
@@ -53,19 +62,26 @@ class Scorer:
             completion.scores = [None] * len(self.scheduler.names)
             yield group, completion
         for job in self.scheduler.poll():
+            if job.job_id not in self._pending:
+                continue  # forgotten since
             group, completion = self._pending.pop(job.job_id)
             completion.scores = job.scores
             completion.extra, completion.logged = job.extra, job.metrics
+            if self.timeouts is not None:
+                seconds = max((s for s in job.seconds if s is not None), default=0.0)
+                self.timeouts.observe(group.prompt.uid, seconds, completion.correct)
             yield group, completion
 
-    def wait(self) -> None:
-        """Block until a score has arrived."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until a score has arrived, `timeout` seconds at most."""
         assert self.pending, "nothing to wait for"
         if not self._unscorable:
-            self.scheduler.wait()
+            self.scheduler.wait(timeout)
 
-    def cancel(self) -> None:
-        """Forget whatever is pending."""
-        self.scheduler.cancel(list(self._pending))
-        self._pending.clear()
-        self._unscorable.clear()
+    def cancel(self, group: Group | None = None) -> None:
+        """Forget whatever is pending, or what is pending of a group."""
+        forgotten = [k for k, (g, _) in self._pending.items() if group is None or g is group]
+        self.scheduler.cancel(forgotten)
+        for job_id in forgotten:
+            del self._pending[job_id]
+        self._unscorable = [(g, c) for g, c in self._unscorable if group and g is not group]

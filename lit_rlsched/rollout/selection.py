@@ -150,6 +150,6 @@ def selection_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
         "down_sampling/kept": len(kept) / len(round.completions),
         "down_sampling/empty_groups": empty / len(round.groups),
         "down_sampling/finished_over_drawn_length": length_bias(
-            [a.tokens for a in finished], [*finished, *harvest.stopped]
+            [a.tokens for a in finished], [*finished, *(a for a in harvest.stopped if a.tokens)]
         ),
     }

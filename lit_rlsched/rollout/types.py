@@ -174,6 +174,8 @@ class Group:
     sampling: Sampling
     completions: list[Completion]
     """Those that were not trained on yet."""
+    deferred: int = 0
+    """Rounds that ended before it was ready and put it off."""
 
     def copy(self) -> "Group":
         """One whose completions can go on without those of this one."""

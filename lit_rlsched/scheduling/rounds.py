@@ -3,28 +3,40 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import Literal
 
 from lit_rlsched.rollout.types import Completion, Group
 
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
+Race = Literal["prompt", "completion"]
+
+PATIENCE = 5.0
+"""Seconds of a round for which a race waits for scores before others may overtake."""
 
 
 @dataclass(slots=True)
 class RoundState:
-    """What a round policy may look at: counts of what is planned, and of what is decoded of it.
+    """What a round policy may look at: what is planned, and what is decoded of it.
 
-    Scores do not count, and so neither does how long reward functions take: when a round ends
-    follows from its seeds and its schedule alone.
+    Unless a policy races for scores they do not count, and so neither does how long reward
+    functions take: when a round ends follows from its seeds and its schedule alone.
     """
 
     groups: int
     completions: int
-    groups_decoded: int = 0
+    decoded: list[Group] = field(default_factory=list)
+    """Groups of which all is decoded, in the order of the steps in which they were, then of the
+    pool."""
     completions_decoded: int = 0
+    finished: dict[str, list[Completion]] = field(default_factory=dict)
+    """Completions of each group that are decoded, in that order."""
+    stopped: dict[str, list[Completion]] = field(default_factory=dict)
+    """Completions of each group that were taken out of it, as it needed no more."""
+    patient: bool = False
+    """Whether a race still waits for the scores of those that are ahead."""
 
 
 class RoundPolicy(ABC):
@@ -35,8 +47,13 @@ class RoundPolicy(ABC):
     max_staleness: int | None = 0
     """Policy versions that may lie between a completion's first token and the round: an older one
     is begun anew. 0: every token of a round is of one version; `None`: no limit."""
+    most_deferred = 0
+    """Prompts that may wait in the pool beside those of a round."""
     ends_early = False
     """Whether rounds end before all that they may decode is decoded."""
+    patience: float | None = None
+    """Seconds of a round for which it waits, when it could be over, for the scores of what is
+    decoded; then others may overtake. `None`: scores do not count until it is over."""
 
     @property
     def off_policy(self) -> bool:
@@ -44,16 +61,49 @@ class RoundPolicy(ABC):
         return self.ends_early and self.max_staleness != 0
 
     @abstractmethod
-    def fresh_prompts(self, pool: int) -> int:
-        """How many prompts to draw from the source, given how many wait in the pool."""
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
+        """How many prompts to draw from the source, given those that wait in the pool."""
+
+    def launched(self, num_generations: int) -> int:
+        """Completions of a fresh prompt that are begun."""
+        return num_generations
+
+    def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
+        """What is trained on of a group that needs no more of its completions."""
+        return None
+
+    def awaits(self, state: RoundState) -> bool:
+        """Whether a race, of the round or of a group, is over but for scores."""
+        return False
 
     @abstractmethod
     def most_prompts(self) -> int:
         """Prompts that a round may decode, at most."""
 
+    def check_enough(self, prompts: int) -> None:
+        """Refuse a data set that cannot fill a round.
+
+        Raises:
+            ValueError: names the argument, its value and the most that works.
+        """
+        if prompts < self.update_prompts:
+            raise ValueError(
+                f"`prompts_per_round={self.update_prompts}` is more than `train_data` holds: "
+                f"{prompts} prompts. Use {prompts} or fewer."
+            )
+
     @abstractmethod
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """The groups that the round may decode, from the front of the pool."""
+        """The groups that the round may decode, in the order of the pool."""
+
+    def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
+        """Whether all that was drawn for early rounds was trained on with this one.
+
+        Args:
+            planned: The round's groups.
+            left: What is in the pool after it.
+        """
+        return not left
 
     @abstractmethod
     def done(self, state: RoundState) -> bool:
@@ -63,7 +113,7 @@ class RoundPolicy(ABC):
         """Whether the end of the round may throw away what was drawn."""
         return False
 
-    def settle(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Split a round's groups into those that are trained on and those that stay in the pool."""
         return list(groups), []
 
@@ -78,9 +128,9 @@ class FullRound(RoundPolicy):
     def __init__(self, prompts_per_round: int) -> None:
         self.update_prompts = prompts_per_round
 
-    def fresh_prompts(self, pool: int) -> int:
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
         """As many as the pool lacks."""
-        return max(0, self.update_prompts - pool)
+        return max(0, self.update_prompts - len(pool))
 
     def most_prompts(self) -> int:
         """Those of a round."""
@@ -133,16 +183,26 @@ class SortedRound(RoundPolicy):
         self.max_staleness = 0 if mode == "on_policy" else max_staleness
         self._raced = pool_prompts
         if oversubscribe is not None:
-            self._raced = min(pool_prompts, math.ceil(round(oversubscribe * update_prompts, 6)))
+            self._raced = min(pool_prompts, _at_least(oversubscribe, update_prompts))
         self.ends_early = update_prompts < self._raced
 
-    def fresh_prompts(self, pool: int) -> int:
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
         """A whole pool, once the last one is empty."""
         return 0 if pool else self.pool_prompts
 
     def most_prompts(self) -> int:
         """All of a pool, or what `oversubscribe` allows."""
         return self._raced
+
+    def check_enough(self, prompts: int) -> None:
+        """Refuse a data set that cannot fill a pool."""
+        super().check_enough(prompts)
+        if prompts < self.pool_prompts:
+            raise ValueError(
+                f"`SortedBatching` loads {self.pool_prompts} prompts at a time, and "
+                f"`train_data` holds {prompts}. Use fewer `pool_rounds`, or a lower "
+                "`prompts_per_round`."
+            )
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
         """The same; of prompts that were trained on in part, as many as make up for it."""
@@ -154,7 +214,7 @@ class SortedRound(RoundPolicy):
         """When an update's worth is decoded."""
         if self.unit == "completion":
             return state.completions_decoded >= self.update_prompts * self.num_generations
-        return state.groups_decoded >= self.update_prompts
+        return len(state.decoded) >= self.update_prompts
 
     def discards(self, state: RoundState) -> bool:
         """On-policy, where more is decoded than makes an update."""
@@ -164,7 +224,7 @@ class SortedRound(RoundPolicy):
             more = state.groups > self.update_prompts
         return more and self.max_staleness == 0
 
-    def settle(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """What has finished, and the rest, both in the order of the pool."""
         trained, left = [], []
         for group in groups:
@@ -176,6 +236,149 @@ class SortedRound(RoundPolicy):
             if rest:
                 left.append(replace(group, completions=rest))
         return trained, left
+
+
+class TailRound(RoundPolicy):
+    """Short rounds race more prompts than they train on, long rounds run those that lost.
+
+    RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds
+    enough prompts that lost a race: the oldest of them are then run to their end, nothing beside
+    them. Any other is short: it takes fresh prompts only, more than it needs, and is over once
+    `update_prompts` of them are scored. The losers' tokens are thrown away.
+
+    Args:
+        update_prompts: Prompts of an update.
+        num_generations: Completions of a prompt that are trained on.
+        prompt_ratio: Prompts of a short round, as a multiple of `update_prompts`.
+        completion_ratio: Completions of a fresh prompt that are begun, as a multiple of
+            `num_generations`, if single completions race.
+        race: Whether only prompts race, each with all its completions, or also the completions of
+            a prompt, of which the first `num_generations` are kept.
+        patience: See `RoundPolicy`.
+    """
+
+    def __init__(
+        self,
+        update_prompts: int,
+        num_generations: int,
+        prompt_ratio: float = 1.25,
+        completion_ratio: float = 1.25,
+        race: Race = "prompt",
+        patience: float = PATIENCE,
+    ) -> None:
+        self.update_prompts = update_prompts
+        self.num_generations = num_generations
+        self.patience = patience
+        self._raced = _at_least(prompt_ratio, update_prompts)
+        self._ratio = completion_ratio if race == "completion" else 1.0
+        self._begun = self.launched(num_generations)
+        self.ends_early = self._raced > update_prompts
+        self.most_deferred = update_prompts - 1 if self.ends_early else 0
+
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
+        """Those of a short round, unless enough wait for a long one."""
+        lost = sum(group.deferred > 0 for group in pool)
+        return 0 if lost >= self.update_prompts else max(0, self._raced - (len(pool) - lost))
+
+    def launched(self, num_generations: int) -> int:
+        """More than are trained on, where they race."""
+        return _at_least(self._ratio, num_generations)
+
+    def most_prompts(self) -> int:
+        """Those of a short round."""
+        return self._raced
+
+    def check_enough(self, prompts: int) -> None:
+        """Refuse a data set that cannot fill a short round while others wait for a long one."""
+        super().check_enough(prompts)
+        most = self._raced + self.most_deferred
+        if prompts < most:
+            raise ValueError(
+                f"`TailBatching` has up to {most} prompts waiting, {self._raced} of them in a "
+                f"short round, and `train_data` holds {prompts}. Use a lower `prompts_per_round` "
+                "or `prompt_ratio`."
+            )
+
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        """The oldest that lost, where there are enough; else the fresh ones."""
+        lost = [group for group in pool if group.deferred]
+        if len(lost) >= self.update_prompts:
+            return lost[: self.update_prompts]
+        return [group for group in pool if not group.deferred][: self._raced]
+
+    def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
+        """After a long round, more or less: some that lost may wait for the next one."""
+        return not left or is_long(planned)
+
+    def done(self, state: RoundState) -> bool:
+        """When an update's worth is scored, and can be trained on."""
+        ahead = self._ahead(state)
+        return len(ahead) == self.update_prompts and all(group.complete for group in ahead)
+
+    def discards(self, state: RoundState) -> bool:
+        """Where there is a race."""
+        return state.groups > self.update_prompts
+
+    def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
+        """The first that are scored, as many as are trained on, where they race."""
+        ahead = self._ahead_of(group.id, state)
+        if len(ahead) < self.num_generations or not all(c.scored for c in ahead):
+            return None
+        return sorted(ahead, key=lambda c: c.index)
+
+    def awaits(self, state: RoundState) -> bool:
+        """Where those that are ahead are not scored."""
+        ahead = self._ahead(state)
+        if len(ahead) == self.update_prompts and not all(group.complete for group in ahead):
+            return True
+        races = (self._ahead_of(group_id, state) for group_id in state.finished)
+        return any(
+            len(ahead) == self.num_generations and not all(c.scored for c in ahead)
+            for ahead in races
+        )
+
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+        """An update's worth of those that were ready first, and what nothing can be trained on of.
+
+        The others stay in the pool, with as many completions as are trained on.
+        """
+        won = {group.id for group in self._ahead(state) if group.complete}
+        trained, left = [], []
+        for group in groups:
+            if group.id in won or _useless(group):
+                trained.append(group)
+            else:
+                begun = [*group.completions, *state.stopped.get(group.id, ())]
+                kept = sorted(begun, key=lambda c: c.index)[: self.num_generations]
+                left.append(replace(group, completions=kept, deferred=group.deferred + 1))
+        return trained, left
+
+    def _ahead(self, state: RoundState) -> list[Group]:
+        """An update's worth of what is decoded, or, once patience is over, of what is scored."""
+        able = (g for g in state.decoded if (state.patient or g.complete) and not _useless(g))
+        return list(islice(able, self.update_prompts))
+
+    def _ahead_of(self, group_id: str, state: RoundState) -> list[Completion]:
+        """The same of a group's completions, where they race."""
+        if self._begun == self.num_generations:
+            return []
+        finished = state.finished.get(group_id, [])
+        able = (c for c in finished if (state.patient or c.scored) and not c.dropped)
+        return list(islice(able, self.num_generations))
+
+
+def is_long(planned: Sequence[Group]) -> bool:
+    """Whether a round of `TailRound` runs what lost in earlier ones."""
+    return any(group.deferred for group in planned)
+
+
+def _useless(group: Group) -> bool:
+    """Whether nothing of it can be trained on: it was filtered, or every completion is bad."""
+    return group.complete and all(c.dropped for c in group.completions)
+
+
+def _at_least(ratio: float, n: int) -> int:
+    return math.ceil(round(ratio * n, 6))
 
 
 def _split(completions: Iterable[Completion]) -> tuple[list[Completion], list[Completion]]:

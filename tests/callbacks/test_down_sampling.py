@@ -88,7 +88,8 @@ class Recorder(RolloutCallback):
         assert data.session.engine.stats().running == 0
         self.rounds.append(round)
         self.counters.append(dict(data.counters))
-        self.stopped.append([(c.index, len(c.token_ids)) for c in controller.stopped])
+        stopped = [c for some in controller.state.stopped.values() for c in some]
+        self.stopped.append([(c.index, len(c.token_ids)) for c in stopped])
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.weights.append(vector(pl_module))

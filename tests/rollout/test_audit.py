@@ -18,7 +18,7 @@ from lit_rlsched.rollout.audit import (
 )
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import FullRound, SortedRound
+from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound
 
 attempts = st.builds(Attempt, st.integers(1, 12), st.booleans())
 
@@ -146,7 +146,7 @@ def harvested(mode, unit="group"):
     groups = [group("a", *half), group("b", *done), group("c", Completion(0), Completion(1))]
     half[0].scores, half[0].text, half[0].extra = [1.0], "text", {"column": 1}
     policy = SortedRound(1, 3, 2, unit, mode)
-    return groups, settle(groups, policy, [Attempt(9, False)])
+    return groups, settle(groups, policy, RoundState(0, 0), [Attempt(9, False)])
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
@@ -187,7 +187,9 @@ def test_on_policy_throws_nothing_away_that_is_trained_alone():
 
 def test_a_full_round_leaves_and_discards_nothing():
     groups = [group("a", completion(0, (0, 3), reason="stop"))]
-    assert settle(groups, FullRound(1), []) == Harvest(groups, [], [Attempt(3, True)], [])
+    assert settle(groups, FullRound(1), RoundState(0, 0), []) == Harvest(
+        groups, [], [Attempt(3, True)], []
+    )
 
 
 def trace(slots, *steps):

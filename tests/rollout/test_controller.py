@@ -181,7 +181,7 @@ class Coins:
     def pending(self):
         return len(self._waiting)
 
-    def wait(self):
+    def wait(self, timeout=None):
         assert self._waiting, "nothing to wait for"
 
     def submit(self, group, completion):
@@ -197,8 +197,8 @@ class Coins:
             completion.scores = [1.0 if constant else float(completion.index % 2)]
             yield group, completion
 
-    def cancel(self):
-        self._waiting.clear()
+    def cancel(self, group=None):
+        self._waiting = [(g, c) for g, c in self._waiting if group and g is not group]
 
 
 class Watched(RolloutWorker):
@@ -244,11 +244,12 @@ def stopping(plan, admission, lengths, delay, keep=2, probe_tokens=0, more=None,
     done = list(run.run(plan, FullRound(len(plan)), 0, predict=True, feedback=feedback))
     assert not worker.busy and engine.stats().running == 0 and not run._live
     assert sorted(ended) == sorted(g.id for g in done)
-    drawn = [c for g in done for c in g.completions] + run.stopped
+    stopped = [c for some in run.state.stopped.values() for c in some]
+    drawn = [c for g in done for c in g.completions] + stopped
     assert trace.tokens == sum(len(c.token_ids) for c in drawn)
     assert all(len(c.token_ids) == len(c.logprobs) for c in drawn)
     finished = {g.id: [(c.index, len(c.token_ids)) for c in g.completions] for g in done}
-    return finished, sorted(len(c.token_ids) for c in run.stopped), worker.aborted
+    return finished, sorted(len(c.token_ids) for c in stopped), worker.aborted
 
 
 @settings(max_examples=40)

@@ -106,7 +106,7 @@ class Scores:
     def pending(self):
         return len(self._waiting)
 
-    def wait(self):
+    def wait(self, timeout=None):
         pass
 
     def submit(self, group, completion):
@@ -122,8 +122,8 @@ class Scores:
             completion.scores = [None if length % 3 == 0 else float(length)]
             yield group, completion
 
-    def cancel(self):
-        self._waiting.clear()
+    def cancel(self, group=None):
+        self._waiting = [(g, c) for g, c in self._waiting if group and g is not group]
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Run:
         self.controller = RolloutController(worker, Scores(), seed=SEED)
 
     def plan(self):
-        for _ in range(self.policy.fresh_prompts(len(self.pool))):
+        for _ in range(self.policy.fresh_prompts(list(self.pool))):
             n = len(self.prompts)
             prompt = Prompt(f"p{n:03}", f"prompt {n}", (4 + n % 10, 5))
             self.prompts[prompt.uid] = prompt
@@ -186,7 +186,7 @@ class Run:
             if len(yielded) == groups_until_close:
                 run.close()
                 raise Stopped
-        harvest = settle(plan, self.policy, stale)
+        harvest = settle(plan, self.policy, self.controller.state, stale)
         trained = copy.deepcopy(harvest.trained)
         self.pool.settle(plan, harvest.left)
         self.calls += [("train", g.id) for g in trained]

@@ -14,14 +14,19 @@ def group(name, *reasons):
     return Group(f"{name}@0", Prompt(name, name, (1,)), Sampling(8), completions)
 
 
+A = group("a", "stop")
+NOTHING = RoundState(0, 0)
+
+
 def names(groups):
     return [(g.prompt.uid, [c.index for c in g.completions]) for g in groups]
 
 
 def test_a_pool_is_loaded_whole_and_only_once_it_is_empty():
     policy = SortedRound(update_prompts=3, pool_prompts=12, num_generations=4)
-    assert policy.fresh_prompts(0) == 12
-    assert {policy.fresh_prompts(pool) for pool in range(1, 13)} == {0}
+    pool = [group(f"{i:02}", None) for i in range(12)]
+    assert policy.fresh_prompts([]) == 12
+    assert {policy.fresh_prompts(pool[:n]) for n in range(1, 13)} == {0}
 
 
 @pytest.mark.parametrize(
@@ -56,17 +61,17 @@ def test_what_the_end_of_a_round_throws_away(unit, groups, completions, discards
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_a_group_policy_waits_for_groups(mode):
     policy = SortedRound(2, 8, 3, "group", mode)
-    assert not policy.done(RoundState(8, 24, groups_decoded=1, completions_decoded=20))
-    assert policy.done(RoundState(8, 24, groups_decoded=2, completions_decoded=6))
-    assert policy.done(RoundState(8, 24, groups_decoded=5, completions_decoded=15))
+    assert not policy.done(RoundState(8, 24, decoded=[A] * 1, completions_decoded=20))
+    assert policy.done(RoundState(8, 24, decoded=[A] * 2, completions_decoded=6))
+    assert policy.done(RoundState(8, 24, decoded=[A] * 5, completions_decoded=15))
 
 
 def test_a_completion_policy_counts_completions():
     policy = SortedRound(2, 8, 3, "completion")
-    assert not policy.done(RoundState(8, 24, groups_decoded=0, completions_decoded=5))
-    assert not policy.done(RoundState(8, 24, groups_decoded=8, completions_decoded=5))
-    assert policy.done(RoundState(8, 24, groups_decoded=0, completions_decoded=6))
-    assert policy.done(RoundState(8, 24, groups_decoded=0, completions_decoded=9))
+    assert not policy.done(RoundState(8, 24, decoded=[A] * 0, completions_decoded=5))
+    assert not policy.done(RoundState(8, 24, decoded=[A] * 8, completions_decoded=5))
+    assert policy.done(RoundState(8, 24, decoded=[A] * 0, completions_decoded=6))
+    assert policy.done(RoundState(8, 24, decoded=[A] * 0, completions_decoded=9))
 
 
 def test_the_modes_differ_in_how_old_a_token_may_be():
@@ -80,7 +85,7 @@ def test_the_modes_differ_in_how_old_a_token_may_be():
 def test_groups_are_settled_whole():
     a, b = group("a", "stop", None), group("b", "stop", "length")
     c, d = group("c", None, None), group("d", "stop", "stop")
-    trained, left = SortedRound(2, 4, 2, "group").settle([a, b, c, d])
+    trained, left = SortedRound(2, 4, 2, "group").settle([a, b, c, d], NOTHING)
     assert names(trained) == [("b", [0, 1]), ("d", [0, 1])]
     assert names(left) == [("a", [0, 1]), ("c", [0, 1])]
     assert trained[0] is b and trained[1] is d
@@ -89,7 +94,7 @@ def test_groups_are_settled_whole():
 def test_completions_are_settled_one_by_one():
     a, b = group("a", "stop", None, "length"), group("b", "stop", "stop", "stop")
     c, d = group("c", None, None, None), group("d", None, "stop", None)
-    trained, left = SortedRound(2, 4, 3, "completion").settle([a, b, c, d])
+    trained, left = SortedRound(2, 4, 3, "completion").settle([a, b, c, d], NOTHING)
     assert names(trained) == [("a", [0, 2]), ("b", [0, 1, 2]), ("d", [1])]
     assert names(left) == [("a", [1]), ("c", [0, 1, 2]), ("d", [0, 2])]
     assert trained[0].completions[1] is a.completions[2]
@@ -99,7 +104,7 @@ def test_completions_are_settled_one_by_one():
 def test_more_than_an_update_may_be_ready():
     ready = [group(name, "stop", "stop") for name in "abcde"]
     for unit in ("group", "completion"):
-        trained, left = SortedRound(2, 8, 2, unit).settle(ready)
+        trained, left = SortedRound(2, 8, 2, unit).settle(ready, NOTHING)
         assert trained == ready and left == []
 
 
@@ -112,7 +117,7 @@ reasons = st.lists(
 def test_settling_is_a_partition_in_order(reasons, unit, mode):
     groups = [group(str(i), *row) for i, row in enumerate(reasons)]
     everything = [(g.id, c.index) for g in groups for c in g.completions]
-    trained, left = SortedRound(2, 8, 4, unit, mode).settle(groups)
+    trained, left = SortedRound(2, 8, 4, unit, mode).settle(groups, NOTHING)
     parts = [[(g.id, c.index) for g in part for c in g.completions] for part in (trained, left)]
     assert sorted(parts[0] + parts[1]) == everything
     assert all(part == sorted(part) for part in parts)
@@ -128,7 +133,7 @@ def test_settling_is_a_partition_in_order(reasons, unit, mode):
 
 def test_a_full_round_keeps_nothing():
     policy, groups = FullRound(3), [group(name, "stop") for name in "abc"]
-    assert [policy.fresh_prompts(pool) for pool in (0, 2, 3, 5)] == [3, 1, 0, 0]
+    assert [policy.fresh_prompts([A] * n) for n in (0, 2, 3, 5)] == [3, 1, 0, 0]
     assert policy.most_prompts() == 3 and policy.plan(groups * 2) == groups
-    assert not policy.done(RoundState(3, 3, groups_decoded=3, completions_decoded=3))
-    assert policy.settle(groups) == (groups, [])
+    assert not policy.done(RoundState(3, 3, decoded=[A] * 3, completions_decoded=3))
+    assert policy.settle(groups, NOTHING) == (groups, [])

@@ -1,0 +1,85 @@
+"""RollPacker's tail batching: most rounds do not wait for the longest completions."""
+
+import math
+from typing import get_args
+
+from lightning import LightningModule, Trainer
+
+from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.scheduling.rounds import Race, TailRound
+
+
+class TailBatching(RolloutCallback):
+    """Race more prompts than a round trains on, and run the losers together in a round of theirs.
+
+    RollPacker (arXiv 2509.21009, section 3). A short round begins `prompt_ratio *
+    prompts_per_round` fresh prompts and is over once `prompts_per_round` of them have all their
+    completions and scores; the others are put off, without their tokens. Once `prompts_per_round`
+    prompts have been put off, a long round runs the oldest of them to their end, and nothing
+    else: with the default ratio every fifth round. So each prompt is trained on once in each pass
+    over the data, each update has as many completions as without this callback, and all of them
+    are of the newest policy.
+
+    The race includes the reward: a prompt is ready when it is scored. Where a round could be over
+    but for scores, it waits for them, five seconds in all, before it decodes on. So what wins does
+    not depend on how long reward functions take, unless they take longer than that.
+
+    What the method does to what is learned. Updates see prompts in another order, those with long
+    completions later and together. What lost is drawn anew under another policy, and a completion
+    that was long the first time may then be short: what is trained on is a little shorter than
+    what was drawn. With `race="completion"`, the paper's, the first `num_generations` of more are
+    kept, inside each prompt: short completions are then favoured at the cost of long ones
+    directly. `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length`, from one
+    long round to the next, say by how much at least. Hence the default, `race="prompt"`.
+
+    Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (what waits for a
+    long one), `rollout/discarded_tokens`, `rollout/useful_token_share` and
+    `rollout/score_wait_seconds`. Hooks: `on_completion_end` and `on_group_end` also fire for what
+    is scored and then put off.
+
+    Args:
+        prompt_ratio: Prompts of a short round, as a multiple of `prompts_per_round`, rounded up.
+            With 1, and `race="prompt"`, the run is the synchronous one, bit for bit.
+        completion_ratio: With `race="completion"`: completions of a fresh prompt that are begun,
+            as a multiple of `num_generations`, rounded up.
+        race: Whether whole prompts race, or also the completions of each prompt.
+
+    Raises:
+        ValueError: an argument is out of range, or the data holds too few prompts.
+
+    Example::
+
+        Trainer(callbacks=[TailBatching(), MicroGroupSampling(slots=64)])
+    """
+
+    sets = "when a round ends"
+
+    def __init__(
+        self,
+        prompt_ratio: float = 1.25,
+        completion_ratio: float = 1.25,
+        race: Race = "prompt",
+    ) -> None:
+        for name, value in (("prompt_ratio", prompt_ratio), ("completion_ratio", completion_ratio)):
+            if not isinstance(value, int | float) or not 1 <= value < math.inf:
+                raise ValueError(
+                    f"`TailBatching({name}={value!r})`: must be 1 (no race) or more, such as 1.25: "
+                    "what an update needs has to be begun."
+                )
+        if race not in get_args(Race):
+            raise ValueError(f"`TailBatching({race=})` is unknown. Use one of {get_args(Race)}.")
+        self.prompt_ratio = prompt_ratio
+        self.completion_ratio = completion_ratio
+        self.race: Race = race
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Hand the round policy to the data module."""
+        datamodule = rollout_datamodule(trainer, self)
+        datamodule.round_policy = TailRound(
+            datamodule.prompts_per_round,
+            datamodule.num_generations,
+            self.prompt_ratio,
+            self.completion_ratio,
+            self.race,
+        )

@@ -1,0 +1,73 @@
+import pytest
+
+from lit_rlsched.callbacks import AdaptiveTimeouts, RolloutCallback
+
+
+class Limits(RolloutCallback):
+    def __init__(self):
+        self.submitted, self.rounds = [], []
+
+    def setup(self, trainer, pl_module, stage):
+        rewards = trainer.datamodule.rewards
+        submit = rewards.submit
+
+        def watched(job_id, **settings):
+            self.submitted.append((job_id, settings["timeout"]))
+            submit(job_id, **settings)
+
+        rewards.submit = watched
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+
+def test_what_hangs_is_killed_as_soon_as_correct_ones_show_how_long_it_takes(fit, sums):
+    def hangs_later(prompts, completions, **kwargs):
+        """Correct at once, but for a third of the lengths, where it never ends."""
+        import time
+
+        time.sleep(60 * (len(completions[0]) % 3 == 0))
+        return [1.0]
+
+    timeouts, limits = AdaptiveTimeouts(minimum=0.3, maximum=2.0), Limits()
+    _, _, data = fit(
+        callbacks=[timeouts, limits],
+        train_data=sums[:1],
+        prompts_per_round=1,
+        reward_funcs=[hangs_later],
+        reward_timeout=50.0,
+        trainer={"max_epochs": 2},
+    )
+    assert {seconds for _, seconds in limits.submitted[:4]} == {2.0}
+    completions = [c for r in limits.rounds for c in r.completions]
+    hung = [c for c in completions if c.scores == [None]]
+    assert 0 < len(hung) < len(completions)
+    assert data.counters["rewards/hangs_later/timeouts"] == len(hung)
+    assert all(timeouts.timeouts.of(p.prompt.uid) < 1 for p in limits.rounds[-1].groups)
+    assert any(seconds < 1 for _, seconds in limits.submitted)
+    again = AdaptiveTimeouts(minimum=0.3, maximum=2.0)
+    again.load_state_dict(timeouts.state_dict())
+    uid = limits.rounds[0].groups[0].prompt.uid
+    assert again.timeouts.of(uid) == timeouts.timeouts.of(uid)
+
+
+def test_without_the_callback_the_limit_is_the_data_modules(fit):
+    limits = Limits()
+    fit(callbacks=[limits], trainer={"max_epochs": 1})
+    assert {seconds for _, seconds in limits.submitted} == {None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scale": 0.9}, r"`AdaptiveTimeouts\(scale=0.9\)`: use 1 or more"),
+        ({"minimum": -1}, r"`AdaptiveTimeouts\(minimum=-1\)`: use a number of seconds"),
+        ({"maximum": float("nan")}, r"`AdaptiveTimeouts\(maximum=nan\)`"),
+        ({"maximum": "30"}, r"`AdaptiveTimeouts\(maximum='30'\)`"),
+        ({"minimum": 0.0}, "must be above 0"),
+        ({"minimum": 5.0, "maximum": 4.0}, r"minimum=5.0, maximum=4.0.*Lower `minimum`, or raise"),
+    ],
+)
+def test_limits_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveTimeouts(**settings)

@@ -1,0 +1,517 @@
+import csv
+import math
+from collections import Counter
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    DownSampling,
+    DynamicSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    RNGState,
+    RolloutCallback,
+    SortedBatching,
+    TailBatching,
+)
+from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.scheduling.rounds import TailRound
+
+SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens": 256}
+"""Four prompts of two completions, about half of which end by themselves."""
+
+FIVE = [False, False, False, False, True]
+"""Which rounds are long where five prompts race and four win."""
+
+races = pytest.mark.parametrize("race", ["prompt", "completion"])
+
+
+class Recorder(RolloutCallback):
+    """Keeps rounds, what was planned for them, and what hooks saw."""
+
+    def __init__(self):
+        self.rounds, self.plans, self.pools, self.counters = [], [], [], []
+        self.completions_ended, self.groups_ended = [], []
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self.plans.append([g.copy() for g in plan])
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        self.completions_ended.append((trainer.datamodule.num_rounds, completion.finished))
+
+    def on_group_end(self, trainer, pl_module, group):
+        self.groups_ended.append((trainer.global_step, group.id))
+
+    def on_round_end(self, trainer, pl_module, round):
+        data = trainer.datamodule
+        assert not data.session.controller.worker.busy and not data.session.scorer.pending
+        self.rounds.append(round)
+        self.pools.append([g.copy() for g in data.pool])
+        self.counters.append(dict(data.counters))
+
+    @property
+    def long(self):
+        return [bool(r.metrics["tail_batching/long_round"]) for r in self.rounds]
+
+    @property
+    def trained(self):
+        return [g.id for r in self.rounds for g in r.groups]
+
+
+def vector(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def check(recorder, update=4, size=2, raced=5):
+    """Whole updates of the newest policy, each prompt once, and the losers in order."""
+    queue, seen = [], set()
+    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
+        long = len(queue) >= update
+        assert r.metrics["tail_batching/long_round"] == long
+        ids = [g.id for g in plan]
+        if long:
+            assert ids == queue[:update] == [g.id for g in r.groups]
+            queue = queue[update:]
+        else:
+            assert len(ids) == raced and not set(ids) & seen
+            won = [g.id for g in r.groups]
+            assert len(won) == update and [i for i in ids if i in won] == won
+            queue = queue + [i for i in ids if i not in won]
+        seen |= set(ids)
+        assert queue == [g.id for g in pool] and r.metrics["rollout/pool_prompts"] == len(queue)
+        assert all(g.deferred == 1 and len(g.completions) == size for g in pool)
+        assert not any(c.token_ids for g in (*plan, *pool) for c in g.completions)
+        for g in r.groups:
+            places = [c.index for c in g.completions]
+            assert len(places) == size == len(set(places)) and places == sorted(places)
+            assert all(c.finished and c.scored for c in g.completions)
+            assert all(c.version_spans == [(r.version, len(c.token_ids))] for c in g.completions)
+        assert not any(k.startswith("staleness/") for k in r.metrics)
+    assert len(recorder.trained) == len(set(recorder.trained))
+    assert set(recorder.trained) | set(queue) == seen
+    return queue
+
+
+# Short rounds and long ones.
+
+
+def test_four_short_rounds_and_a_long_one(fit):
+    recorder = Recorder()
+    _, _, data = fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 11}, **SMALL)
+    check(recorder)
+    assert recorder.long == [*FIVE, *FIVE, False]
+    assert [len(pool) for pool in recorder.pools] == [1, 2, 3, 4, 0] * 2 + [1]
+    assert [len(plan) for plan in recorder.plans] == [5, 5, 5, 5, 4] * 2 + [5]
+    assert data.counters["num_completions"] == 11 * 8
+    assert not [name for name in data.counters if name.startswith("dropped/")]
+    # the long ones are what was put off, and put off is what is long
+    lengths = [r.metrics["completions/mean_length"] for r in recorder.rounds]
+    short = [n for n, long in zip(lengths, recorder.long, strict=True) if not long]
+    assert min(n for n, long in zip(lengths, recorder.long, strict=True) if long) > min(short)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_on_vllm(fit):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(race="completion"), MicroGroupSampling(slots=7)]
+    settings = {"engine": VLLMEngine(), "trainer": {"max_epochs": 6}, **SMALL}
+    _, _, data = fit(callbacks=callbacks, **settings)
+    check(recorder)
+    assert recorder.long == [*FIVE, False]
+    assert data.counters["num_completions"] == 6 * 8
+    assert data.counters["dropped/stopped"] >= 5 * 4
+
+
+@races
+def test_a_prompt_is_trained_on_once_in_each_pass(fit, sums, race):
+    """Twelve prompts, eight of which may wait at once."""
+    recorder = Recorder()
+    settings = {**SMALL, "max_completion_length": 12, "train_data": sums[:12]}
+    callbacks = [recorder, TailBatching(race=race)]
+    fit(callbacks=callbacks, trainer={"max_epochs": 15}, **settings)
+    check(recorder)
+    assert recorder.long == FIVE * 3
+    passes = Counter(name.partition("@")[2] for name in recorder.trained)
+    # what waits when a pass begins is stepped over, and comes a little later
+    assert [passes[number] for number in "0123"] == [12] * 4
+    assert passes["4"] + passes["5"] == 12
+
+
+def test_the_first_that_are_ready_win(fit):
+    """A round ends with the step that the last of its update ends in."""
+    recorder = Recorder()
+    fit(callbacks=[recorder, TailBatching(2.0)], trainer={"max_epochs": 4}, **SMALL)
+    assert recorder.long == [False, True, False, True]
+    for r, long in zip(recorder.rounds, recorder.long, strict=True):
+        longest = max(len(c.token_ids) for c in r.completions)
+        assert r.metrics["rollout/decode_steps"] == longest
+        ran = dict(zip(r.trace.spans["request"], r.trace.spans["tokens"], strict=True))
+        lost = [tokens for name, tokens in ran.items() if name not in {row.id for row in r.rows}]
+        assert (lost == []) == long and max(lost, default=0) <= longest
+
+
+@races
+def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, race):
+    recorder, logger = Recorder(), CSVLogger(tmp_path)
+    trainer = {"max_epochs": 7, "logger": logger, "log_every_n_steps": 1}
+    callbacks = [recorder, TailBatching(race=race), MicroGroupSampling(slots=8)]
+    _, _, data = fit(callbacks=callbacks, trainer=trainer, **SMALL)
+    check(recorder)
+    total = 0
+    for r, counters in zip(recorder.rounds, recorder.counters, strict=True):
+        kept = sum(len(c.token_ids) for c in r.completions)
+        lost = r.metrics["rollout/discarded_tokens"]
+        assert kept + lost == r.metrics["rollout/tokens"] == r.trace.tokens
+        assert r.metrics["rollout/useful_token_share"] == pytest.approx(kept / (kept + lost))
+        assert (lost == 0) == r.metrics["tail_batching/long_round"]
+        assert r.metrics["rollout/score_wait_seconds"] >= 0
+        total += lost
+        assert counters["num_discarded_tokens"] == total
+        assert counters["num_completions"] == 8 * (r.number + 1)
+    assert (data.counters["dropped/stopped"] > 0) == (race == "completion")
+    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["rollout/round"]]
+    assert [bool(float(row["tail_batching/long_round"])) for row in rows] == recorder.long
+    # a cycle ends with its long round
+    assert [bool(row["pool/rounds"]) for row in rows] == recorder.long
+    assert float(rows[4]["pool/rounds"]) == 5
+    assert 0.5 < float(rows[4]["pool/trained_over_drawn_length"]) < 1.5
+    assert 0 < float(rows[4]["pool/useful_token_share"]) < 1
+
+
+# The synchronous run.
+
+
+@pytest.mark.parametrize(
+    ("batching", "others"),
+    [
+        ({}, lambda: []),
+        ({}, lambda: [MicroGroupSampling(slots=3, order="least_attained")]),
+        ({}, lambda: [MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=4)]),
+        ({}, lambda: [DownSampling(2, early_stop=True), DynamicSampling()]),
+        ({"race": "completion", "completion_ratio": 1}, lambda: [MicroGroupSampling(slots=3)]),
+    ],
+    ids=["alone", "turns", "lengths", "selection", "completion"],
+)
+def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
+    plain, raced = Recorder(), Recorder()
+    _, module, data = fit(callbacks=[plain, *others()], num_generations=3)
+    callbacks = [raced, TailBatching(1, **batching), *others()]
+    _, same, again = fit(callbacks=callbacks, num_generations=3)
+    assert torch.equal(vector(same), vector(module))
+    assert again.counters == data.counters
+    for a, b in zip(raced.rounds, plain.rounds, strict=True):
+        assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
+    assert raced.long == [False, False] and raced.pools == [[], []]
+
+
+# Completions that race.
+
+
+def test_the_first_completions_of_a_prompt_are_kept(fit):
+    recorder = Recorder()
+    settings = {**SMALL, "num_generations": 4}
+    callbacks = [recorder, TailBatching(completion_ratio=1.5, race="completion")]
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
+    check(recorder, size=4)
+    assert recorder.long == [*FIVE, False]
+    stopped = 0
+    for r, plan in zip(recorder.rounds, recorder.plans, strict=True):
+        launched = 4 if r.metrics["tail_batching/long_round"] else 6
+        assert {len(g.completions) for g in plan} == {launched}
+        ran = {}
+        for name, tokens in zip(r.trace.spans["request"], r.trace.spans["tokens"], strict=True):
+            ran.setdefault(name.rpartition("/")[0], {})[int(name.rpartition("/")[2])] = tokens
+        for g in r.groups:
+            kept = {c.index: len(c.token_ids) for c in g.completions}
+            others = [n for i, n in ran[g.id].items() if i not in kept]
+            assert len(others) == launched - 4
+            # what was aborted had come no further than the last that is kept
+            assert all(n == max(kept.values()) for n in others)
+            stopped += len(others)
+    assert stopped == 5 * 4 * 2 <= data.counters["dropped/stopped"]
+    taken = {c.index for r in recorder.rounds for c in r.completions}
+    assert taken == set(range(6))
+
+
+def test_hooks_see_what_is_put_off_as_well(fit):
+    recorder = Recorder()
+    fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 5}, **SMALL)
+    assert len(recorder.groups_ended) == len(set(recorder.groups_ended))
+    ended = set(recorder.groups_ended)
+    trained = {(r.version, g.id) for r in recorder.rounds for g in r.groups}
+    planned = {(i, g.id) for i, plan in enumerate(recorder.plans) for g in plan}
+    assert trained <= ended <= planned
+    assert all(finished for _, finished in recorder.completions_ended)
+    per_round = Counter(number for number, _ in recorder.completions_ended)
+    assert all(8 <= per_round[i] <= 10 for i in range(5))
+
+
+# Together with others.
+
+
+@races
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: [MicroGroupSampling(slots=3)],
+        lambda: [MicroGroupSampling(slots=4), LengthPrediction(probe_tokens=4)],
+        lambda: [MicroGroupSampling(memory_budget=4 * 512 * 96, order="least_attained")],
+    ],
+    ids=["slots", "shortest first", "budget"],
+)
+def test_whatever_orders_the_completions(fit, race, others):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(1.5, race=race), *others()]
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 5}, **SMALL)
+    check(recorder, raced=6)
+    assert recorder.long == [False, False, True, False, False]
+    assert data.counters["num_completions"] == 40
+
+
+@races
+def test_single_completions_as_the_baseline(fit, tiny_model, race):
+    recorder = Recorder()
+    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage="reinforce++")
+    callbacks = [recorder, TailBatching(race=race)]
+    fit(module, callbacks, trainer={"max_epochs": 6}, **SMALL)
+    check(recorder)
+    assert recorder.long == [*FIVE, False]
+    assert any(c.advantage for r in recorder.rounds for c in r.completions)
+
+
+@races
+def test_down_sampling_selects_of_what_won(fit, race):
+    recorder = Recorder()
+    settings = {**SMALL, "num_generations": 4}
+    callbacks = [recorder, TailBatching(race=race), DownSampling(2)]
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
+    check(recorder, size=4)
+    assert recorder.long == [*FIVE, False]
+    for r in recorder.rounds:
+        assert {sum(not c.dropped for c in g.completions) for g in r.groups} <= {0, 2}
+    dropped = sum(c.dropped is not None for r in recorder.rounds for c in r.completions)
+    stopped = data.counters["dropped/stopped"]
+    assert dropped == sum(n for k, n in data.counters.items() if k.startswith("dropped/")) - stopped
+    assert data.counters["num_completions"] == 6 * 16
+
+
+def coin():
+    """0 or 1."""
+
+    def coin(prompts, completions, completion_ids, **kwargs):
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    return coin
+
+
+def test_groups_that_stop_early_race_as_well(fit):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(), DownSampling(2, early_stop=True)]
+    settings = {**SMALL, "num_generations": 4, "reward_funcs": [coin()]}
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
+    assert recorder.long == [*FIVE, False]
+    assert all(len(r.groups) == 4 for r in recorder.rounds)
+    assert len(recorder.trained) == len(set(recorder.trained))
+    assert 0 < data.counters["dropped/stopped"] == 6 * 16 - data.counters["num_completions"]
+
+
+def sometimes():
+    """Differs between completions, but for prompts with an answer that three divides."""
+
+    def sometimes(prompts, completions, completion_ids, answer, **kwargs):
+        values = [sum(k * t for k, t in enumerate(ids, 1)) % 997 / 997 for ids in completion_ids]
+        return [0.5 if int(a) % 3 == 0 else v for a, v in zip(answer, values, strict=True)]
+
+    return sometimes
+
+
+@races
+def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, race):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(1.5, race=race), DynamicSampling(4)]
+    settings = {**SMALL, "reward_funcs": [sometimes()]}
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
+    assert any(recorder.long) and not all(recorder.long)
+    kept, useless = 0, 0
+    for r, long in zip(recorder.rounds, recorder.long, strict=True):
+        useful = [g for g in r.groups if any(not c.dropped for c in g.completions)]
+        assert len(useful) == 4
+        assert all(len(g.completions) == 2 for g in useful)
+        assert all(int(g.prompt.columns["answer"]) % 3 for g in useful)
+        assert any(g.deferred > 0 for g in r.groups) == long
+        kept += 8
+        useless += len(r.groups) - 4
+    assert useless > 0
+    assert len(recorder.trained) == len(set(recorder.trained))
+    waiting = {g.id for g in data.pool}
+    seen = {g.id for plan in recorder.plans for g in plan} | waiting
+    assert not waiting & set(recorder.trained) and seen <= waiting | set(recorder.trained)
+    dropped = sum(n for k, n in data.counters.items() if k.startswith("dropped/"))
+    dropped -= data.counters["dropped/stopped"]
+    assert kept + dropped == data.counters["num_completions"]
+
+
+# How long rewards take.
+
+
+def slow(delay):
+    """Some answers take their time, others none."""
+
+    def slow(prompts, completions, completion_ids, **kwargs):
+        import time
+
+        time.sleep(delay * (sum(completion_ids[0]) % 4) / 1000)
+        return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+    return slow
+
+
+@races
+def test_what_wins_does_not_depend_on_how_long_rewards_take(fit, race):
+    runs = []
+    for delay in (0, 4):
+        recorder = Recorder()
+        settings = {**SMALL, "reward_funcs": [slow(delay)], "reward_workers": 1 + delay // 4}
+        callbacks = [recorder, TailBatching(1.5, race=race), MicroGroupSampling(slots=6)]
+        _, module, data = fit(callbacks=callbacks, trainer={"max_epochs": 4}, **settings)
+        runs.append((recorder, vector(module), data.counters))
+    (first, weights, counters), (second, same, again) = runs
+    assert [r.groups for r in first.rounds] == [r.groups for r in second.rounds]
+    assert first.pools == second.pools
+    assert torch.equal(weights, same) and counters == again
+
+
+def hangs():
+    """For the prompts with one answer."""
+
+    def hangs(prompts, completions, completion_ids, answer, **kwargs):
+        import time
+
+        if answer[0] == "7":
+            time.sleep(100)
+        return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+    return hangs
+
+
+def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, monkeypatch):
+    hasty = partial(TailRound, patience=0.2)
+    monkeypatch.setattr("lit_rlsched.callbacks.tail_batching.TailRound", hasty)
+    recorder = Recorder()
+    rows = [*sums[7:8], *(row for row in sums[10:] if row["answer"] != "7")]
+    settings = {
+        **SMALL,
+        "train_data": rows,
+        "shuffle": False,
+        "reward_funcs": [hangs()],
+        "reward_workers": 3,
+        "reward_timeout": 8.0,
+    }
+    _, _, data = fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 1}, **settings)
+    hung = recorder.plans[0][0]
+    assert hung.prompt.columns["answer"] == "7"
+    assert [g.id for g in recorder.rounds[0].groups] == [g.id for g in recorder.plans[0][1:]]
+    assert [g.id for g in data.pool] == [hung.id]
+    assert recorder.rounds[0].metrics["time/rollout"] < 8.0
+
+
+# Stopping and going on.
+
+
+@races
+def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race):
+    def run(epochs, folder, ckpt_path=None):
+        recorder = Recorder()
+        save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
+        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
+        batching = TailBatching(race=race)
+        callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
+        _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
+        return recorder, vector(module), data
+
+    whole, weights, data = run(7, "whole")
+    first, _, _ = run(3, "part")
+    assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
+    second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
+    assert torch.equal(resumed, weights) and again.counters == data.counters
+    got = [*first.rounds, *second.rounds]
+    assert [r.number for r in got] == list(range(7))
+    assert first.long + second.long == whole.long
+    for a, b in zip(got, whole.rounds, strict=True):
+        assert a.groups == b.groups
+        for name in ("pool/rounds", "pool/useful_token_share", "pool/trained_over_drawn_length"):
+            assert a.metrics.get(name) == b.metrics.get(name)
+
+
+# What a user gets wrong.
+
+
+@pytest.mark.parametrize("name", ["prompt_ratio", "completion_ratio"])
+@pytest.mark.parametrize("value", [0.99, 0, -1, math.nan, math.inf, "1.25", None])
+def test_a_ratio_that_cannot_work(name, value):
+    message = rf"`TailBatching\({name}={value!r}\)`: must be 1 \(no race\) or more, such as 1.25"
+    with pytest.raises(ValueError, match=message):
+        TailBatching(**{name: value})
+
+
+def test_a_race_that_is_unknown():
+    with pytest.raises(ValueError, match=r"race='group'\)` is unknown.*\('prompt', 'completion'\)"):
+        TailBatching(race="group")
+
+
+@pytest.mark.parametrize("prompts", [7, 3])
+def test_too_few_prompts(fit, sums, prompts):
+    message = {
+        7: r"up to 8 prompts waiting, 5 of them .*`train_data` holds 7. Use a lower `prompts_per_r",
+        3: r"`prompts_per_round=4` is more than `train_data` holds: 3 prompts. Use 3 or fewer",
+    }[prompts]
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks=[TailBatching()], train_data=sums[:prompts])
+
+
+def test_just_enough_prompts(fit, sums):
+    recorder = Recorder()
+    settings = {**SMALL, "train_data": sums[:8], "max_completion_length": 12}
+    fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 11}, **settings)
+    check(recorder)
+
+
+def test_no_two_callbacks_end_rounds(fit):
+    for callbacks in ([SortedBatching(), TailBatching()], [TailBatching(), TailBatching()]):
+        names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
+        message = f"2 callbacks that decide when a round ends: {names}.*remove all but one"
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(callbacks=callbacks)
+
+
+def test_settings_end_with_the_run_however_it_ends(fit):
+    class Fails(RolloutCallback):
+        def on_round_end(self, trainer, pl_module, round):
+            self.data = trainer.datamodule
+            raise RuntimeError("of the user's own")
+
+    fails = Fails()
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        fit(callbacks=[TailBatching(), fails])
+    assert not fails.data.round_policy.ends_early
+
+
+def test_groups_that_stop_early_are_whole_again_when_they_lost(fit):
+    """What a stop has thrown away of a group that is then put off is drawn with the others."""
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(2.0), DownSampling(2, early_stop=True)]
+    callbacks.append(MicroGroupSampling(slots=30))
+    settings = {**SMALL, "num_generations": 4, "max_completion_length": 12}
+    fit(callbacks=callbacks, reward_funcs=[coin()], trainer={"max_epochs": 6}, **settings)
+    assert recorder.long == [False, True] * 3
+    assert any(len(g.completions) < 4 for r in recorder.rounds for g in r.groups)
+    for pool in recorder.pools:
+        assert {len(g.completions) for g in pool} <= {4}

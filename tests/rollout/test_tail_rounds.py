@@ -1,0 +1,552 @@
+import copy
+import io
+import math
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_rlsched.data.source import PromptSource
+from lit_rlsched.engines import SimulatedEngine
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.lengths import LogNormalLengths
+from lit_rlsched.rollout.audit import restart_stale, settle
+from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stable_hash
+from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.rounds import PATIENCE, FullRound, TailRound, is_long
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    update: int
+    size: int
+    prompt_ratio: float = 1.25
+    completion_ratio: float = 1.25
+    race: str = "prompt"
+    patience: float = PATIENCE
+    slots: int = 1000
+    stream: bool = False
+    key: str = "id"
+    salt: int = 0
+    limit: int = 20
+    spare: int = 3
+    """Prompts of the data beyond those that may wait at once."""
+    latency: int = 3
+    """Most turns of the loop until a score comes."""
+    haste: int = 0
+    """Another one, other latencies."""
+    bad: int = 0
+    """One in so many completions has a log-prob that is not finite."""
+
+    @property
+    def policy(self):
+        return TailRound(
+            self.update,
+            self.size,
+            self.prompt_ratio,
+            self.completion_ratio,
+            self.race,
+            self.patience,
+        )
+
+    @property
+    def raced(self):
+        return self.policy.most_prompts()
+
+    def length(self, request):
+        """One in five ends at once; some would be longer than they may."""
+        drawn = stable_hash(self.salt, getattr(request, self.key))
+        return 1 if drawn % 5 == 0 else 1 + drawn // 5 % (self.limit + 4)
+
+
+@st.composite
+def cases(draw, **fixed):
+    drawn = {
+        "update": draw(st.integers(1, 5)),
+        "size": draw(st.integers(1, 3)),
+        "prompt_ratio": draw(st.floats(1, 3)),
+        "completion_ratio": draw(st.floats(1, 3)),
+        "race": draw(st.sampled_from(["prompt", "completion"])),
+        "patience": draw(st.sampled_from([PATIENCE, 0.0])),
+        "slots": draw(st.integers(1, 40)),
+        "stream": draw(st.booleans()),
+        "key": draw(st.sampled_from(["id", "seed"])),
+        "salt": draw(st.integers(0, 2**32)),
+        "spare": draw(st.integers(0, 6)),
+        "latency": draw(st.integers(0, 12)),
+    }
+    return Case(**{**drawn, **fixed})
+
+
+class Stopped(Exception):
+    pass
+
+
+class Engine(SimulatedEngine):
+    """Stops when it is stepped once too often; some log-probs are not finite."""
+
+    steps_left = math.inf
+    bad = 0
+
+    def step(self):
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise Stopped
+        events = super().step()
+        for event in events:
+            name = stable_hash(event.request_id, self.version)
+            if self.bad and event.finish_reason and name % self.bad == 0:
+                event.logprobs[-1] = math.nan
+        return events
+
+
+class Scores:
+    """Come some turns later, whoever waits for them; of `late` prompts, very much later."""
+
+    def __init__(self, latency, haste=0, late=()):
+        self.due = []
+        self._latency, self._haste, self._late, self._now = latency, haste, late, 0
+
+    @property
+    def pending(self):
+        return len(self.due)
+
+    def submit(self, group, completion):
+        name = group.id, completion.index, completion.token_ids
+        turns = stable_hash(self._haste, *name) % (self._latency + 1)
+        if group.prompt.uid in self._late:
+            turns = 10**6
+        self.due.append((self._now + turns, group, completion))
+
+    def wait(self, timeout=None):
+        assert self.due, "nothing to wait for"
+        if timeout is None or timeout > 0:
+            self._now = max(self._now, min(due for due, _, _ in self.due))
+
+    def poll(self):
+        waiting, self.due, arrived = self.due, [], []
+        for item in waiting:
+            (arrived if item[0] <= self._now else self.due).append(item)
+        self._now += 1
+        for _, group, completion in arrived:
+            length = len(completion.token_ids)
+            completion.scores = [None if length % 3 == 0 else float(length)]
+            yield group, completion
+
+    def cancel(self, group=None):
+        self.due = [(n, g, c) for n, g, c in self.due if group and g is not group]
+
+
+@dataclass
+class Drawn:
+    """A round, and the pool and the trace it left."""
+
+    version: int
+    plan: list[Group]
+    trained: list[Group]
+    left: list[Group]
+    harvest: object
+    trace: object
+    yielded: list[str]
+    before: int
+    """Prompts that had lost and waited when it began."""
+
+    @property
+    def long(self):
+        return is_long(self.plan)
+
+    @property
+    def useful(self):
+        return [g for g in self.trained if not all(c.dropped for c in g.completions)]
+
+
+@dataclass
+class Run:
+    """The data module's rounds, a policy version each, without a model."""
+
+    case: Case
+    policy: object = None
+    pool: RolloutBuffer = field(default_factory=RolloutBuffer)
+    version: int = 0
+    late: tuple = ()
+    shuffle: bool = True
+
+    def __post_init__(self):
+        case = self.case
+        self.policy = self.policy or case.policy
+        n = case.policy.most_prompts() + case.policy.most_deferred + case.spare
+        prompts = [Prompt(f"p{i:03}", f"prompt {i}", (4 + i % 10, 5)) for i in range(n)]
+        self.prompts = {prompt.uid: prompt for prompt in prompts}
+        self.policy.check_enough(n)
+        self.source = PromptSource(prompts, SEED, self.shuffle)
+        self.engine = Engine(lengths=case.length, stream=case.stream)
+        self.engine.bad = case.bad
+        self.engine.start(EngineSpec("", case.slots, 8 + case.limit, (1,)))
+        worker = RolloutWorker(self.engine, Admission(case.slots))
+        self.scores = Scores(case.latency, case.haste, self.late)
+        self.controller = RolloutController(worker, self.scores, seed=SEED)
+
+    def plan(self):
+        n = self.policy.fresh_prompts(list(self.pool))
+        for draw in self.source.draw(n, {group.prompt.uid for group in self.pool}):
+            launched = self.policy.launched(self.case.size)
+            completions = [Completion(i) for i in range(launched)]
+            self.pool.add(Group(draw.key, draw.prompt, Sampling(self.case.limit), completions))
+        return [group.copy() for group in self.policy.plan(list(self.pool))]
+
+    def round(self, groups_until_close=None):
+        before = sum(g.deferred > 0 for g in self.pool)
+        plan, worker = self.plan(), self.controller.worker
+        stale = restart_stale(plan, self.version, self.policy)
+        planned = copy.deepcopy(plan)
+        self.engine.sync_weights([], self.version)
+        trace, yielded = worker.start_trace(), []
+        run = self.controller.run(plan, self.policy, self.version)
+        for group in run:
+            yielded.append(group.id)
+            assert all(g is not group for _, g, _ in self.scores.due)
+            if len(yielded) == groups_until_close:
+                run.close()
+                raise Stopped
+        harvest = settle(plan, self.policy, self.controller.state, stale)
+        trained = copy.deepcopy(harvest.trained)
+        self.pool.settle(plan, harvest.left)
+        self.version += 1
+        left = copy.deepcopy(list(self.pool))
+        return Drawn(self.version - 1, planned, trained, left, harvest, trace, yielded, before)
+
+    def rounds(self, n=12):
+        return [self.round() for _ in range(n)]
+
+    @property
+    def idle(self):
+        return (
+            not self.controller.worker.busy
+            and self.engine.stats().running == 0
+            and self.scores.pending == 0
+            and not self.controller._live
+        )
+
+
+def settings_of(examples):
+    return settings(max_examples=examples)
+
+
+def drawn_when(trace):
+    """From which step to which each completion ran, and how far it came."""
+    columns = (trace.spans[name] for name in ("request", "start_step", "end_step", "tokens"))
+    return sorted(zip(*columns, strict=True))
+
+
+def ended_at(round, group):
+    """The decode step in which each completion of a group that ran was gone."""
+    spans = round.trace.spans
+    at = dict(zip(spans["request"], spans["end_step"], strict=True))
+    return [at.get(f"{group.id}/{c.index}", math.inf) for c in group.completions]
+
+
+# What is trained on.
+
+
+@settings_of(30)
+@given(cases())
+def test_every_prompt_is_trained_on_once_a_pass(case):
+    run = Run(case)
+    trained, seen = [], set()
+    for r in run.rounds():
+        trained += [g.id for g in r.trained]
+        seen |= {g.id for g in r.plan}
+        assert len(trained) == len(set(trained))
+        waiting = [g.id for g in r.left]
+        assert sorted(trained + waiting) == sorted(seen)  # nothing is lost, nothing comes twice
+    # of a pass that is over, only what waited when its turn came is still to be drawn
+    prompts = run.source.prompts
+    late = [f"{prompts[i].uid}@{n}" for i, n in run.source.state_dict()["deferred"]]
+    for n in range(run.source.epoch):
+        drawn = [name for name in (*seen, *late) if name.endswith(f"@{n}")]
+        assert sorted(drawn) == sorted(f"{prompt.uid}@{n}" for prompt in prompts)
+
+
+@settings_of(30)
+@given(cases())
+def test_each_update_is_as_large_as_the_synchronous_one(case):
+    run = Run(case)
+    for r in run.rounds():
+        assert len(r.trained) == case.update
+        for g in r.trained:
+            places = [c.index for c in g.completions]
+            assert len(places) == case.size and places == sorted(set(places))
+            assert set(places) <= set(range(case.policy.launched(case.size)))
+            for c in g.completions:
+                assert c.finished and c.scored and not c.dropped
+                assert c.version_spans == [(r.version, len(c.token_ids))]
+                assert len(c.logprobs) == len(c.token_ids) > 0
+                assert (c.finish_reason == "stop") == (c.token_ids[-1] == 1)
+        ids = [g.id for g in r.plan]
+        assert [g.id for g in r.trained] == [i for i in ids if i in {g.id for g in r.trained}]
+        assert run.idle
+
+
+@settings_of(30)
+@given(cases())
+def test_what_lost_keeps_nothing_of_its_tokens(case):
+    for r in Run(case).rounds():
+        for g in r.left:
+            assert g.deferred == 1 and len(g.completions) == case.size
+            for c in g.completions:
+                assert c == Completion(c.index, attempts=c.attempts)
+        trained = sum(len(c.token_ids) for g in r.trained for c in g.completions)
+        assert trained + sum(a.tokens for a in r.harvest.discarded) == r.trace.tokens
+
+
+@settings_of(30)
+@given(cases(), st.integers(2, 4))
+def test_with_completions_that_are_bad(case, bad):
+    run = Run(replace(case, bad=bad))
+    trained, seen = [], set()
+    for r in run.rounds():
+        trained += [g.id for g in r.trained]
+        seen |= {g.id for g in r.plan}
+        assert len(trained) == len(set(trained))
+        assert sorted(trained + [g.id for g in r.left]) == sorted(seen)
+        losers = len(r.plan) - len(r.trained)
+        assert len(r.useful) == case.update or (len(r.useful) < case.update and not losers)
+        assert run.idle
+        assert len(r.left) < case.raced or r.left == []
+
+
+# Short rounds and long ones.
+
+
+@settings_of(30)
+@given(cases())
+def test_a_round_is_long_once_enough_have_lost(case):
+    run, queue = Run(case), []
+    for r in run.rounds():
+        assert r.before == len(queue) and r.long == (len(queue) >= case.update)
+        if r.long:
+            assert [g.id for g in r.plan] == queue[: case.update]
+            assert [g.id for g in r.trained] == queue[: case.update]
+            assert [len(g.completions) for g in r.plan] == [case.size] * case.update
+            queue = queue[case.update :]
+        else:
+            assert len(r.plan) == case.raced and not any(g.deferred for g in r.plan)
+            assert not {g.id for g in r.plan} & set(queue)
+            won = {g.id for g in r.trained}
+            queue += [g.id for g in r.plan if g.id not in won]
+        assert [g.id for g in r.left] == queue and len(queue) < case.raced
+
+
+@settings_of(30)
+@given(cases())
+def test_nobody_starves(case):
+    extra = case.raced - case.update
+    # short rounds until enough have lost, and the long ones of all that may be before it
+    cycle = 1 + math.ceil(case.update / extra) if extra else 1
+    most = cycle * (1 + case.raced // case.update)
+    first = {}
+    for r in Run(case).rounds(20):
+        for g in r.plan:
+            first.setdefault(g.id, r.version)
+        assert all(r.version - first[g.id] <= most for g in (*r.trained, *r.left))
+        assert all(g.deferred <= 1 for g in (*r.trained, *r.left))
+        assert all(c.attempts <= 1 for g in r.trained for c in g.completions)
+
+
+def test_with_the_default_every_fifth_round_is_long():
+    for update in (4, 8):
+        rounds = Run(Case(update, 2)).rounds(15)
+        assert [r.long for r in rounds] == ([False] * 4 + [True]) * 3
+        assert [len(r.left) for r in rounds[4::5]] == [0, 0, 0]
+
+
+# When a round ends.
+
+
+@settings_of(30)
+@given(cases(race="prompt", patience=PATIENCE))
+def test_a_round_ends_with_the_step_that_has_enough(case):
+    for r in Run(case).rounds(8):
+        won = [max(ended_at(r, g)) for g in r.trained]
+        assert max(won) == r.trace.decode_steps
+        ids = {g.id for g in r.trained}
+        for g in r.plan:
+            if g.id not in ids:  # it was not done before
+                assert max(ended_at(r, g)) >= r.trace.decode_steps
+
+
+@settings_of(30)
+@given(cases(race="completion", patience=PATIENCE, slots=1000, key="id"))
+def test_the_first_completions_of_a_prompt_are_kept(case):
+    r = Run(case).round()
+    launched = range(case.policy.launched(case.size))
+    for g in r.trained:
+        drawn = {
+            i: min(case.limit, case.length(SimpleNamespace(id=f"{g.id}/{i}"))) for i in launched
+        }
+        last = sorted(drawn.values())[case.size - 1]
+        assert max(drawn[c.index] for c in g.completions) == last
+        assert [len(c.token_ids) for c in g.completions] == [drawn[c.index] for c in g.completions]
+        # of those that tie, and of all that were done before it, none is passed over
+        assert {i for i, n in drawn.items() if n < last} <= {c.index for c in g.completions}
+
+
+# Scores.
+
+
+@settings_of(30)
+@given(cases(patience=PATIENCE), st.integers(0, 30), st.integers(1, 3))
+def test_what_wins_does_not_depend_on_how_long_scores_take(case, latency, haste):
+    run, twin = Run(case), Run(replace(case, latency=latency, haste=haste))
+    for r, other in zip(run.rounds(), twin.rounds(), strict=True):
+        assert r.plan == other.plan and r.trained == other.trained and r.left == other.left
+        assert drawn_when(r.trace) == drawn_when(other.trace)
+        assert sorted(r.harvest.discarded) == sorted(other.harvest.discarded)
+
+
+@pytest.mark.parametrize("race", ["prompt", "completion"])
+def test_a_race_waits_for_the_scores_of_those_that_are_ahead(race):
+    """They come a million turns later, and still win."""
+    case = Case(3, 2, 2.0, race=race, latency=0)
+    prompts = [g.prompt.uid for g in Run(case).round().trained]
+    for late in ((prompts[0],), tuple(prompts)):
+        patient = Run(case, late=late).round()
+        assert [g.prompt.uid for g in patient.trained] == prompts
+        assert all(g.deferred == 0 for g in patient.trained)
+
+
+@pytest.mark.parametrize("race", ["prompt", "completion"])
+def test_without_patience_slow_scores_are_overtaken(race):
+    case = Case(3, 2, 2.0, race=race, latency=0, patience=0.0)
+    first = [g.prompt.uid for g in Run(case).round().trained]
+    run = Run(case, late=(first[0],))
+    hasty = run.round()
+    assert first[0] not in [g.prompt.uid for g in hasty.trained]
+    assert len(hasty.trained) == 3 and run.idle
+    assert first[0] in [g.prompt.uid for g in hasty.left]
+    again = run.round()
+    assert again.long  # which waits for all of them
+    assert first[0] in [g.prompt.uid for g in again.trained]
+
+
+def test_where_fewer_than_an_update_are_left_slow_scores_are_waited_for():
+    case = Case(3, 2, 1.25, latency=0, patience=0.0)
+    late = tuple(g.prompt.uid for g in Run(case).plan()[:2])
+    r = Run(case, late=late).round()
+    assert len(r.trained) == 3  # one of the two was needed
+
+
+# The synchronous run.
+
+
+@settings_of(30)
+@given(cases(prompt_ratio=1.0, race="prompt"))
+def test_without_a_race_rounds_are_the_plain_ones(case):
+    run, plain = Run(case), Run(case, policy=FullRound(case.update))
+    for _ in range(6):
+        r, other = run.round(), plain.round()
+        assert r.trained == other.trained and not r.left and not r.long
+        assert r.trace.spans == other.trace.spans
+        assert sorted(r.yielded) == sorted(other.yielded)
+        assert r.harvest == other.harvest
+
+
+@settings_of(30)
+@given(cases(prompt_ratio=1.0, completion_ratio=1.0, race="completion"))
+def test_completions_without_rivals_do_not_race(case):
+    run, plain = Run(case), Run(case, policy=FullRound(case.update))
+    for _ in range(6):
+        r, other = run.round(), plain.round()
+        assert r.trained == other.trained and r.trace.spans == other.trace.spans
+        assert not r.harvest.discarded
+
+
+# Stopping and going on.
+
+
+@settings_of(30)
+@given(
+    cases(patience=PATIENCE),
+    st.booleans(),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 6)), max_size=6),
+)
+def test_a_round_cut_short_is_drawn_again_as_a_whole(case, stream, stops):
+    run, twin = Run(case), Run(replace(case, stream=stream))
+    for i in range(6):
+        if i < len(stops):
+            run.plan()  # draws what is to be drawn
+            before = copy.deepcopy(list(run.pool))
+            by_close, count = stops[i]
+            run.engine.steps_left = math.inf if by_close else count
+            try:
+                run.round(groups_until_close=count if by_close else None)
+            except Stopped:
+                assert run.idle and list(run.pool) == before
+            else:  # it was over before
+                twin.round()
+            run.engine.steps_left = math.inf
+        again, plain = run.round(), twin.round()
+        assert again.plan == plain.plan and again.trained == plain.trained
+        assert again.left == plain.left and list(run.pool) == list(twin.pool)
+        assert drawn_when(again.trace) == drawn_when(plain.trace)
+
+
+@settings_of(30)
+@given(cases(patience=PATIENCE), st.integers(1, 4))
+def test_how_an_engine_tells_does_not_matter(case, max_jump):
+    run, twin = Run(case), Run(replace(case, stream=True))
+    twin.engine.max_jump = max_jump
+    for r, other in zip(run.rounds(8), twin.rounds(8), strict=True):
+        assert (r.trained, r.left) == (other.trained, other.left)
+        assert sorted(r.harvest.discarded) == sorted(other.harvest.discarded)
+        assert r.trace.decode_steps == other.trace.decode_steps
+
+
+@settings_of(30)
+@given(cases(patience=PATIENCE))
+def test_a_run_goes_on_after_a_checkpoint(case):
+    run, rounds = Run(case), Run(case).rounds(10)
+    for expected in rounds:
+        r = run.round()
+        assert (r.plan, r.trained, r.left) == (expected.plan, expected.trained, expected.left)
+        file = io.BytesIO()
+        torch.save([run.pool.state_dict(), run.source.state_dict()], file)
+        file.seek(0)
+        pool, source = torch.load(file, weights_only=True)
+        resumed = Run(case, version=run.version)
+        resumed.source.load_state_dict(source)
+        resumed.pool.load_state_dict(pool, resumed.prompts.__getitem__)
+        assert list(resumed.pool) == list(run.pool)
+        assert [g.deferred for g in resumed.pool] == [1] * len(expected.left)
+        run = resumed
+
+
+# What it is for.
+
+
+class Tailed(Case):
+    """A few completions are many times as long as most."""
+
+    def length(self, request):
+        return LogNormalLengths(50, 1.2, self.salt, "seed")(request)
+
+
+@pytest.mark.parametrize("race", ["prompt", "completion"])
+def test_rounds_are_shorter_where_a_few_completions_are_long(race):
+    """Long rounds included, where everything has a slot."""
+    case = Tailed(8, 4, race=race, limit=2000, latency=0, spare=40)
+    steps = {}
+    for name, policy in (("tail", case.policy), ("full", FullRound(8))):
+        rounds = Run(case, policy=policy).rounds(100)
+        steps[name] = fmean(r.trace.decode_steps for r in rounds)
+        assert all(len(r.trained) == 8 for r in rounds)
+    assert steps["tail"] < 0.75 * steps["full"], steps
