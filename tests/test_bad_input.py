@@ -202,7 +202,11 @@ def test_an_order_without_predictions(fit, order):
             r"`SortedBatching` loads 84 prompts .*`train_data` holds 80. Use fewer `pool_rounds`",
         ),
     ],
-    ids=lambda value: "" if isinstance(value, str) else str(value),
+    ids=lambda value: (
+        ""
+        if isinstance(value, str)
+        else " ".join(f"{k}={v}" for k, v in value.items() if k != "engine")
+    ),
 )
 def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
     with pytest.raises(ValueError, match=message):
