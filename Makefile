@@ -45,4 +45,4 @@ types: install  ## Check types
 	$(BIN)/mypy
 
 test: lint types  ## Lint, types and tests
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal

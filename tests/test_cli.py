@@ -129,7 +129,7 @@ def test_estimate_refuses_what_fit_refuses(estimated, capsys):
         return capsys.readouterr().err
 
     assert "`micro_batch_tokens=64` cannot hold" in refusal("--data.micro_batch_tokens=64")
-    assert "expected a size such as '24GiB'" in refusal("--memory=much")
+    assert "expected a size such as '2GiB'" in refusal("--memory=much")
 
 
 def test_the_command_is_installed():
