@@ -199,7 +199,7 @@ class RolloutController:
                 self.scorer.wait()
                 yield from self._scored()
             self.waited += time.perf_counter() - began
-            if decodes and stop and stop.stops(group):
+            if stop and self._undecoded[group.id] and stop.stops(group):
                 yield self._stop(group, [c for c in group.completions if c.finished])
 
     def _race(self) -> Iterator[Group]:

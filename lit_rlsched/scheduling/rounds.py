@@ -355,6 +355,8 @@ class TailRound(RoundPolicy):
 
     def _ahead(self, state: RoundState) -> list[Group]:
         """An update's worth of what is decoded, or, once patience is over, of what is scored."""
+        if len(state.decoded) < self.update_prompts:
+            return state.decoded  # asked in every step
         able = (g for g in state.decoded if (state.patient or g.complete) and not _useless(g))
         return list(islice(able, self.update_prompts))
 
