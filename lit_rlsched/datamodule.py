@@ -30,6 +30,7 @@ from lit_rlsched.data.settings import (
 )
 from lit_rlsched.data.source import PromptSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
+from lit_rlsched.engines.process import ProcessEngine
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
@@ -52,6 +53,7 @@ from lit_rlsched.rollout.selection import (
 )
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
+from lit_rlsched.rollout.streaming import GradientStream, Streaming
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling, stable_hash
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -200,6 +202,8 @@ class RolloutDataModule(LightningDataModule):
         """Leave tokens of earlier policy versions out of the loss; set by `SortedBatching`."""
         self.selection: Selection | None = None
         """Which completions are trained on; set by `DownSampling`."""
+        self.streaming: Streaming | None = None
+        """When gradients are computed during the rollout; set by `StreamedTraining`."""
         self.timeouts: AdaptiveTimeout | None = None
         """How long reward functions may take; set by `AdaptiveTimeouts`."""
         self.max_num_gen_batches = 1
@@ -277,6 +281,7 @@ class RolloutDataModule(LightningDataModule):
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
         self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
         self.selection, self.max_num_gen_batches, self.timeouts = None, 1, None
+        self.streaming = None
 
     def on_exception(self, exception: BaseException) -> None:
         """The same: Lightning does not tear down after one."""
@@ -373,26 +378,23 @@ class RolloutDataModule(LightningDataModule):
         before = self._failures(session)
         salt = f"run {self._runs}" if self._runs else ""
         feedback = self._feedback(plan, stale)
+        stream = self._gradient_stream(version)
         for _ in session.rollout(plan, version, policy, salt, predict=True, feedback=feedback):
-            pass
+            if stream:
+                stream.advance(session.controller.state, session.trace)
         learned = {} if self.lengths is None else self.lengths.end_round()
         harvest = settle(plan, policy, session.controller.state, stale)
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
-        selection = self.selection
-        if selection and not selection.full_scope:
-            self._select(round, selection)
-        # the only step of a round needs none: its own forward pass gives the old log-probs
-        several = self.steps_per_epoch > 1 and not learner.needs_engine_logprobs(policy.off_policy)
-        plain = isinstance(learner, PlainLearner) and policy.off_policy
-        if several or plain or learner.needs_reference:
-            score_round(
-                round, learner, self.micro_batch_tokens, trainer.precision_plugin.forward_context
-            )
-        set_advantages(round, learner, self.rewards.weights)
-        if selection and selection.full_scope:
-            self._select(round, selection)
+        streamed = stream.streamed if stream else set()
+        self._value(version, [group for group in round.groups if group.id not in streamed])
+        if stream:
+            round.accumulated = stream.parts
+            rows = sum(len(part.rows) for part in stream.parts)
+            round.metrics["streamed_training/streamed_share"] = rows / len(round.completions)
+            round.metrics["streamed_training/gradient_seconds"] = session.trace.work_seconds
+            round.metrics["streamed_training/overlap_seconds"] = session.trace.overlap_seconds
         steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
         round.metrics |= measure(
             round, harvest, self.rewards.names, self.rewards.weights, steps, learner.needs_group
@@ -401,7 +403,7 @@ class RolloutDataModule(LightningDataModule):
         if policy.off_policy:
             trained = [row for row in round.rows if not row.completion.dropped]
             round.metrics |= staleness_metrics(trained, version)
-        if selection:
+        if self.selection:
             round.metrics |= selection_metrics(round, harvest)
         if isinstance(policy, TailRound):
             round.metrics["tail_batching/long_round"] = float(is_long(plan))
@@ -411,6 +413,8 @@ class RolloutDataModule(LightningDataModule):
         round.metrics["batch/empty_steps"] = float(sum(empty))
         if feedback.stop or feedback.more or policy.patience is not None:
             round.metrics["rollout/score_wait_seconds"] = session.controller.waited
+        if isinstance(self.engine, ProcessEngine):
+            round.metrics["rollout/engine_restarts"] = self.engine.restarts
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
@@ -432,6 +436,45 @@ class RolloutDataModule(LightningDataModule):
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
         return round
+
+    def _value(self, version: int, groups: list[Group]) -> None:
+        """Select among a round's groups, or among some of them, and give them advantages."""
+        trainer, learner = self.trainer, self.learner
+        policy, selection = self.round_policy, self.selection
+        assert trainer is not None
+        if not groups:
+            return
+        part = Round(self.num_rounds, version, groups)
+        if selection and not selection.full_scope:
+            self._select(part, selection)
+        # the only step of a round needs none: its own forward pass gives the old log-probs
+        several = self.steps_per_epoch > 1 and not learner.needs_engine_logprobs(policy.off_policy)
+        plain = isinstance(learner, PlainLearner) and policy.off_policy
+        if several or plain or learner.needs_reference:
+            context = trainer.precision_plugin.forward_context
+            score_round(part, learner, self.micro_batch_tokens, context)
+        set_advantages(part, learner, self.rewards.weights)
+        if selection and selection.full_scope:
+            self._select(part, selection)
+
+    def _gradient_stream(self, version: int) -> GradientStream | None:
+        """What computes gradients while the round decodes."""
+        if self.streaming is None:
+            return None
+        sequences = self.round_policy.update_prompts * self.num_generations
+        divisor = sequences, sequences * self.sampling.max_completion_length
+
+        def part(groups: list[Group]) -> OptimizerStep:
+            return self._step_of(groups, version, divisor=divisor)
+
+        return GradientStream(
+            self.streaming,
+            self.learner,
+            self.round_policy,
+            lambda groups: self._value(version, groups),
+            part,
+            self.micro_batch_tokens,
+        )
 
     def _feedback(self, plan: list[Group], stale: list[Attempt]) -> Feedback:
         """What scores change in a round.
@@ -496,14 +539,18 @@ class RolloutDataModule(LightningDataModule):
         groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
         deal = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
         groups = [groups[i] for i in deal[step]]
+        return self._step_of(groups, round.version, accumulated=round.accumulated)
+
+    def _step_of(self, groups: list[Group], version: int, **parts: Any) -> OptimizerStep:
         return OptimizerStep(
             [Row(g, c) for g in groups for c in g.completions],
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
             skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.round_policy.off_policy,
-            only_version=round.version if self.mask_stale_tokens else None,
+            only_version=version if self.mask_stale_tokens else None,
             row_cost=self.learner.row_cost,
+            **parts,
         )
 
     @property

@@ -282,6 +282,11 @@ def _k3(logp: Tensor, ref_logp: Tensor | None, valid: Tensor, loss_type: LossTyp
     return difference.exp() - difference - 1
 
 
+def divides_by(loss_type: LossType) -> Literal["sequences", "tokens"]:
+    """What of the optimizer step a micro-batch's loss is proportional to the inverse of."""
+    return "tokens" if loss_type in ("dapo", "cispo") else "sequences"
+
+
 def _normalize(
     loss: Tensor,
     valid: Tensor,

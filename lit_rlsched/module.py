@@ -32,6 +32,7 @@ from lit_rlsched.losses import (
     LossOutput,
     LossType,
     check_loss_settings,
+    divides_by,
     policy_loss,
     rollout_correction,
 )
@@ -126,6 +127,8 @@ class PolicyModule(LightningModule):
         self._reference: list[nn.Module] = []  # a list hides it from state_dict and the optimizer
         self._evaluation: dict[str, MeanMetric] = {}
         self._skipped = False  # a step without anything to train on
+        self._total: Tensor | float = 0.0  # of the optimizer step's loss, so far
+        self._figures = StepMetrics()
         self._shares: bool | None = None  # not before some completions were encoded both ways
         self._loss_settings: dict[str, Any] = {
             "loss_type": loss_type,
@@ -336,29 +339,59 @@ class PolicyModule(LightningModule):
     def on_round_start(self, plan: list[Group]) -> None:
         """Free the gradients: the rollout needs the memory."""
         self.zero_grad(set_to_none=True)
+        self._total, self._figures = 0.0, StepMetrics()
+
+    def streaming_obstacle(self) -> str | None:
+        """Why gradients cannot be computed before all of an update is drawn; `None`: they can."""
+        if self._hp.loss_type == "bnpo":
+            return (
+                "`loss_type='bnpo'` is a mean over each micro-batch, and who shares one would "
+                "follow from who ends first. Use 'dapo', the mean over the update's tokens"
+            )
+        return None
+
+    def accumulate(self, step: OptimizerStep) -> None:
+        """Add the gradient of these micro-batches to that of the coming optimizer step."""
+        with self.trainer.precision_plugin.train_step_context():
+            for batch in step:
+                batch = batch.to(self.device)
+                output = self.loss(batch)
+                self.manual_backward(output.loss)
+                self._total += output.loss.detach()
+                self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
         """Accumulate the step's micro-batches and take one optimizer step, even on none."""
         optimizer = self.optimizers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        total, metrics = torch.zeros((), device=self.device, dtype=torch.float32), StepMetrics()
+        if not step.accumulated:
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self._total, self._figures = 0.0, StepMetrics()
         self._skipped = not step.rows
-        if not len(step):  # as a step in which every advantage is zero
+        if not len(step) and not any(map(len, step.accumulated)):
+            # as a step in which every advantage is zero
             nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
             self.manual_backward(torch.stack(nothing).sum())
-        for batch in step:
-            batch = batch.to(self.device)
-            output = self.loss(batch)
-            self.manual_backward(output.loss)
-            total += output.loss.detach()
-            metrics.update(output.metrics, weight=float(batch.completion_mask.sum()))
+        self.accumulate(step)
+        self._divide_by_totals(step)
+        total, metrics = self._total, self._figures.compute()
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr]
         # not earlier: Lightning forgets what was logged before the optimizer's hooks
         self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)
-        self.log_dict(metrics.compute(), batch_size=1)
+        self.log_dict(metrics, batch_size=1)
+
+    def _divide_by_totals(self, step: OptimizerStep) -> None:
+        """Of a step that was begun before its totals were known."""
+        if not step.accumulated:
+            return
+        by = divides_by(self._hp.loss_type)
+        ratio = getattr(step.divisor, by) / max(1, getattr(step.totals, by))
+        self._total *= ratio
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(ratio)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: the gradients are unscaled by now, whatever the precision."""
@@ -480,6 +513,20 @@ class GRPOModule(PolicyModule):
                 "the standard deviation of the update. Leave it out."
             )
 
+    def streaming_obstacle(self) -> str | None:
+        """Advantages that are compared with the whole update are known when it is."""
+        if not self.needs_group:
+            return (
+                "`advantage='reinforce++'` compares rewards with those of all the update, which "
+                "are known at its end. Use `advantage='group'`"
+            )
+        if self._hp.scale_rewards == "batch":
+            return (
+                "`scale_rewards='batch'` divides by the standard deviation of all the update, "
+                "which is known at its end. Use 'group' or 'none'"
+            )
+        return super().streaming_obstacle()
+
     @property
     def needs_group(self) -> bool:
         """Whether a completion's advantage is relative to its siblings."""
@@ -515,6 +562,15 @@ class RLOOModule(PolicyModule):
         super().__init__(model, beta=beta, loss_type=loss_type, **kwargs)
 
     kl_in_loss = False
+
+    def streaming_obstacle(self) -> str | None:
+        """Advantages that are normalised over the round are known when it is over."""
+        if self._hp.normalize_advantages:
+            return (
+                "`normalize_advantages=True` needs the advantages of all the update, which are "
+                "known at its end. Leave it out"
+            )
+        return super().streaming_obstacle()
 
     @property
     def skip_zero_advantage(self) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.rollout_callback import RolloutCallback
     from lit_rlsched.callbacks.rollout_logger import RolloutLogger
     from lit_rlsched.callbacks.sorted_batching import SortedBatching
+    from lit_rlsched.callbacks.streamed_training import StreamedTraining
     from lit_rlsched.callbacks.tail_batching import TailBatching
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutLogger",
     "RolloutProgressBar",
     "SortedBatching",
+    "StreamedTraining",
     "TailBatching",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     "RolloutLogger": "rollout_logger",
     "RolloutProgressBar": "progress",
     "SortedBatching": "sorted_batching",
+    "StreamedTraining": "streamed_training",
     "TailBatching": "tail_batching",
 }
 

@@ -185,6 +185,10 @@ class OptimizerStep:
         row_cost: Gives, for the rows that are encoded and `micro_batch_tokens`, the cost by which
             completions of a group share a row with one prompt where that is cheaper; without one,
             each has a row of its own.
+        divisor: Sequences and tokens that the losses divide by, where the totals of all of which
+            these rows are a part are not known yet.
+        accumulated: Parts of this step of which the gradient is there already, all with the same
+            `divisor`: their rows are left out of the passes, and those of the others divide by it.
     """
 
     def __init__(
@@ -197,6 +201,8 @@ class OptimizerStep:
         off_policy: bool = False,
         only_version: int | None = None,
         row_cost: Callable[[Sequence[Row], int], RowCost | None] | None = None,
+        divisor: tuple[int, int] | None = None,
+        accumulated: Sequence["OptimizerStep"] = (),
     ) -> None:
         rows = [r for r in rows if not r.completion.dropped]
         totals = StepTotals(len(rows), 0, off_policy, only_version)
@@ -206,7 +212,18 @@ class OptimizerStep:
         self.rows = rows
         """Those the loss is defined on, trained on or not."""
         self.totals = replace(totals, tokens=sum(totals.trained(r.completion) for r in rows))
-        self._encoded = [r for r in rows if r.completion.advantage or not skip_zero_advantage]
+        self.accumulated = accumulated
+        self.divisor: StepTotals = accumulated[0].divisor if accumulated else self.totals
+        """What the losses of its micro-batches divide by."""
+        if divisor is not None:
+            sequences, tokens = divisor
+            self.divisor = replace(self.totals, sequences=sequences, tokens=tokens)
+        before = {row.id for part in accumulated for row in part.rows}
+        self._encoded = [
+            r
+            for r in rows
+            if r.id not in before and (r.completion.advantage or not skip_zero_advantage)
+        ]
         self._micro_batch_tokens = micro_batch_tokens
         self._row_cost = row_cost
 
@@ -234,11 +251,14 @@ class OptimizerStep:
     def __iter__(self) -> Iterator[MicroBatch]:
         last = len(self) - 1
         for i, rows in enumerate(self._prompt_rows):
-            yield MicroBatch(rows, self.totals, is_first=i == 0, is_last=i == last)
+            yield MicroBatch(rows, self.divisor, is_first=i == 0, is_last=i == last)
 
     def padding(self) -> PaddingCount:
-        """Count positions without making a tensor."""
-        count = PaddingCount()
+        """Count positions, those accumulated before included, without making a tensor."""
+        parts = [part.padding() for part in self.accumulated]
+        count = PaddingCount(
+            sum(part.positions for part in parts), sum(part.padding for part in parts)
+        )
         for rows in self._prompt_rows:
             lengths = [len(row) for row in rows]
             count.positions += max(lengths) * len(rows)

@@ -4,13 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_rlsched.engines.process import ProcessEngine
     from lit_rlsched.engines.simulated import SimulatedEngine
     from lit_rlsched.engines.transformers import TransformersEngine
     from lit_rlsched.engines.vllm import VLLMEngine
 
-__all__ = ["SimulatedEngine", "TransformersEngine", "VLLMEngine"]
+__all__ = ["ProcessEngine", "SimulatedEngine", "TransformersEngine", "VLLMEngine"]
 
 _HOMES = {
+    "ProcessEngine": "process",
     "SimulatedEngine": "simulated",
     "TransformersEngine": "transformers",
     "VLLMEngine": "vllm",

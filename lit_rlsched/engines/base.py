@@ -133,7 +133,8 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes of key-value cache a token takes in all layers of a plain attention model."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * dtype.itemsize
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def check_requests(

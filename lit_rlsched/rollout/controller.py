@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from lit_rlsched.rollout.remote import RemoteWorker
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.types import Completion, Event, Group, Request, Row, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
@@ -67,7 +68,7 @@ class RolloutController:
 
     def __init__(
         self,
-        worker: RolloutWorker,
+        worker: RolloutWorker | RemoteWorker,
         scorer: Scorer,
         *,
         seed: int,
@@ -137,7 +138,6 @@ class RolloutController:
         self._state = RoundState(len(groups), len(rows), patient=policy.patience is not None)
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
-        self.worker.admission.turns = not policy.discards(self._state)
         try:
             for row in rows:
                 if row.completion.finished:
@@ -149,6 +149,9 @@ class RolloutController:
             waits = len(rows) > self.worker.admission.slots
             waits = waits or self.worker.admission.budget is not None
             self._probe = self.probe_tokens if lengths is not None and waits else 0
+            self.worker.start_round(
+                turns=not policy.discards(self._state), ahead=not self._intervenes(waits)
+            )
             self._submit(rows)
             while self._live and not policy.done(self._state):
                 yield from self._await(self._take(self.worker.step()))
@@ -164,6 +167,17 @@ class RolloutController:
             self.worker.abort()
             self.scorer.cancel()
             self._live.clear()
+
+    def _intervenes(self, waits: bool) -> bool:
+        """Whether what is done between two steps may change what other completions do.
+
+        `waits`: Whether some wait for a slot.
+        """
+        if self._feedback.more:
+            return True
+        stops = self._feedback.stop is not None or self._policy.stops_groups
+        pauses = self._lengths is not None or self.worker.admission.pauses
+        return waits and (stops or pauses)
 
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
@@ -278,6 +292,8 @@ class RolloutController:
             elif event.finish_reason is not None:
                 finished.append(row)
         if finished:
+            # not in the order of slots, which depends on who was aborted when
+            finished.sort(key=lambda row: (self._places[row.group.id], row.completion.index))
             self._finish(finished)
         if paused:
             self._go_on(paused)

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from lit_rlsched.advantages import group_relative
-from lit_rlsched.data.batching import MicroBatch, RowCost
+from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.rollout.types import Row
 
 
@@ -30,6 +30,12 @@ class Learner(Protocol):
     """Whether a completion with zero advantage adds nothing to the gradient."""
     needs_group: bool
     """Whether a completion's advantage is relative to its siblings, or to all of the update."""
+
+    def streaming_obstacle(self) -> str | None:
+        """Why gradients cannot be computed before all of an update is drawn; `None`: they can."""
+
+    def accumulate(self, step: OptimizerStep) -> None:
+        """Add the gradient of these micro-batches to that of the coming optimizer step."""
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         """Whether the loss is relative to the log-probs that the engine recorded.
@@ -59,6 +65,14 @@ class PlainLearner:
     needs_reference = False
     skip_zero_advantage = False
     needs_group = True
+
+    def streaming_obstacle(self) -> str | None:
+        """Its optimizer steps are Lightning's."""
+        return "it takes its micro-batches in `training_step`, once all of them are there"
+
+    def accumulate(self, step: OptimizerStep) -> None:
+        """Refused before."""
+        raise NotImplementedError
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         """Where tokens are of several policies, they are its `old_logp`."""

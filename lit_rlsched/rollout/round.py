@@ -31,6 +31,9 @@ class Round:
     trace: RolloutTrace | None = None
     """Gone after a resume: a checkpoint keeps what is trained on, not how it was drawn."""
     metrics: dict[str, float] = field(default_factory=dict)
+    accumulated: list[OptimizerStep] = field(default_factory=list)
+    """Parts of its only optimizer step of which the gradient is there already; not after a resume,
+    as gradients are not in a checkpoint either."""
 
     @property
     def width(self) -> int:

@@ -1,19 +1,20 @@
 """Engine, rewards and controller of one run, kept in step with the policy that is trained."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 
 import torch
 from torch import nn
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.process import EngineDied
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.remote import make_worker
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
@@ -73,7 +74,7 @@ class RolloutSession:
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         engine.start(spec)
         self.controller = RolloutController(
-            RolloutWorker(engine, admission()),
+            make_worker(engine, admission()),
             scorer,
             seed=seed,
             lengths=lengths,
@@ -124,8 +125,9 @@ class RolloutSession:
         validation and back.
         """
         self.engine.sync_weights(named_weights(self.policy), version)
-        if self._probe:
-            self._verify(version)
+        while self._probe:
+            with suppress(EngineDied):  # the next one has the weights, and not the probes
+                return self._verify(version)
 
     @torch.no_grad()
     def _verify(self, version: int) -> None:

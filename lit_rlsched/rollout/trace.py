@@ -1,7 +1,13 @@
 """Every event of a rollout, column by column, and the figures that follow from it."""
 
 import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
+
+from lit_rlsched.rollout.types import Event
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -17,6 +23,27 @@ STEP_COLUMNS = (
     "preemptions",
 )
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happened each time the engine was stepped."""
+
+    start: float
+    """Seconds on the engine's clock."""
+    end: float
+    running: int
+    """Requests in the engine."""
+    kv_tokens: int
+    decode_steps: int = 1
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    admitted: Sequence[str] = ()
+    """Requests that came in before it."""
+    events: list[Event] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
+    """Requests that left after it, each with the tokens it drew in its stay."""
 
 
 class RolloutTrace:
@@ -37,6 +64,8 @@ class RolloutTrace:
         """One row for each stay of a request: it left finished, paused or aborted."""
         self.decode_steps = 0
         """Decode steps the engine took."""
+        self.work: list[tuple[float, float]] = []
+        """When the trainer computed gradients meanwhile: from, to."""
         self._origin: float | None = None
         self._places = slots
         self._free = list(range(slots))
@@ -82,6 +111,23 @@ class RolloutTrace:
         return sum(self.spans["tokens"])
 
     @property
+    def work_seconds(self) -> float:
+        """Seconds in which the trainer computed gradients before the rollout was over."""
+        return sum(end - start for start, end in self.work)
+
+    @property
+    def overlap_seconds(self) -> float:
+        """Seconds in which the trainer computed gradients while the engine was in a step."""
+        total, steps = 0.0, list(zip(self.steps["start"], self.steps["end"], strict=True))
+        for begin, end in self.work:
+            first = bisect_left(steps, begin, key=lambda step: step[1])
+            for start, stop in islice(steps, first, None):
+                if start >= end:
+                    break
+                total += min(end, stop) - max(begin, start)
+        return total
+
+    @property
     def pauses(self) -> int:
         """Times a request left and came back."""
         return len(self.spans["request"]) - len(set(self.spans["request"]))
@@ -97,36 +143,28 @@ class RolloutTrace:
         slot = heapq.heappop(self._free)
         self._live[request_id] = (slot, now - self._origin, self.decode_steps)
 
-    def stepped(
-        self,
-        start: float,
-        end: float,
-        running: int,
-        kv_tokens: int,
-        decode_steps: int = 1,
-        prefill_tokens: int = 0,
-        cached_tokens: int = 0,
-        preemptions: int = 0,
-    ) -> None:
-        """The engine was stepped with `running` requests in it."""
+    def take(self, step: Step) -> None:
+        """The engine was stepped."""
+        for request_id in step.admitted:
+            self.admitted(request_id, step.start)
         assert self._origin is not None, "a step before anything was admitted"
-        self.decode_steps += decode_steps
-        self.peak_running = max(self.peak_running, running)
-        times = start - self._origin, end - self._origin
-        row = (
-            *times,
-            running,
-            kv_tokens,
-            decode_steps,
-            prefill_tokens,
-            cached_tokens,
-            preemptions,
-        )
-        for column, value in zip(self.steps.values(), row, strict=True):
-            column.append(value)
+        self.decode_steps += step.decode_steps
+        self.peak_running = max(self.peak_running, step.running)
+        for name, column in self.steps.items():
+            value = getattr(step, name)
+            column.append(value - self._origin if name in ("start", "end") else value)
+        for request_id, tokens in step.left.items():
+            self.left(request_id, step.end, tokens)
+
+    def worked(self, start: float, end: float) -> None:
+        """The trainer computed gradients; `time.monotonic`, as the clocks of real engines."""
+        assert self._origin is not None, "gradients of what was not drawn"
+        self.work.append((start - self._origin, end - self._origin))
 
     def left(self, request_id: str, now: float, tokens: int) -> None:
         """A request finished or was aborted, and its slot is free."""
+        if request_id not in self._live:
+            return  # the step that it came in with failed
         assert self._origin is not None, "a request left before anything was admitted"
         slot, start, start_step = self._live.pop(request_id)
         heapq.heappush(self._free, slot)

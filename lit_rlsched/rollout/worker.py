@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.trace import RolloutTrace, Step
 from lit_rlsched.rollout.types import Event, Request
 from lit_rlsched.scheduling.admission import Admission
 
@@ -30,6 +30,16 @@ class RolloutWorker:
         """Whether anything runs or waits."""
         return bool(self._drawn) or len(self.admission) > 0
 
+    def start_round(self, turns: bool, ahead: bool) -> None:
+        """Say what holds for the round that is about to be submitted.
+
+        Args:
+            turns: Whether requests of `least_attained` order take turns.
+            ahead: Whether nothing that the caller does between two steps changes what the others
+                do. A worker in a process of its own then goes on without being asked.
+        """
+        self.admission.turns = turns
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests wait for a slot."""
         self.admission.push(requests)
@@ -40,6 +50,12 @@ class RolloutWorker:
         A request that ended where it should pause has the finish reason `paused`; it is no longer
         here, and goes on when it is submitted again.
         """
+        step = self.advance()
+        self.trace.take(step)
+        return step.events
+
+    def advance(self) -> Step:
+        """The same, not yet in the trace."""
         engine, before = self.engine, self._stats
         admitted = self.admission.pop(self._drawn, before.kv_tokens)
         start = engine.now()
@@ -47,12 +63,17 @@ class RolloutWorker:
             engine.submit(admitted)
             for request in admitted:
                 self._requests[request.id], self._drawn[request.id] = request, 0
-                self.trace.admitted(request.id, start)
         running = len(self._drawn)
         events = engine.step()
         end = engine.now()
         self._stats = after = engine.stats()
-        self.trace.stepped(
+        left = {}
+        for i, event in enumerate(events):
+            self._drawn[event.request_id] += len(event.token_ids)
+            if event.finish_reason is not None:
+                left[event.request_id] = self._drawn.pop(event.request_id)
+                events[i] = self._ended(event, left[event.request_id])
+        return Step(
             start,
             end,
             running,
@@ -61,17 +82,13 @@ class RolloutWorker:
             after.prefill_tokens - before.prefill_tokens,
             after.cached_tokens - before.cached_tokens,
             after.preemptions - before.preemptions,
+            [request.id for request in admitted],
+            events,
+            left,
         )
-        for i, event in enumerate(events):
-            self._drawn[event.request_id] += len(event.token_ids)
-            if event.finish_reason is not None:
-                events[i] = self._ended(event, end)
-        return events
 
-    def _ended(self, event: Event, now: float) -> Event:
-        drawn = self._drawn.pop(event.request_id)
+    def _ended(self, event: Event, drawn: int) -> Event:
         request = self._requests.pop(event.request_id)
-        self.trace.left(request.id, now, drawn)
         total = len(request.prefix_ids) + drawn
         if event.finish_reason == "length" and total < request.sampling.max_completion_length:
             return replace(event, finish_reason="paused")

@@ -94,6 +94,11 @@ class Admission:
         self._running: dict[str, tuple[Request, int]] = {}  # and its slot
         self._free = list(range(slots))
 
+    @property
+    def pauses(self) -> bool:
+        """Whether requests that are let in may have to pause for those that wait."""
+        return self.budget is not None or self.order == "least_attained"
+
     def __len__(self) -> int:
         return len(self._paused) + len(self._probes) + len(self._waiting)
 

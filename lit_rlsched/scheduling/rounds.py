@@ -51,6 +51,8 @@ class RoundPolicy(ABC):
     """Prompts that may wait in the pool beside those of a round."""
     ends_early = False
     """Whether rounds end before all that they may decode is decoded."""
+    stops_groups = False
+    """Whether a group may have `enough` while some of it still decodes."""
     patience: float | None = None
     """Seconds of a round for which it waits, when it could be over, for the scores of what is
     decoded; then others may overtake. `None`: scores do not count until it is over."""
@@ -108,6 +110,14 @@ class RoundPolicy(ABC):
     @abstractmethod
     def done(self, state: RoundState) -> bool:
         """Whether the round has what it needs, asked after each step while some still decode."""
+
+    def certain(self, state: RoundState) -> Sequence[Group]:
+        """What is decoded and will be trained on in this round, whatever comes: in that order.
+
+        Where scores are awaited, one may yet drop out, if nothing can be trained on of it; none
+        comes in before another that was here when all before it were scored.
+        """
+        return state.decoded
 
     def discards(self, state: RoundState) -> bool:
         """Whether the end of the round may throw away what was drawn."""
@@ -272,6 +282,7 @@ class TailRound(RoundPolicy):
         self._raced = _at_least(prompt_ratio, update_prompts)
         self._ratio = completion_ratio if race == "completion" else 1.0
         self._begun = self.launched(num_generations)
+        self.stops_groups = self._begun > num_generations
         self.ends_early = self._raced > update_prompts
         self.most_deferred = update_prompts - 1 if self.ends_early else 0
 
@@ -318,6 +329,11 @@ class TailRound(RoundPolicy):
     def discards(self, state: RoundState) -> bool:
         """Where there is a race."""
         return state.groups > self.update_prompts
+
+    def certain(self, state: RoundState) -> Sequence[Group]:
+        """An update's worth of those that were decoded first."""
+        able = (group for group in state.decoded if not _useless(group))
+        return list(islice(able, self.update_prompts))
 
     def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
         """The first that are scored, as many as are trained on, where they race."""

@@ -8,7 +8,7 @@ from lightning import LightningDataModule, LightningModule, Trainer
 
 from lit_rlsched.callbacks import RolloutProgressBar, progress
 from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.trace import RolloutTrace, Step
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
 METRICS = {"reward": 0.5, "rollout/tokens_per_second": 1234.5, "rollout/bubble_ratio": 0.25}
@@ -55,7 +55,7 @@ class Module(LightningModule):
             completion.token_ids = [5, 5]
             completion.finish_reason, completion.scores = "stop", [1.0]
             trace.admitted(str(i), 2.0 * i)
-            trace.stepped(2.0 * i, 2.0 * i + 2, 1, 0, decode_steps=2)
+            trace.take(Step(2.0 * i, 2.0 * i + 2, 1, 0, decode_steps=2))
             trace.left(str(i), 2.0 * i + 2, 2)
             self.bar.on_completion_end(trainer, self, completion)
         self.postfixes.append(getattr(self.bar._rollout_bar, "postfix", None))

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from lit_rlsched.callbacks import RolloutLogger, pictures
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.trace import RolloutTrace, Step
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 40
@@ -58,7 +58,7 @@ def make_trace(groups: list[Group], slots: int) -> RolloutTrace:
         while waiting and len(left) < slots:
             left[waiting[0]] = lengths[waiting[0]]
             trace.admitted(waiting.pop(0), now)
-        trace.stepped(now, now + 1, len(left), 0)
+        trace.take(Step(now, now + 1, len(left), 0))
         now += 1
         left = {name: n - 1 for name, n in left.items()}
         for name in [name for name, n in left.items() if n == 0]:

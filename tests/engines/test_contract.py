@@ -25,6 +25,7 @@ DECODERS = [
         marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     ),
     "TransformersEngine",
+    "ProcessEngine",
 ]
 """The engines that run a model; the simulation only draws lengths."""
 ALL = [*DECODERS, "SimulatedEngine"]
@@ -57,7 +58,10 @@ class Drawn:
 
 @contextmanager
 def bench(name: str, model: str, policy: PreTrainedModel, slots: int = SLOTS) -> Iterator[Bench]:
-    engine = getattr(engines, name)()
+    if name == "ProcessEngine":
+        engine: RolloutEngine = engines.ProcessEngine(engines.TransformersEngine())
+    else:
+        engine = getattr(engines, name)()
     engine.start(EngineSpec(model, slots, MAX_MODEL_LEN, (EOS,), policy=policy))
     try:
         yield Bench(engine, policy)

@@ -16,7 +16,7 @@ from lit_rlsched.rollout.audit import (
     restart_stale,
     settle,
 )
-from lit_rlsched.rollout.trace import RolloutTrace
+from lit_rlsched.rollout.trace import RolloutTrace, Step
 from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
 from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound
 
@@ -198,7 +198,7 @@ def trace(slots, *steps):
     for i in range(slots):
         made.admitted(str(i), now)
     for seconds, running in steps:
-        made.stepped(now, now + seconds, running, 0)
+        made.take(Step(now, now + seconds, running, 0))
         now += seconds
     for i in range(slots):
         made.left(str(i), now, sum(running > i for _, running in steps))

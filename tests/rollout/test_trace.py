@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.trace import STEP_COLUMNS, RolloutTrace
+from lit_rlsched.rollout.trace import STEP_COLUMNS, RolloutTrace, Step
 
 
 def test_bubble_ratio_by_hand():
@@ -10,10 +10,10 @@ def test_bubble_ratio_by_hand():
     trace = RolloutTrace(slots=2)
     trace.admitted("a", 10.0)
     trace.admitted("b", 10.0)
-    trace.stepped(10.0, 11.0, running=2, kv_tokens=6)
+    trace.take(Step(10.0, 11.0, running=2, kv_tokens=6))
     trace.left("b", 11.0, tokens=1)
-    trace.stepped(11.0, 13.0, running=1, kv_tokens=4)
-    trace.stepped(14.0, 15.0, running=1, kv_tokens=5)
+    trace.take(Step(11.0, 13.0, running=1, kv_tokens=4))
+    trace.take(Step(14.0, 15.0, running=1, kv_tokens=5))
     trace.left("a", 15.0, tokens=3)
     assert trace.bubble_ratio == pytest.approx((0 * 1 + 1 * 2 + 1 * 2) / (5 * 2))
     assert (trace.decode_steps, trace.slot_steps, trace.busy_slot_steps) == (3, 6, 4)
@@ -30,7 +30,7 @@ def test_bubble_ratio_is_zero_where_all_slots_always_run(durations, slots):
         trace.admitted(str(i), 0.0)
     now = 0.0
     for seconds in durations:
-        trace.stepped(now, now + seconds, running=slots, kv_tokens=0)
+        trace.take(Step(now, now + seconds, running=slots, kv_tokens=0))
         now += seconds
     assert trace.bubble_ratio == 0.0
 
@@ -39,7 +39,7 @@ def test_a_freed_slot_is_taken_again():
     trace = RolloutTrace(slots=1)
     for i in range(3):
         trace.admitted(str(i), float(i))
-        trace.stepped(i, i + 1.0, 1, 0)
+        trace.take(Step(i, i + 1.0, 1, 0))
         trace.left(str(i), i + 1.0, 1)
     assert trace.spans["slot"] == [0, 0, 0]
     steps, spans = trace.tables()

@@ -1,0 +1,344 @@
+"""Any engine in a process of its own."""
+
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from typing import Any
+
+import cloudpickle
+import torch
+
+from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, RolloutEngine
+from lit_rlsched.rollout.types import Event, Request
+
+ALIGNMENT = 64
+"""Bytes, of each tensor in the shared file."""
+MAX_DEATHS = 3
+"""Times in a row that the process may die before the run is stopped."""
+SHUTDOWN = 10.0
+"""Seconds it may take to close the engine before it is killed."""
+
+
+class EngineDied(RuntimeError):
+    """The engine's process is gone; what it held is lost, and a new one has taken its place."""
+
+
+class ProcessEngine(RolloutEngine):
+    """Runs another engine in a child process, so that it decodes while the trainer computes.
+
+    There, the engine refills its slots and goes on by itself as long as nothing that the trainer
+    decides between two steps could change what is drawn; `StreamedTraining` needs that. Weights are
+    handed over through memory that both processes share, a second copy of them on the host.
+
+    A process that dies, by the kernel's hand or its own, is started anew under the same weights,
+    and what it was decoding goes on from the tokens that the trainer has received: from there on it
+    is drawn with other noise, unless the noise of the engine has no state (`TransformersEngine`).
+    `rollout/engine_restarts` counts it. One that dies three times without a step in between stops
+    the run.
+
+    Args:
+        engine: The engine; `VLLMEngine()` by default.
+
+    Raises:
+        RuntimeError: in `start`, what the engine raised there.
+
+    Example::
+
+        RolloutDataModule(..., engine=ProcessEngine(VLLMEngine(gpu_memory_utilization=0.5)))
+    """
+
+    def __init__(self, engine: RolloutEngine | None = None) -> None:
+        if engine is None:
+            from lit_rlsched.engines.vllm import VLLMEngine
+
+            engine = VLLMEngine()
+        if isinstance(engine, ProcessEngine):
+            raise ValueError("`ProcessEngine(engine=ProcessEngine(...))`: one process is enough.")
+        self.engine = engine
+        self.restarts = 0
+        """Times the process died and was started anew."""
+        self.logprobs = engine.logprobs
+        self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
+        self._child: Child | None = None
+        self._spec: EngineSpec | None = None
+        self._weights: Weights | None = None
+        self._deaths = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, where it runs."""
+        return None if self._child is None else self._child.process.pid
+
+    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
+        """The engine's."""
+        return self.engine.cache_dtype(spec)
+
+    def start(self, spec: EngineSpec) -> None:
+        """Start the process, and the engine in it."""
+        self.close()
+        self._spec = replace(spec, policy=None)  # it loads weights of its own
+        self._weights = Weights()
+        self._deaths = 0
+        try:
+            self._launch()
+        except EngineDied as error:
+            raise RuntimeError(f"The engine's process {error} while it started.") from None
+
+    def _launch(self) -> None:
+        assert self._weights is not None
+        self._child = Child(self.engine, self._weights.file)
+        self.kv_block, self.kv_capacity = self._child.call("start", self._spec)
+        if self._weights.table:
+            self._child.call("weights", self._weights.size, *self._weights.table)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._ask("engine", "submit", requests)
+
+    def step(self) -> list[Event]:
+        events: list[Event] = self._ask("engine", "step")
+        self._deaths = 0
+        return events
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
+        try:
+            aborted: dict[str, Partial] = self._ask("engine", "abort", list(request_ids))
+        except EngineDied:
+            return {}
+        return aborted
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._refuse_when_closed()
+        assert self._weights is not None
+        self._weights.write(named_tensors, version)
+        self._insist("weights", self._weights.size, *self._weights.table)
+
+    def stats(self) -> EngineStats:
+        stats: EngineStats = self._insist("engine", "stats")
+        return stats
+
+    def now(self) -> float:
+        return float(self._insist("engine", "now"))
+
+    def sleep(self) -> None:
+        if self.alive:  # else it was given up
+            self._insist("engine", "sleep")
+
+    def wake(self) -> None:
+        self._insist("engine", "wake")
+
+    def close(self) -> None:
+        """End the process; it is killed if it does not end by itself."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process: it was started, not closed and not given up."""
+        return self._child is not None
+
+    @property
+    def child(self) -> "Child":
+        """The process that runs."""
+        self._refuse_when_closed()
+        assert self._child is not None
+        return self._child
+
+    def revive(self) -> None:
+        """Start the process anew, under the weights it had.
+
+        Raises:
+            RuntimeError: it died too often.
+        """
+        while True:
+            how = self.child.kill()
+            self._deaths += 1
+            if self._deaths >= MAX_DEATHS:
+                self.close()
+                raise RuntimeError(
+                    f"The engine's process {how}, {self._deaths} times in a row. If it was killed "
+                    "from outside, memory may have run out: give the key-value cache less."
+                )
+            self.restarts += 1
+            with suppress(EngineDied):
+                return self._launch()
+
+    def went_on(self) -> None:
+        """It has made a step since it was started."""
+        self._deaths = 0
+
+    def _ask(self, *message: Any) -> Any:
+        """The answer of the child; where it dies, another one is started, which knows nothing."""
+        try:
+            return self.child.call(*message)
+        except EngineDied:
+            self.revive()
+            raise
+
+    def _insist(self, *message: Any) -> Any:
+        """The same of what can be asked of another one."""
+        while True:
+            with suppress(EngineDied):
+                answer = self._ask(*message)
+                self._deaths = 0
+                return answer
+
+    def _refuse_when_closed(self) -> None:
+        if self._child is None:
+            raise RuntimeError("The engine is closed or was not started.")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies in the shared file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Weights:
+    """Tensors in a file without a name, which lives as long as somebody has it open.
+
+    It is in memory where the system allows: not in `/dev/shm`, which is small in containers.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self.file = os.memfd_create("lit_rlsched-weights")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.file = os.dup(file.fileno())
+        self.size = 0
+        self.table: tuple[list[Entry], int] | tuple[()] = ()
+        """Of the tensors that were written, and their policy version."""
+        self._map: mmap.mmap | None = None
+
+    def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace what is in the file; it grows with the first tensors and then has their size."""
+        named = [(name, tensor.detach()) for name, tensor in named_tensors]
+        entries, size = [], 0
+        for name, tensor in named:
+            entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), size))
+            size += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        if size > self.size:
+            os.ftruncate(self.file, size)
+            self.size = size
+            self._map = mmap.mmap(self.file, size)
+        for entry, (_, tensor) in zip(entries, named, strict=True):
+            view(self._map, entry).copy_(tensor)
+        self.table = entries, version
+
+    def close(self) -> None:
+        self._map = None
+        os.close(self.file)
+
+
+def view(memory: Any, entry: Entry) -> torch.Tensor:
+    """A tensor in the shared file, without a copy."""
+    count = torch.Size(entry.shape).numel()
+    if not count:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    flat = torch.frombuffer(memory, dtype=entry.dtype, count=count, offset=entry.offset)
+    return flat.view(entry.shape)
+
+
+class Child:
+    """The process and the pipe to it."""
+
+    def __init__(self, engine: RolloutEngine, weights: int) -> None:
+        self.connection, theirs = Pipe()
+        read, self._lifeline = os.pipe()
+        descriptors = [theirs.fileno(), read, weights]
+        arguments = map(str, [*descriptors, os.getpid()])
+        # Not multiprocessing: that would run an unguarded user script once more. A session of its
+        # own: Ctrl-C stays with the trainer, and killing its group ends what the engine started.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lit_rlsched.engines._child", *arguments],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(read)
+        self.send(cloudpickle.dumps(engine))
+
+    def call(self, *message: Any) -> Any:
+        """Send a message and return the answer.
+
+        Raises:
+            EngineDied: there is nobody any more.
+            Exception: what was raised there.
+        """
+        self.send(*message)
+        return self.receive()
+
+    def send(self, *message: Any) -> None:
+        """Send what has no answer."""
+        try:
+            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            raise EngineDied(self.kill()) from None
+
+    def receive(self) -> Any:
+        """The next answer."""
+        try:
+            kind, value = pickle.loads(self.connection.recv_bytes())
+        except (OSError, EOFError):
+            raise EngineDied(self.kill()) from None
+        if kind == "raised":
+            raise unpickled(value)
+        return value
+
+    def kill(self) -> str:
+        """Kill the process and all it started; says what it had died of if it was dead."""
+        if self._lifeline < 0:
+            return self._end
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=0.5)  # its own exit code, where it is about to exit
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        os.close(self._lifeline)
+        self._lifeline = -1
+        code = self.process.returncode
+        names = {number.value: number.name for number in signal.Signals}
+        self._end = f"exited with code {code}"
+        if code < 0:
+            self._end = f"died of {names.get(-code, f'signal {-code}')}"
+        return self._end
+
+    def close(self) -> None:
+        """Let the engine close, then end the process."""
+        if self._lifeline >= 0:
+            with suppress(OSError, EngineDied):
+                self.connection.send_bytes(pickle.dumps(("close",)))
+                self.process.wait(timeout=SHUTDOWN)
+        self.kill()
+
+    _end = ""
+
+
+def unpickled(error: tuple[bytes, str]) -> BaseException:
+    """An exception of the child, with the place it comes from."""
+    pickled, text = error
+    try:
+        raised: BaseException = pickle.loads(pickled)
+    except Exception:
+        return RuntimeError(f"In the engine's process:\n{text}")
+    raised.add_note(f"In the engine's process:\n{text}")
+    return raised

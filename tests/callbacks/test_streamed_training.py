@@ -1,0 +1,264 @@
+"""Streamed gradients are those of the update, whatever finished when."""
+
+import random
+import time
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched.callbacks import (
+    DownSampling,
+    DynamicSampling,
+    MicroGroupSampling,
+    RolloutCallback,
+    SortedBatching,
+    StreamedTraining,
+    TailBatching,
+)
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.rollout.streaming import Streaming
+from lit_rlsched.scheduling.rounds import FullRound
+from transformers import GPT2Config, GPT2LMHeadModel
+
+EXACT = {"precision": "64-true", "max_epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def exact_model(tmp_path_factory):
+    """Every layer of it computes in float64 where it is asked to; Qwen3's norms do not."""
+    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), make_tokenizer()
+    sizes = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=len(tokenizer), **sizes, initializer_range=0.3, eos_token_id=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def delayed(most):
+    """The share of digits, told in any order."""
+
+    def digits(prompts, completions, **kwargs):
+        import random
+        import time
+
+        time.sleep(random.random() * most)
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    return digits
+
+
+class Stream(RolloutCallback):
+    """Streams beside an engine in this process: nothing overlaps, and all else is the same."""
+
+    def __init__(self, start=0.0, policy=None):
+        self.start, self.policy, self.rounds = start, policy, []
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.datamodule.streaming = Streaming(self.start)
+        if self.policy:
+            trainer.datamodule.round_policy = self.policy
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+    @property
+    def parts(self):
+        return [len(r.accumulated) for r in self.rounds]
+
+
+class AnyOrder(FullRound):
+    """Is certain of groups in an order of its own, which changes each time it is asked."""
+
+    def __init__(self, prompts, seed):
+        super().__init__(prompts)
+        self.random = random.Random(seed)
+
+    def certain(self, state):
+        complete = [group for group in state.decoded if group.complete]
+        return self.random.sample(complete, self.random.randint(0, len(complete)))
+
+
+def vector(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def check_same(module, plain):
+    assert vector(module).dtype == torch.float64
+    # AdamW makes rounding 1e5 times larger where the gradient is zero: of GPT-2's key biases
+    torch.testing.assert_close(vector(module), vector(plain), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
+def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
+    def run(*callbacks, **data):
+        module = GRPOModule(
+            exact_model,
+            learning_rate=1e-3,
+            loss_type=loss_type,
+            epsilon_high=5.0 if loss_type == "cispo" else None,
+        )
+        return fit(module, callbacks, EXACT, prompts_per_round=6, num_generations=3, **data)[1]
+
+    plain = run()
+    for seed in range(3):
+        stream = Stream(policy=AnyOrder(6, seed))
+        streamed = run(stream, micro_batch_tokens=[80, 150, 240][seed])
+        assert any(stream.parts)
+        check_same(streamed, plain)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("make", [GRPOModule, RLOOModule])
+def test_with_a_reference_model(fit, exact_model, make, beta):
+    stream, modules = Stream(), []
+    for callbacks in ([], [stream]):
+        module = make(exact_model, learning_rate=1e-3, beta=beta)
+        modules.append(fit(module, callbacks, EXACT, micro_batch_tokens=100)[1])
+    assert all(stream.parts)
+    check_same(modules[1], modules[0])
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        lambda: [TailBatching()],
+        lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=5)],
+        lambda: [SortedBatching(2, mode="partial")],
+        lambda: [DownSampling(2)],
+        lambda: [DownSampling(2, advantage_scope="full")],
+        lambda: [DynamicSampling()],
+    ],
+    ids=["tail", "completions race", "partial", "down-sampling", "full scope", "dynamic"],
+)
+def test_with_every_scheduler(fit, exact_model, callbacks):
+    stream, modules = Stream(), []
+    for more in ([], [stream]):
+        module = GRPOModule(exact_model, learning_rate=1e-3)
+        trained = fit(module, [*callbacks(), *more], EXACT, micro_batch_tokens=100)
+        modules.append(trained[1])
+    assert any(stream.parts)
+    check_same(modules[1], modules[0])
+
+
+def test_the_metrics_are_those_of_the_update(fit, tiny_model):
+    logged = []
+    for callbacks in ([], [Stream()]):
+        module = GRPOModule(tiny_model, learning_rate=1e-3)
+        trainer, *_ = fit(module, callbacks, {**EXACT, "max_epochs": 1}, micro_batch_tokens=100)
+        logged.append({k: float(v) for k, v in trainer.logged_metrics.items()})
+    plain, streamed = logged
+    assert plain.keys() == streamed.keys() and {"loss", "grad_norm", "entropy"} < plain.keys()
+    assert streamed == pytest.approx(plain, rel=1e-5, abs=1e-6)
+
+
+def test_when_scores_arrive_changes_nothing(fit, tiny_model):
+    """Not even a bit: what shares a micro-batch follows from what was decoded."""
+    weights, parts = [], []
+    for delay in (0.0, 0.05, 0.05):
+        stream = Stream(start=0.3)
+        module = GRPOModule(tiny_model, learning_rate=1e-3)
+        _, module, _ = fit(
+            module, [stream], reward_funcs=[delayed(delay)], reward_workers=2, prompts_per_round=6
+        )
+        weights.append(vector(module))
+        parts.append([[[r.id for r in part.rows] for part in r.accumulated] for r in stream.rounds])
+    assert any(parts[0]) and parts[0] == parts[1] == parts[2]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_it_begins_when_a_share_is_ready(fit, tiny_model):
+    seen = []
+
+    class Watch(RolloutCallback):
+        def on_group_end(self, trainer, pl_module, group):
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            seen.append((len(trainer.datamodule.session.controller.state.decoded), bool(grads)))
+
+    fit(callbacks=[Stream(start=0.5), Watch()], trainer={"max_epochs": 1}, prompts_per_round=8,
+        max_completion_length=64, micro_batch_tokens=72)  # fmt: skip
+    assert not any(grads for decoded, grads in seen if decoded < 4)
+    assert seen[-1][1], "some gradients were there before the last group was"
+
+
+class Slow(TransformersEngine):
+    """So slow that a gradient takes less than the tail."""
+
+    def step(self):
+        time.sleep(0.005)
+        return super().step()
+
+
+def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
+    rounds, weights = [], []
+
+    class Watch(RolloutCallback):
+        def on_round_end(self, trainer, pl_module, round):
+            rounds.append(round)
+
+    settings = {"max_completion_length": 160, "micro_batch_tokens": 168, "num_generations": 2}
+    for callbacks, engine in (
+        ([StreamedTraining(start=0), Watch()], ProcessEngine(Slow())),
+        ([Stream()], TransformersEngine()),
+    ):
+        module = GRPOModule(tiny_model, learning_rate=1e-3)
+        fit(module, [TailBatching(), *callbacks], engine=engine, **settings)
+        weights.append(vector(module))
+    assert torch.equal(*weights), "wherever the engine is"
+    for round in rounds:
+        figures = {k: v for k, v in round.metrics.items() if k.startswith("streamed_training/")}
+        assert 0 < figures["streamed_training/streamed_share"] <= 1
+        assert figures["streamed_training/gradient_seconds"] > 0
+        assert round.metrics["rollout/engine_restarts"] == 0
+    assert sum(r.metrics["streamed_training/overlap_seconds"] for r in rounds) > 0
+    steps = rounds[0].trace.steps
+    begin, end = rounds[0].trace.work[0]
+    assert steps["start"][0] < begin < end and begin < steps["end"][-1]
+
+
+# What it refuses.
+
+
+def test_an_engine_in_this_process_is_refused(fit):
+    with pytest.raises(MisconfigurationException, match=r"ProcessEngine\(TransformersEngine"):
+        fit(callbacks=[StreamedTraining()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"scale_rewards": "batch"}, "scale_rewards='batch'"),
+        ({"advantage": "reinforce++"}, "advantage='reinforce"),
+        ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
+    ],
+)
+def test_what_needs_the_whole_update_is_refused(fit, tiny_model, settings, why):
+    engine = ProcessEngine(TransformersEngine())
+    with pytest.raises(MisconfigurationException, match=why):
+        fit(GRPOModule(tiny_model, **settings), [StreamedTraining()], engine=engine)
+
+
+def test_normalised_advantages_are_refused(fit, tiny_model):
+    module = RLOOModule(tiny_model, normalize_advantages=True)
+    with pytest.raises(MisconfigurationException, match="normalize_advantages"):
+        fit(module, [StreamedTraining()], engine=ProcessEngine(TransformersEngine()))
+
+
+@pytest.mark.parametrize("setting", ["steps_per_round", "num_iterations"])
+def test_several_steps_are_refused(fit, setting):
+    with pytest.raises(MisconfigurationException, match=f"{setting}=2"):
+        fit(
+            callbacks=[StreamedTraining()],
+            engine=ProcessEngine(TransformersEngine()),
+            **{setting: 2},
+        )
+
+
+@pytest.mark.parametrize("start", [-0.1, 1.0, "soon"])
+def test_a_start_that_is_no_share_is_refused(start):
+    with pytest.raises(ValueError, match="a share of the update's prompts"):
+        StreamedTraining(start)

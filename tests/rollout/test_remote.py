@@ -1,0 +1,289 @@
+"""A worker in a process of its own draws what one in this process draws, and survives kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.process import MAX_DEATHS
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.remote import RemoteWorker, make_worker
+from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling
+from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.lengths import SiblingMax
+from lit_rlsched.scheduling.rounds import FullRound, SortedRound, TailRound
+
+PROMPTS, GENERATIONS, LIMIT = 6, 3, 400
+POLICIES = {
+    "full": FullRound(PROMPTS),
+    "tail": TailRound(4, GENERATIONS, 1.5, patience=1e9),
+    "completions race": TailRound(4, 2, 1.5, 1.5, race="completion", patience=1e9),
+    "on policy": SortedRound(2, PROMPTS, GENERATIONS),
+    "partial": SortedRound(2, PROMPTS, GENERATIONS, mode="partial"),
+}
+
+
+def plan():
+    return [
+        Group(
+            f"{p}@0",
+            Prompt(str(p), f"prompt {p}", tuple(4 + (7 * i + p) % 60 for i in range(10 + p))),
+            Sampling(LIMIT),
+            [Completion(i) for i in range(GENERATIONS)],
+        )
+        for p in range(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def scheduler():
+    def reward(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    with RewardScheduler([reward]) as scheduler:
+        yield scheduler
+
+
+class Bench:
+    """An engine, and what it draws."""
+
+    def __init__(self, engine, model, policy, scheduler):
+        self.engine, self.scheduler, self.policy = engine, scheduler, policy
+        self.engine.start(EngineSpec(model, 18, 448, (1,), dtype=torch.float64, policy=policy))
+        self.sync()
+
+    def sync(self):
+        self.engine.sync_weights(self.policy.named_parameters(), 0)
+
+    def run(self, policy, slots=18, order="fifo", lengths=None, on_group=None, more=None):
+        """Groups after a round, the round's state, and who ran when."""
+        worker = make_worker(self.engine, Admission(slots, order=order))
+        controller = RolloutController(
+            worker,
+            Scorer(self.scheduler, str),
+            seed=1,
+            lengths=lengths,
+            on_group=on_group or (lambda group: None),
+        )
+        trace, groups = worker.start_trace(), plan()
+        feedback = Feedback(more=more) if more else None
+        list(controller.run(groups, policy, 0, predict=True, feedback=feedback))
+        assert not worker.busy and self.engine.stats().running == 0
+        columns = ("request", "start_step", "end_step", "tokens")
+        spans = sorted(zip(*(trace.spans[name] for name in columns), strict=True))
+        counts = {name: trace.steps[name] for name in ("running", "prefill_tokens", "kv_tokens")}
+        decoded = [group.id for group in controller.state.decoded]
+        return worker, groups, (decoded, spans, trace.decode_steps, counts)
+
+
+@pytest.fixture(scope="module")
+def here(tiny_model, make_policy, scheduler):
+    bench = Bench(TransformersEngine(), tiny_model, make_policy(tiny_model).double(), scheduler)
+    yield bench
+    bench.engine.close()
+
+
+@pytest.fixture(scope="module")
+def there(tiny_model, make_policy, scheduler):
+    engine = ProcessEngine(TransformersEngine())
+    bench = Bench(engine, tiny_model, make_policy(tiny_model).double(), scheduler)
+    yield bench
+    bench.engine.close()
+
+
+def pause(group):
+    """A trainer that has other things to do: the worker there is steps ahead meanwhile."""
+    time.sleep(0.05)
+
+
+def check_alike(groups, others):
+    """Equal but for the rounding that other company puts on log-probs."""
+    for group, other in zip(groups, others, strict=True):
+        for c, o in zip(group.completions, other.completions, strict=True):
+            assert c.logprobs == pytest.approx(o.logprobs, abs=1e-6)
+            c.logprobs = o.logprobs
+    assert groups == others
+
+
+@pytest.mark.parametrize("slots", [18, 4])
+@pytest.mark.parametrize("name", POLICIES)
+def test_how_far_it_runs_ahead_changes_nothing(here, there, name, slots):
+    _, groups, figures = here.run(POLICIES[name], slots)
+    worker, same, same_figures = there.run(POLICIES[name], slots, on_group=pause)
+    assert isinstance(worker, RemoteWorker)
+    if name == "completions race" and slots == 18:
+        # what was aborted here went on for some steps there, beside the others
+        check_alike(same, groups)
+        assert same_figures[:-1] == figures[:-1]
+    else:
+        assert same == groups
+        assert same_figures == figures
+    if name == "completions race" and slots == 4:  # who is aborted decides who goes in when
+        assert worker.ahead_steps == 0
+
+
+def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
+    worker = make_worker(there.engine, Admission(18))
+    trace = worker.start_trace()
+    worker.start_round(turns=True, ahead=True)
+    worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
+    (event,) = worker.step()
+    while not there.engine.child.connection.poll():
+        time.sleep(0.01)
+    assert worker.abort() == [] and not worker.busy
+    assert worker.ahead_steps > 0
+    assert trace.tokens == len(event.token_ids) == 1
+
+
+@pytest.mark.parametrize("order", ["least_attained", "longest_first"])
+def test_pauses_and_predictions(here, there, order):
+    figures = []
+    for bench in (here, there):
+        lengths = CalibratedPredictor(SiblingMax())
+        worker, *rest = bench.run(FullRound(PROMPTS), 4, order, lengths, on_group=pause)
+        figures.append(rest)
+    assert figures[0] == figures[1]
+    assert worker.ahead_steps == 0, "it waited to be asked"
+
+
+def test_more_groups_while_the_round_decodes(here, there):
+    def more_of(waiting):
+        return lambda group: waiting.pop() if waiting else None
+
+    spare = [Group(f"{g.id}+", g.prompt, g.sampling, g.completions) for g in plan()[:2]]
+    figures = [
+        bench.run(FullRound(PROMPTS), 4, more=more_of([g.copy() for g in spare]))[1:]
+        for bench in (here, there)
+    ]
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.parametrize(("name", "slots"), [("full", 4), ("tail", 18), ("partial", 4)])
+def test_a_killed_process_goes_on_from_the_tokens_received(here, there, name, slots):
+    """The noise of this engine has no state: what is drawn is what would have been drawn."""
+    _, groups, _ = here.run(FullRound(PROMPTS), slots)
+    whole = {g.id: [c.token_ids for c in g.completions] for g in groups}
+    before, killed = there.engine.restarts, []
+
+    def kill_once(group):
+        if not killed:
+            killed.append(os.kill(there.engine.pid, signal.SIGKILL))
+
+    worker, groups, (decoded, spans, *_) = there.run(POLICIES[name], slots, on_group=kill_once)
+    assert there.engine.restarts == before + 1
+    tokens = {}
+    for request, _, _, count in spans:
+        tokens[request] = tokens.get(request, 0) + count
+    assert decoded
+    for group in groups:
+        for completion in group.completions:
+            ids = whole[group.id][completion.index]
+            assert completion.token_ids == ids[: len(completion.token_ids)]
+            assert tokens.get(f"{group.id}/{completion.index}", 0) == len(completion.token_ids)
+    if name == "full":
+        assert all(c.finished and c.scored for g in groups for c in g.completions)
+
+
+def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here, there):
+    with torch.no_grad():
+        for bench in (here, there):
+            next(bench.policy.parameters()).mul_(1.5)
+    there.sync()
+    os.kill(there.engine.pid, signal.SIGKILL)
+    _, groups, _ = here.run(FullRound(PROMPTS))
+    _, same, _ = there.run(FullRound(PROMPTS))
+    assert [c.token_ids for g in same for c in g.completions] == [
+        c.token_ids for g in groups for c in g.completions
+    ]
+
+
+def test_what_is_asked_of_the_engine_itself_survives_a_kill(there):
+    os.kill(there.engine.pid, signal.SIGKILL)
+    there.sync()
+    os.kill(there.engine.pid, signal.SIGKILL)
+    there.engine.wake()
+    there.run(FullRound(PROMPTS))
+
+
+def test_errors_are_those_of_the_engine(there):
+    with pytest.raises(ValueError, match="'long' does not fit"):
+        there.engine.submit([Request("long", range(4, 40), 0, Sampling(440))])
+    there.run(FullRound(PROMPTS))
+
+
+def test_one_that_keeps_dying_stops_the_run(tiny_model, make_policy, scheduler):
+    class Dying(SimulatedEngine):
+        """Takes no request."""
+
+        def submit(self, requests):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    bench = Bench(ProcessEngine(Dying()), tiny_model, make_policy(tiny_model), scheduler)
+    with pytest.raises(RuntimeError, match=f"died of SIGKILL, {MAX_DEATHS} times in a row"):
+        bench.run(FullRound(PROMPTS))
+    bench.engine.close()
+
+
+def test_one_that_does_not_start_says_so(tiny_model):
+    class Stillborn(SimulatedEngine):
+        """Does not start."""
+
+        def start(self, spec):
+            os._exit(3)
+
+    engine = ProcessEngine(Stillborn())
+    with pytest.raises(RuntimeError, match="exited with code 3 while it started"):
+        engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
+    engine.close()
+
+
+def test_it_dies_with_the_trainer(tiny_model):
+    script = f"""
+        from lit_rlsched.engines import ProcessEngine, SimulatedEngine
+        from lit_rlsched.engines.base import EngineSpec
+        engine = ProcessEngine(SimulatedEngine())
+        engine.start(EngineSpec({tiny_model!r}, 2, 64, (1,)))
+        print(engine.pid, flush=True)
+        input()
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(trainer.stdout.readline())
+    assert alive(pid)
+    trainer.kill()
+    trainer.wait()
+    while alive(pid):
+        time.sleep(0.05)
+
+
+def alive(pid):
+    """Whether it runs; one that is dead and not waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_one_process_is_enough():
+    with pytest.raises(ValueError, match="one process is enough"):
+        ProcessEngine(ProcessEngine(TransformersEngine()))
+
+
+def test_other_engines_are_called_directly(here):
+    assert isinstance(make_worker(here.engine, Admission(2)), RolloutWorker)
