@@ -28,6 +28,7 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     RolloutLogger,
     SortedBatching,
+    StreamedTraining,
     TailBatching,
 )
 from lit_rlsched.scheduling.rounds import SortedRound
@@ -50,6 +51,11 @@ SCHEDULES = {
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
         8,
         lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=7)],
+    ),
+    "streamed": (
+        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        8,
+        lambda: [TailBatching(), StreamedTraining(start=0)],
     ),
     "selected": (
         {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},
@@ -150,12 +156,13 @@ def main(folder, engine, model, schedule, place):
     seed_everything(1)
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
     settings, steps, callbacks = SCHEDULES[schedule]
+    decoder = getattr(engines, engine)()
     data = RolloutDataModule(
         rows[:30],
         [coin if schedule == "selected" else digits],
         val_data=rows[30:],
         val_num_generations=2,
-        engine=getattr(engines, engine)(),
+        engine=engines.ProcessEngine(decoder) if schedule == "streamed" else decoder,
         micro_batch_tokens=256,
         **{"prompts_per_round": 4, **settings},
     )

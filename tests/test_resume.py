@@ -35,6 +35,11 @@ TAIL = [
     "harvest 5",  # while the second one is drawn
     "step 7",  # at the start of a short round's update
 ]
+STREAMED = [
+    "harvest 1",  # while a short round is drawn, and some gradients are there
+    "harvest 2",  # while the first long round is drawn
+    "round_end 5",  # the second one is drawn, and most of its gradients are there
+]
 SELECTED = [
     "harvest 0",  # while the first round is drawn
     "step 1",
@@ -69,6 +74,7 @@ def run(folder, engine, model, schedule, *places):
         ("TransformersEngine", "partial", [*SORTED, RESUMED]),
         ("VLLMEngine", "partial", ["validation 2", RESUMED]),
         ("TransformersEngine", "tail", TAIL),
+        ("TransformersEngine", "streamed", STREAMED),
         ("TransformersEngine", "selected", SELECTED),
     ],
 )
@@ -94,6 +100,7 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
     assert (whole["num_discarded_tokens"] > 0) == (schedule != "partial")
     assert (max(whole["spans"]) > 1) == (schedule == "partial")
-    if schedule == "tail":
+    if schedule in ("tail", "streamed"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
+    if schedule == "tail":
         assert whole["dropped"]["dropped/stopped"] > 0

@@ -18,7 +18,8 @@ class StreamedTraining(RolloutCallback):
     divided by a fixed number, and the sum of the gradients by the true one before the step: the
     update is the one without this callback but for rounding, whatever finished when. Which groups
     share a micro-batch follows from the order in which they were decoded, so that a run repeats
-    bit for bit.
+    bit for bit; but for rounding only where completions are aborted in the middle of a round
+    (`TailBatching(race="completion")`, early stop): they decode on for some steps beside others.
 
     The engine must decode by itself meanwhile: `ProcessEngine(engine=VLLMEngine())`. Where what is
     decided in the trainer changes what others decode (`DynamicSampling`; or, where completions wait

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
@@ -21,7 +22,6 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.rollout.streaming import Streaming
 from lit_rlsched.scheduling.rounds import FullRound
-from transformers import GPT2Config, GPT2LMHeadModel
 
 EXACT = {"precision": "64-true", "max_epochs": 3}
 

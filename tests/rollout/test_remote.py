@@ -180,7 +180,7 @@ def test_a_killed_process_goes_on_from_the_tokens_received(here, there, name, sl
         if not killed:
             killed.append(os.kill(there.engine.pid, signal.SIGKILL))
 
-    worker, groups, (decoded, spans, *_) = there.run(POLICIES[name], slots, on_group=kill_once)
+    _, groups, (decoded, spans, *_) = there.run(POLICIES[name], slots, on_group=kill_once)
     assert there.engine.restarts == before + 1
     tokens = {}
     for request, _, _, count in spans:

@@ -1,0 +1,72 @@
+"""Real processes die in the middle of a run on real vLLM, and it goes on."""
+
+import math
+import os
+import signal
+from importlib.util import find_spec
+
+import pytest
+
+from lit_rlsched.callbacks import (
+    AdaptiveTimeouts,
+    RolloutCallback,
+    StreamedTraining,
+    TailBatching,
+)
+from lit_rlsched.engines import ProcessEngine, VLLMEngine
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+class Kill(RolloutCallback):
+    """Kills the engine's process while it decodes, in a short round and in a long one."""
+
+    def __init__(self):
+        self.rounds, self.planned, self.pids, self.left = [], [], [], 0
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self.planned.append([group.id for group in plan])
+        self.left = 1 if len(self.planned) in (2, 3) else 0
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        data = trainer.datamodule
+        if self.left and data.session.controller.worker.busy:
+            self.left -= 1
+            self.pids.append(data.engine.pid)
+            os.kill(data.engine.pid, signal.SIGKILL)
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+
+def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
+    kill = Kill()
+    callbacks = [kill, TailBatching(1.5), StreamedTraining(start=0), AdaptiveTimeouts()]
+    engine = ProcessEngine(VLLMEngine())
+    settings = {"max_completion_length": 64, "num_generations": 2, "prompts_per_round": 2}
+    trainer, _, data = fit(
+        callbacks=callbacks,
+        trainer={"max_epochs": 5},
+        engine=engine,
+        val_data=sums[80:],
+        **settings,
+    )
+    assert trainer.global_step == 5
+    assert len(set(kill.pids)) == len(kill.pids) == engine.restarts == 2
+    assert [len(plan) for plan in kill.planned[:3]] == [3, 3, 2], "the third round is long"
+    assert data.engine.pid is None, "the last process was closed"
+    drawn = {name for plan in kill.planned for name in plan}
+    trained = [group.id for round in kill.rounds for group in round.groups]
+    assert len(trained) == len(set(trained)) == 10
+    assert set(trained) | {group.id for group in data.pool} == drawn
+    for round in kill.rounds:
+        for completion in round.completions:
+            assert completion.finished and completion.scored and not completion.dropped
+            assert sum(n for _, n in completion.version_spans) == len(completion.token_ids)
+            assert {version for version, _ in completion.version_spans} == {round.version}
+            assert all(map(math.isfinite, completion.logprobs))
+        # a restarted engine has the weights of the round: what it drew has their log-probs
+        assert round.metrics["rollout/engine_restarts"] == sum(
+            len(plan) > 0 for plan in kill.planned[1 : round.number + 1][:2]
+        )
+    assert all(r.metrics.get("sync/max_logp_diff", 0) < 1e-4 for r in kill.rounds)
