@@ -88,6 +88,8 @@ class RolloutDataModule(LightningDataModule):
         reward_weights: One per reward function; by default 1 each.
         reward_timeout: Seconds a function may take for one completion.
         reward_workers: Processes that run reward functions.
+        reward_memory_limit: Memory that calls of reward functions may take in each of them, such as
+            `4GiB`; by default half of the machine's, shared by all.
         tokenizer: Folder or hub name; by default the policy's.
         chat_template_kwargs: More arguments for the chat template.
         engine: What decodes; by default vLLM.
@@ -128,6 +130,7 @@ class RolloutDataModule(LightningDataModule):
         reward_weights: list[float] | None = None,
         reward_timeout: float = 30.0,
         reward_workers: int = 1,
+        reward_memory_limit: str | None = None,
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         engine: RolloutEngine | None = None,
@@ -161,6 +164,7 @@ class RolloutDataModule(LightningDataModule):
             reward_weights=reward_weights,
             workers=reward_workers,
             timeout=reward_timeout,
+            memory_limit=reward_memory_limit,
         )
         self.tokenizer_name = tokenizer
         self.chat_template_kwargs = chat_template_kwargs

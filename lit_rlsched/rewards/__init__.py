@@ -1,5 +1,20 @@
-"""Reward functions and their scheduler."""
+"""Reward functions, judges, and the scheduler that calls them."""
 
+from typing import TYPE_CHECKING, Any
+
+from lit_rlsched.rewards.judge import JudgeReward
 from lit_rlsched.rewards.scheduler import RewardScheduler, ScoredJob
 
-__all__ = ["RewardScheduler", "ScoredJob"]
+if TYPE_CHECKING:
+    from lit_rlsched.rewards.engine_judge import EngineJudgeReward
+
+__all__ = ["EngineJudgeReward", "JudgeReward", "RewardScheduler", "ScoredJob"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the judge with an engine on first use: with it comes torch, which workers avoid."""
+    if name == "EngineJudgeReward":
+        from lit_rlsched.rewards.engine_judge import EngineJudgeReward
+
+        return EngineJudgeReward
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,11 +4,14 @@ import math
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+import uuid
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -16,40 +19,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lit_rlsched.rewards.jobs import Job
+
 STARTUP_TIMEOUT = 300.0
 """Seconds a worker may take to import the reward functions."""
 ASYNC_GRACE = 1.0
 """Seconds an event loop gets to time its coroutines out before the worker is killed."""
+PIPE_TIMEOUT = 30.0
+"""Seconds a message may take to cross, once begun: a worker that was stopped does not read on."""
 
+_MARK = "LIT_RLSCHED_REWARD_WORKER"
+"""Environment variable that tells, of any process, which worker it comes from."""
 _SCRIPT = Path(__file__).with_name("worker.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The outcome of one call of one function, as the worker sends it."""
-
-    seconds: float | None
-    score: float | None
-    failure: str | None
-    extra: dict[str, Any]
-    metrics: dict[str, list[float]]
-
-
-@dataclass(slots=True)
-class Job:
-    """One completion on its way through the functions."""
-
-    key: int
-    id: Hashable
-    payload: bytes
-    timeout: float
-    results: list[Result | None]
-    alone: bool = False
-    """Not to be sent together with others."""
-
-    @property
-    def complete(self) -> bool:
-        return None not in self.results
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +43,8 @@ class WorkerProcess:
 
     pickled: list[bytes]
     is_async: list[bool]
+    memory_limit: int
+    """Bytes it may allocate beyond what it holds once the functions are loaded."""
     ready: bool = False
     loading: int = 0
     start_error: str = ""
@@ -76,9 +59,12 @@ class WorkerProcess:
     connection: Connection = field(init=False)
     process: "subprocess.Popen[bytes]" = field(init=False)
     lifeline: int = field(init=False)
+    mark: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.connection, theirs = Pipe()
+        limit_blocking(self.connection, PIPE_TIMEOUT)
+        self.mark = uuid.uuid4().hex
         read, self.lifeline = os.pipe()
         descriptors = [theirs.fileno(), read]
         # Not multiprocessing: that would run an unguarded user script once more in each worker.
@@ -89,7 +75,7 @@ class WorkerProcess:
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             # the same hash order in every worker: what walks through a set (sympy) scores the same
-            env={"PYTHONHASHSEED": "0", **os.environ},
+            env={"PYTHONHASHSEED": "0", **os.environ, _MARK: self.mark},
             start_new_session=True,
         )
         theirs.close()
@@ -98,6 +84,7 @@ class WorkerProcess:
             "sys_path": [path or os.getcwd() for path in sys.path],
             "functions": self.pickled,
             "is_async": self.is_async,
+            "memory_limit": self.memory_limit,
         }
         self.deadline = time.monotonic() + STARTUP_TIMEOUT
         self._send(setup)
@@ -150,7 +137,7 @@ class WorkerProcess:
         return []
 
     def kill(self) -> str:
-        """Kill the process and all it started; says what it had died of if it was dead."""
+        """Kill the process and its group; says what it had died of if it was dead."""
         # before `wait`: a process not yet waited for keeps its number, and its own exit code
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -178,3 +165,44 @@ class WorkerProcess:
     def _send(self, message: Any) -> None:
         with suppress(OSError):  # died meanwhile: its end is noticed when we read
             self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def limit_blocking(connection: Connection, seconds: float) -> None:
+    """Let a read or a write that makes no progress for so long raise BlockingIOError."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def kill_strays(workers: Iterable[WorkerProcess]) -> None:
+    """Kill what functions started in sessions of their own, which killing the group left alive.
+
+    They are found by their environment, on Linux; one that cleared it is not.
+    """
+    marks = [f"{_MARK}={worker.mark}".encode() for worker in workers]
+    for _ in range(10):  # one that was forking meanwhile has a child we have not seen
+        folders = Path("/proc").glob("[0-9]*")
+        strays = [int(folder.name) for folder in folders if _marked(folder, marks)]
+        for pid in strays:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not strays:
+            return
+
+
+def _marked(process: Path, marks: list[bytes]) -> bool:
+    try:
+        environment = (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or is another user's
+        return False
+    return any(mark in environment for mark in marks)
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine, or of the container this runs in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            sizes.append(int(Path("/sys/fs/cgroup", file).read_text()))
+    return min(sizes)

@@ -1,8 +1,5 @@
 """Scores completions as they finish, outside the trainer's process."""
 
-import asyncio
-import functools
-import inspect
 import json
 import logging
 import math
@@ -14,12 +11,24 @@ import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from lit_rlsched.rewards.process import STARTUP_TIMEOUT, Job, Result, WorkerProcess
+from lit_rlsched.rewards.jobs import Job, Result, ScoredJob, scored
+from lit_rlsched.rewards.process import (
+    STARTUP_TIMEOUT,
+    WorkerProcess,
+    kill_strays,
+    machine_memory,
+)
+from lit_rlsched.rewards.signatures import (
+    check_reward_function,
+    is_async,
+    names_failures,
+    unique_names,
+)
+from lit_rlsched.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -27,39 +36,31 @@ FAILURE_KINDS = {
     "raised": "raised",
     "timeout": "timeouts",
     "crashed": "crashes",
+    "out_of_memory": "out_of_memory",
     "bad_return": "bad_returns",
+    "no_answer": "no_answers",
+    "unparsed": "unparsed",
 }
 """First word of a failure -> last part of its counter."""
+JUDGES_ONLY = ("no_answer", "unparsed")
+"""Counted for functions that say so themselves, with `log_failure`."""
 MAX_BATCH = 32
-"""Completions sent to a worker at once."""
+"""Most completions sent to a worker at once."""
+BATCH_SECONDS = 1.0
+"""As many as it will have scored after this: those behind one that hangs wait for its time-out."""
+MIN_MEMORY = 64 << 20
+"""Bytes that a worker needs for what it is sent."""
 MAX_FAILED_STARTS = 3
 """Replacement workers that may fail in a row before the run is stopped."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredJob:
-    """What the reward functions said about one completion; every list is in their order."""
-
-    job_id: Hashable
-    scores: list[float | None]
-    """None: the function returned None or NaN, or failed."""
-    failures: list[str | None]
-    """`raised: ...`, `timeout: ...`, `crashed: ...` or `bad_return: ...`."""
-    seconds: list[float | None]
-    """What each call took. None: it never came to an end."""
-    extra: dict[str, Any]
-    """What the functions gave to `log_extra`, by column."""
-    metrics: dict[str, list[float]]
-    """What the functions gave to `log_metric`, by name."""
-
-
 class RewardScheduler:
     """Calls reward functions in processes of their own, so that they cannot hurt the run.
 
-    A function that raises, hangs, crashes or returns nonsense costs the one score it was asked for:
-    None, logged and counted. Functions are called as TRL calls them, with lists of length one: a
-    score never depends on which other completions are scored at the time.
+    A function that raises, hangs, crashes, takes too much memory or returns nonsense costs the one
+    score it was asked for: None, logged and counted. Functions are called as TRL calls them, with
+    lists of length one: a score never depends on which other completions are scored at the time.
 
     Nothing happens between calls: `poll` (or `wait`) is what collects scores, hands out work and
     kills what is overdue. Call it every engine step.
@@ -70,6 +71,10 @@ class RewardScheduler:
         reward_weights: Weight of each function in the reward. None: 1 each.
         workers: Processes that score.
         timeout: Seconds one call of one function may take before its process is killed.
+        memory_limit: Memory that calls may take in a worker, such as `4GiB`, beside what it holds
+            once the functions are loaded. What asks for more gets a MemoryError; processes that it
+            starts have the same limit each. None: half of the machine's, shared by the workers.
+            Linux only.
 
     Example:
         >>> from lit_rlsched.rewards.functions import countdown_reward
@@ -85,6 +90,7 @@ class RewardScheduler:
         reward_weights: Sequence[float] | None = None,
         workers: int = 1,
         timeout: float = 30.0,
+        memory_limit: str | int | None = None,
     ) -> None:
         if not reward_funcs:
             raise ValueError("`reward_funcs` is empty. Give at least one reward function.")
@@ -104,7 +110,15 @@ class RewardScheduler:
         """May be changed at any time; holds for what is submitted from then on."""
         self._functions = list(reward_funcs)
         self._is_async = [is_async(function) for function in reward_funcs]
+        self._names_failures = [names_failures(function) for function in reward_funcs]
         self._num_workers = workers
+        if memory_limit is None:
+            memory_limit = machine_memory() // 2 // workers
+        self._memory_limit = parse_bytes(memory_limit, "memory_limit")
+        if self._memory_limit < MIN_MEMORY:
+            raise ValueError(f"`memory_limit={memory_limit!r}`: use '64MiB' or more.")
+        self._pace = [0.0] * len(reward_funcs)
+        """Seconds a call has taken lately; 0 for coroutines, which do not wait for each other."""
         self._pickled: list[bytes] = []
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -210,8 +224,9 @@ class RewardScheduler:
         """Failures since the scheduler was made, as `rewards/<function>/<kind>`."""
         return {
             f"rewards/{name}/{plural}": self._failures[name, kind]
-            for name in self.names
+            for name, judges in zip(self.names, self._names_failures, strict=True)
             for kind, plural in FAILURE_KINDS.items()
+            if judges or kind not in JUDGES_ONLY
         }
 
     def close(self) -> None:
@@ -219,6 +234,8 @@ class RewardScheduler:
         for worker in self._workers:
             self._selector.unregister(worker.connection)
             worker.kill()
+        if self._workers:
+            kill_strays(self._workers)
         self._workers.clear()
         self._keys.clear()
         self._jobs.clear()
@@ -262,6 +279,7 @@ class RewardScheduler:
 
     def _next_batch(self) -> list[Job]:
         size = min(MAX_BATCH, math.ceil(len(self._queue) / len(self._workers)))
+        size = min(size, math.ceil(BATCH_SECONDS / max(sum(self._pace), 1e-9)))
         batch = [self._queue.popleft()]
         while len(batch) < size and not (batch[0].alone or self._queue[0].alone):
             batch.append(self._queue.popleft())
@@ -276,7 +294,11 @@ class RewardScheduler:
         if kind == "score":
             key, index, *result = message
             worker.reported(key, index, stamp=result[0])
-            self._take(key, index, Result(*result[1:]))
+            outcome = Result(*result[1:])
+            self._take(key, index, outcome)
+            if outcome.failure is not None and outcome.failure.startswith("out_of_memory"):
+                worker.begun = False  # what comes next in it is not to blame
+                self._replace(worker, overdue=False)  # it may still hold what was too much
         elif kind == "begun":
             worker.began(stamp=message[0])
         elif kind == "loading":
@@ -293,6 +315,9 @@ class RewardScheduler:
         if job is None:  # cancelled
             return
         job.results[index] = result
+        if not self._is_async[index]:
+            taken = job.timeout if result.seconds is None else result.seconds
+            self._pace[index] += 0.2 * (taken - self._pace[index])
         if result.failure is not None:
             self._count(self.names[index], result.failure)
         if job.complete:
@@ -313,6 +338,7 @@ class RewardScheduler:
         self._selector.unregister(worker.connection)
         self._workers.remove(worker)
         death = worker.kill()
+        kill_strays([worker])
         if not worker.ready:
             self._start_failed(worker, overdue, death)
         elif not worker.at_fault():
@@ -344,7 +370,7 @@ class RewardScheduler:
             )
 
     def _launch(self) -> None:
-        worker = WorkerProcess(self._pickled, self._is_async)
+        worker = WorkerProcess(self._pickled, self._is_async, self._memory_limit)
         self._workers.append(worker)
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
@@ -353,72 +379,13 @@ class RewardScheduler:
         del self._jobs[job.key]
 
 
-def check_reward_function(index: int, function: object) -> None:
-    """Refuse what TRL would load or run as a reward model."""
-    if not callable(function):
-        raise ValueError(
-            f"`reward_funcs[{index}]={function!r}` is not callable. Give a function, or in a "
-            "config the import path of one."
-        )
-    if any(kind.__module__.startswith("torch.nn.") for kind in type(function).__mro__):
-        raise ValueError(
-            f"`reward_funcs[{index}]` is a torch module ({type(function).__name__}). Reward models "
-            "are not run by the scheduler: wrap yours in a function that returns a list of scores."
-        )
-
-
 def check_timeout(timeout: float) -> None:
     if not 0 < timeout < math.inf:
         raise ValueError(f"`timeout={timeout}` must be a positive number of seconds.")
-
-
-def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside a partial."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it returns a coroutine: an `async def`, or an object with such a call."""
-    function = unwrap(function)
-    return asyncio.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
-
-
-def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
-    """TRL's names: `__name__`, or the class of an object; a second one of a name gets `_2`."""
-    names: list[str] = []
-    for function in map(unwrap, functions):
-        base = name = str(getattr(function, "__name__", type(function).__name__))
-        number = 2
-        while name in names:
-            name = f"{base}_{number}"
-            number += 1
-        names.append(name)
-    return names
-
-
-def scored(job: Job) -> ScoredJob:
-    results = [result for result in job.results if result is not None]
-    extra: dict[str, Any] = {}
-    metrics: dict[str, list[float]] = {}
-    for result in results:
-        extra.update(result.extra)
-        for name, values in result.metrics.items():
-            metrics.setdefault(name, []).extend(values)
-    return ScoredJob(
-        job.id,
-        [result.score for result in results],
-        [result.failure for result in results],
-        [result.seconds for result in results],
-        extra,
-        metrics,
-    )
 
 
 def _kill_all(workers: list[WorkerProcess], owner: int) -> None:
     if os.getpid() == owner:  # a forked child leaves its parent's workers alone
         for worker in workers:
             worker.kill()
+        kill_strays(workers)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+NAMED_ONLY = ("log_failure", "reward_timeout")
+"""Keyword arguments that TRL has not: for functions that name them."""
+LOGGED_FAILURES = ("no_answer", "unparsed")
+"""What `log_failure` takes."""
 
 
 class Worker:
@@ -26,12 +33,16 @@ class Worker:
         self._connection = connection
         self._functions: list[Callable[..., Any]] = []
         self._is_async: list[bool] = []
-        self._takes_finish_reasons: list[bool] = []
+        self._takes: list[set[str]] = []
+        """Arguments beyond TRL's that each function takes."""
+        self._pid = os.getpid()
         self._runner = asyncio.Runner()
         """One event loop for life: clients that functions keep open are bound to it."""
 
     def load(self) -> None:
         """Import the functions, each announced, so that the parent can name one that fails."""
+        # a forked child must not hold the pipe open when this process has died
+        os.register_at_fork(after_in_child=self._connection.close)
         setup = pickle.loads(self._connection.recv_bytes())
         sys.path[:] = setup["sys_path"]
         sys.argv[1:] = []
@@ -45,7 +56,8 @@ class Worker:
                 self._send("unloadable", index, describe(error))
                 raise SystemExit(1) from None
             self._functions.append(function)
-            self._takes_finish_reasons.append(accepts(function, "finish_reasons"))
+            self._takes.append(taken_by(function))
+        limit_memory(setup["memory_limit"])
         self._send("ready")
 
     def serve(self) -> None:
@@ -62,12 +74,12 @@ class Worker:
                     if self._is_async[index]:
                         waiting.append((key, payload, index, timeout))
                     else:
-                        self._score(key, payload, index)
+                        self._score(key, payload, index, timeout)
             if waiting:
                 self._runner.run(self._score_together(waiting))
 
-    def _score(self, key: int, payload: bytes, index: int) -> None:
-        call = Call(payload, self._takes_finish_reasons[index])
+    def _score(self, key: int, payload: bytes, index: int, timeout: float) -> None:
+        call = Call(payload, timeout, self._takes[index])
         with call:
             call.take(self._functions[index](**call.keywords()))
         self._report(key, index, call)
@@ -76,7 +88,7 @@ class Worker:
         await asyncio.gather(*(self._score_async(*item) for item in waiting))
 
     async def _score_async(self, key: int, payload: bytes, index: int, timeout: float) -> None:
-        call = Call(payload, self._takes_finish_reasons[index])
+        call = Call(payload, timeout, self._takes[index])
         with call:
             scope = asyncio.timeout(timeout)
             try:
@@ -97,20 +109,23 @@ class Worker:
             self._send(*report, {}, {})
 
     def _send(self, *message: Any) -> None:
+        if os.getpid() != self._pid:  # a child that the function forked came back from it too
+            os._exit(0)
         self._connection.send_bytes(json.dumps(message, default=plain).encode())
 
 
 class Call:
     """One call of one function for one completion. As a context: nothing it raises gets out."""
 
-    def __init__(self, payload: bytes, takes_finish_reasons: bool) -> None:
+    def __init__(self, payload: bytes, timeout: float, takes: set[str]) -> None:
         self.start = time.monotonic()
         self.score: float | None = None
         self.failure: str | None = None
         self.extra: dict[str, Any] = {}
         self.metrics: dict[str, list[float]] = {}
         self._payload = payload
-        self._takes_finish_reasons = takes_finish_reasons
+        self._timeout = timeout
+        self._takes = takes
 
     def keywords(self) -> dict[str, Any]:
         """TRL's keyword arguments, each a list of length one; a fresh copy for every call."""
@@ -119,17 +134,21 @@ class Call:
         keywords = {name: [value] for name, value in row.items()}
         keywords["completion_ids"] = [row["completion_ids"].tolist()]
         # TRL has no such column: a function that lists its arguments must still run unchanged
-        if not self._takes_finish_reasons:
+        if "finish_reasons" not in self._takes:
             keywords.pop("finish_reasons", None)
+        ours = {"log_failure": self._log_failure, "reward_timeout": self._timeout}
         return {
             **keywords,
             "trainer_state": trainer_state,
             "log_extra": self._log_extra,
             "log_metric": self._log_metric,
+            **{name: ours[name] for name in NAMED_ONLY if name in self._takes},
         }
 
     def take(self, result: Any) -> None:
         """Accept what the function returned: one number, or one None, in a list or the like."""
+        if self.failure is not None:  # it has said why there is no score
+            return
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__iter__"):
             self.failure = f"bad_return: {type(result).__name__} is not a list of scores"
             return
@@ -148,6 +167,11 @@ class Call:
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         self.extra[column] = values[0] if len(values) == 1 else list(values)
 
+    def _log_failure(self, kind: str, reason: str) -> None:
+        if kind not in LOGGED_FAILURES:
+            raise ValueError(f"log_failure({kind!r}, ...): use one of {LOGGED_FAILURES}")
+        self.failure = f"{kind}: {reason[:500]}"
+
     def _log_metric(self, name: str, value: float) -> None:
         self.metrics.setdefault(name, []).append(float(value))
 
@@ -155,18 +179,45 @@ class Call:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
+        if isinstance(error, MemoryError):
+            traceback.clear_frames(error.__traceback__)  # what it filled: telling takes some
+            self.failure = f"out_of_memory: {describe(error)}"
+        elif error is not None:
             self.failure = f"raised: {describe(error)}"
         return True
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether the function can be called with this keyword."""
+def taken_by(function: Callable[..., Any]) -> set[str]:
+    """Which keywords beyond TRL's the function is to be called with."""
     try:
         parameters = signature(function).parameters
     except (TypeError, ValueError):
-        return True
-    return name in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+        return {"finish_reasons"}
+    taken = {name for name in ("finish_reasons", *NAMED_ONLY) if name in parameters}
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        taken.add("finish_reasons")
+    return taken
+
+
+def limit_memory(more: int) -> None:
+    """Let this process allocate so many bytes on top of what it holds now; beyond, MemoryError.
+
+    The kernel counts private writable memory (`RLIMIT_DATA`), at the moment it is asked for and
+    also where C code holds the GIL, and each process that a function starts inherits the limit.
+    Address space (`RLIMIT_AS`) would count what CUDA reserves and never touches. Linux only.
+    """
+    if sys.platform != "linux":
+        return
+    import resource
+
+    held = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if held is None:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(held[1]) * 1024 + more
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def describe(error: BaseException) -> str:

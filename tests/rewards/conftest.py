@@ -1,4 +1,4 @@
-"""Makes `reward_cases` importable by name: here, and by its name in the reward workers."""
+"""Makes `harness` importable, and `reward_cases` also by the reward workers."""
 
 import sys
 from pathlib import Path

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +22,8 @@ def misbehave(completions: list[str], **kwargs: Any) -> Any:
             raise ZeroDivisionError("in the reward")
         case "quit":
             sys.exit("bye")
+        case "interrupt":
+            raise KeyboardInterrupt
         case "two scores":
             return [1.0, 2.0]
         case "no list":
@@ -137,3 +140,51 @@ class LoadsWhile:
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         return misbehave(completions)
+
+
+def daemonise(completions: list[str], **kwargs: Any) -> list[float]:
+    """Starts `sleep` as daemons do: in a session of its own, its parent gone."""
+    path, end = completions[0].split()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        if end == "crash":
+            os._exit(1)
+        while end == "hang":
+            pass
+        return [1.0]
+    os.setsid()
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(path + ".tmp").write_text(str(daemon.pid))
+    os.rename(path + ".tmp", path)
+    os._exit(0)
+
+
+def eat(completions: list[str], **kwargs: Any) -> list[float]:
+    """Takes 4 GiB in one of several ways."""
+    match completions[0]:
+        case "at once":
+            bytearray(4 << 30)
+        case "bit by bit":
+            pieces = []
+            for number in range(1 << 26):
+                pieces.append(str(number) * 3)
+        case "leak":
+            global leaked
+            leaked = []
+            while len(leaked) < 4096:
+                leaked.append(bytearray(1 << 20))
+        case "in another process":
+            code = "b = bytearray(4 << 30)"
+            subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
+    return [float(len(completions[0]))]
+
+
+def wait_for(completions: list[str], **kwargs: Any) -> list[float]:
+    """Says that it runs, then waits for what never comes."""
+    if completions[0].startswith("/"):
+        Path(completions[0]).touch()
+        while True:
+            time.sleep(0.01)
+    return [float(len(completions[0]))]

@@ -6,64 +6,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reward_cases as cases
+from harness import alive, collect, score, submit, wait_until
 
-from lit_rlsched.rewards import RewardScheduler, ScoredJob
+from lit_rlsched.rewards import RewardScheduler
 
 GOOD = ["a" * n for n in range(1, 21)]
-
-
-def submit(scheduler: RewardScheduler, job_id: Any, completion: Any, **keywords: Any) -> None:
-    columns = keywords.pop("columns", {})
-    scheduler.submit(
-        job_id,
-        prompt="p",
-        completion=completion,
-        completion_ids=[1, 2],
-        columns=columns,
-        **keywords,
-    )
-
-
-def collect(scheduler: RewardScheduler, seconds: float = 20.0) -> dict[Any, ScoredJob]:
-    end = time.monotonic() + seconds
-    jobs: dict[Any, ScoredJob] = {}
-    while scheduler.pending:
-        assert time.monotonic() < end, f"{scheduler.pending} jobs never came back"
-        scheduler.wait(1.0)
-        for job in scheduler.poll():
-            assert job.job_id not in jobs
-            jobs[job.job_id] = job
-    return jobs
-
-
-def score(
-    functions: Sequence[Callable], completions: Sequence[Any], **settings: Any
-) -> tuple[dict[Any, ScoredJob], dict[str, int]]:
-    with RewardScheduler(functions, **settings) as scheduler:
-        for completion in completions:
-            submit(scheduler, completion, completion)
-        return collect(scheduler), scheduler.counters()
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -77,6 +30,7 @@ def scheduler() -> Iterator[RewardScheduler]:
     [
         ("raise", "raised", "raised: ZeroDivisionError: in the reward"),
         ("quit", "raised", "raised: SystemExit: bye"),
+        ("interrupt", "raised", "raised: KeyboardInterrupt"),
         ("two scores", "bad_returns", "2 scores for 1 completion"),
         ("no list", "bad_returns", "float is not a list of scores"),
         ("text", "bad_returns", "'1.0' is not a number"),
@@ -120,6 +74,7 @@ def test_many_failures_at_once(workers: int) -> None:
         "rewards/misbehave/raised": 1,
         "rewards/misbehave/timeouts": 1,
         "rewards/misbehave/crashes": 3,
+        "rewards/misbehave/out_of_memory": 0,
         "rewards/misbehave/bad_returns": 1,
     }
 
@@ -204,6 +159,30 @@ def test_a_function_that_lists_trl_s_arguments_runs() -> None:
     with RewardScheduler([cases.strict]) as scheduler:
         submit(scheduler, 0, "a", columns={"answer": "a", "finish_reasons": "stop"})
         assert collect(scheduler)[0].scores == [1.0]
+
+
+def test_a_function_may_know_its_time_and_say_why_it_gives_no_score() -> None:
+    def tells(completions, *, reward_timeout, log_failure, **kwargs):
+        if completions[0] != "good":
+            log_failure(completions[0], f"within {reward_timeout} s")
+        return [reward_timeout]
+
+    with RewardScheduler([tells, cases.length], timeout=60.0) as scheduler:
+        for kind in ("good", "no_answer", "unparsed", "bad luck"):
+            submit(scheduler, kind, kind, timeout=7.0 if kind == "good" else None)
+        jobs = collect(scheduler)
+        counters = scheduler.counters()
+    assert jobs["good"].scores == [7.0, 4.0]
+    assert jobs["no_answer"].scores == [None, 9.0]
+    assert jobs["no_answer"].failures == ["no_answer: within 60.0 s", None]
+    assert jobs["unparsed"].failures == ["unparsed: within 60.0 s", None]
+    assert "use one of ('no_answer', 'unparsed')" in str(jobs["bad luck"].failures[0])
+    assert {name for name, count in counters.items() if count} == {
+        "rewards/tells/no_answers",
+        "rewards/tells/unparsed",
+        "rewards/tells/raised",
+    }
+    assert "rewards/length/no_answers" not in counters
 
 
 def test_functions_get_copies() -> None:
@@ -423,6 +402,8 @@ def test_warming_up_counts_for_no_time_out_and_a_lost_import_ends_the_run(tmp_pa
         ({"reward_funcs": ["some/model"]}, r"`reward_funcs\[0\]='some/model'` is not callable"),
         ({"reward_weights": [1.0, 2.0]}, r"`reward_weights=\[1.0, 2.0\]` has 2 entries, but"),
         ({"workers": 0}, "`workers=0` must be at least 1"),
+        ({"memory_limit": "much"}, "`memory_limit='much'`: expected a size such as '2GiB'"),
+        ({"memory_limit": "1MB"}, "`memory_limit='1MB'`: use '64MiB' or more"),
         ({"timeout": 0}, "`timeout=0` must be a positive number"),
         ({"timeout": float("nan")}, "`timeout=nan` must be"),
     ],

@@ -1,0 +1,359 @@
+"""Judges behind endpoints: a small HTTP server that can fail, and vLLM's own server."""
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import cloudpickle
+import pytest
+from harness import collect, score, submit
+
+from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.rewards.engine_judge import EngineJudgeReward
+from lit_rlsched.rewards.judge import Judge, JudgeReward
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "examples" / "countdown" / "model")
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Speaks OpenAI's chat completions; what it does is what the question says."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.times: Counter[str] = Counter()
+        self.together = threading.Barrier(20)
+        self.over = threading.Event()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Endpoint
+
+    def do_POST(self) -> None:
+        server = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = request["messages"][-1]["content"]
+        said = re.search(r"\[Answer\]\n(.*?)\n\[End", question, re.DOTALL)
+        action = said[1] if said else question
+        server.asked.append(request)
+        server.keys.add(self.headers["Authorization"])
+        server.times[action] += 1
+        match action.split():
+            case ["fails", number] if server.times[action] <= int(number):
+                self.reply(500, {"error": {"message": "out of order"}})
+            case ["busy"] if server.times[action] == 1:
+                self.reply(429, {"error": {"message": "later"}}, {"Retry-After-Ms": "10"})
+            case ["denied"]:
+                self.reply(401, {"error": {"message": "who are you?"}})
+            case ["garbage"]:
+                self.reply(200, "<html>It works!</html>", {"Content-Type": "text/html"})
+            case ["broken"]:
+                self.reply(200, '{"choices": [')
+            case ["other"]:
+                self.reply(200, {"object": "list", "data": []})
+            case ["hangs"]:
+                server.over.wait()
+            case ["together"]:
+                server.together.wait(60)
+                self.say("<score>5</score>")
+            case ["refuses"]:
+                self.say(None, "content_filter")
+            case ["cut"]:
+                self.say("perhaps <score>10</score>, but", "length")
+            case ["says", *words]:
+                self.say(" ".join(words))
+            case _:
+                self.say("First <score>2</score>, no: <score> 7 </score>.")
+
+    def say(self, text: str | None, reason: str = "stop") -> None:
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        self.reply(200, {**body, "choices": [choice]})
+
+    def reply(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[Endpoint]:
+    with Endpoint(port) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with serving() as server:
+        yield server
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
+
+
+def test_what_a_judge_is_asked_and_what_its_answer_is_worth(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    judge = JudgeReward("m", endpoint.url, api_key_env="JUDGE_KEY", rubric="Is it polite?")
+    assert b"sesame" not in cloudpickle.dumps(judge)
+    with RewardScheduler([judge]) as scheduler:
+        chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+        scheduler.submit(
+            0,
+            prompt=chat,
+            completion=[{"role": "assistant", "content": "Because {x}."}],
+            completion_ids=[1],
+            columns={"answer": "unused"},
+        )
+        (job,) = collect(scheduler).values()
+    assert scheduler.names == ["judge"]
+    assert job.scores == [0.7] and job.failures == [None]
+    assert job.extra == {"judge_answer": "First <score>2</score>, no: <score> 7 </score>."}
+    (request,) = endpoint.asked
+    question = request.pop("messages")[0]["content"]
+    assert request == {"model": "m", "temperature": 0.0, "max_tokens": 1024}
+    assert "system: Be brief.\n\nuser: Why?" in question and "Because {x}." in question
+    assert "Is it polite?" in question and "from 0 to 10" in question
+    assert endpoint.keys == {"Bearer sesame"}
+
+
+def test_what_goes_wrong_is_no_score_and_counted(endpoint: Endpoint) -> None:
+    judge = JudgeReward("m", endpoint.url)
+    failures = {
+        "denied": "no_answer: .*AuthenticationError.*who are you",
+        "garbage": "no_answer: .*no chat completion: .*It works",
+        "broken": "no_answer: ",
+        "other": "no_answer: .*no chat completion",
+        "refuses": "no_answer: .*content_filter, without a text",
+        "cut": "unparsed: cut at max_tokens=1024",
+        "says good": "unparsed: no grade in 'good'",
+        "says <score>11</score>": "unparsed: the grade 11 is not from 0 to 10",
+    }
+    fine = {
+        "fails 2": 0.7,
+        "busy": 0.7,
+        "says <score>10</score>": 1.0,
+        "says <score>0</score>": 0.0,
+    }
+    jobs, counters = score([judge], [*fine, *failures], timeout=100.0)
+    assert {text: jobs[text].scores for text in fine} == {t: [s] for t, s in fine.items()}
+    for text, reason in failures.items():
+        assert jobs[text].scores == [None], text
+        assert re.match(reason, str(jobs[text].failures[0])), jobs[text].failures
+    assert counters.pop("rewards/judge/no_answers") == 5
+    assert counters.pop("rewards/judge/unparsed") == 3
+    assert not any(counters.values())
+    assert endpoint.times["fails 2"] == 3 and endpoint.times["busy"] == 2
+    assert endpoint.times["denied"] == 1
+
+
+def test_an_endpoint_that_hangs_is_given_up_before_the_time_out(endpoint: Endpoint) -> None:
+    failures: list[tuple[str, str]] = []
+
+    def log_failure(kind: str, reason: str) -> None:
+        failures.append((kind, reason))
+
+    judge = JudgeReward("m", endpoint.url)
+    called = judge(["p"] * 2, ["hangs", "x"], log_failure=log_failure, reward_timeout=5.0)
+    assert asyncio.run(called) == [None, 0.7]
+    assert failures == [("no_answer", "none within 4.5 s, retries included")]
+
+
+def test_an_endpoint_that_is_down_is_asked_again_and_never_scores_zero() -> None:
+    judge = JudgeReward("m", f"http://127.0.0.1:{free_port()}/v1", max_retries=1)
+    jobs, counters = score([judge], ["a", "b", "c"])
+    assert all(job.scores == [None] for job in jobs.values())
+    assert all("APIConnectionError" in str(job.failures[0]) for job in jobs.values())
+    assert counters["rewards/judge/no_answers"] == sum(counters.values()) == 3
+
+
+def test_an_endpoint_that_comes_back_while_it_is_asked_again() -> None:
+    port = free_port()
+    with RewardScheduler([JudgeReward("m", f"http://127.0.0.1:{port}/v1")]) as scheduler:
+        submit(scheduler, 0, "fine")
+        assert not scheduler.wait(1.0)
+        with serving(port):
+            assert collect(scheduler)[0].scores == [0.7]
+        assert not any(scheduler.counters().values())
+
+
+def test_many_are_asked_about_at_once(endpoint: Endpoint) -> None:
+    with RewardScheduler([JudgeReward("m", endpoint.url)], timeout=60.0) as scheduler:
+        for number in range(20):  # none is answered before all are asked
+            submit(scheduler, number, "together")
+        assert all(job.scores == [0.5] for job in collect(scheduler, 60.0).values())
+
+
+def test_a_reference_answer_another_scale_and_other_arguments(endpoint: Endpoint) -> None:
+    judge = JudgeReward(
+        "m",
+        endpoint.url,
+        template="says {{}} {answer} {completion} [RESULT] 4",
+        score_pattern=r"\[RESULT\] (\d)",
+        score_range=(1, 5),
+        request_kwargs={"max_tokens": None, "seed": 3, "extra_body": {"top_k": 1}},
+        name="prometheus",
+    )
+    with RewardScheduler([judge]) as scheduler:
+        submit(scheduler, 0, "[RESULT] 1", columns={"answer": "42"})
+        submit(scheduler, 1, "x")
+        jobs = collect(scheduler)
+    assert scheduler.names == ["prometheus"]
+    assert jobs[0].scores == [0.75] and jobs[0].extra == {
+        "prometheus_answer": "{} 42 [RESULT] 1 [RESULT] 4"
+    }
+    assert "template=...)` names ['answer'], of which the data has no" in str(jobs[1].failures[0])
+    (request,) = endpoint.asked
+    del request["messages"]
+    assert request == {"model": "m", "temperature": 0.0, "seed": 3, "top_k": 1}
+
+
+def test_in_trl_s_hands_a_judge_scores_whole_batches(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = JudgeReward("m", endpoint.url)
+    texts = ["a", "says nothing", "says <score>5</score>"]
+    for _ in range(2):  # TRL's loop, then another
+        scores = asyncio.run(judge(["p"] * 3, texts, completion_ids=[[1]] * 3, answer=["x"] * 3))
+        assert scores == [0.7, None, 0.5]
+    assert "`judge` gave no score for a completion: unparsed: no grade" in caplog.text
+    pickle.loads(pickle.dumps(judge))  # although its client is open
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"template": "Is it good?"}, "it has no `{completion}`, so the judge would not see it"),
+        ({"template": "{completion} as {"}, "Double every brace that is not of a field"),
+        ({"template": '{completion} as {"score": 1}'}, "cannot be the names of columns. Double"),
+        (
+            {"template": "{completion}", "rubric": "x"},
+            "rubric='x'\\)`: the template has no",
+        ),
+        ({"score_pattern": "(a"}, "is no regular expression"),
+        ({"score_pattern": r"(\d)/(\d)"}, "has 2 groups: exactly one"),
+        ({"score_range": (5, 1)}, r"score_range=\(5, 1\)\)`: the first must be less"),
+        ({"max_tokens": 0}, "`JudgeReward\\(max_tokens=0\\)`: use 1 or more"),
+        ({"max_retries": -1}, "`JudgeReward\\(max_retries=-1\\)`: use 0 or more"),
+        ({"name": "my judge"}, "use letters, digits and underscores"),
+        ({"base_url": "localhost:8000/v1"}, "give an address such as 'http://localhost:8000/v1'"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env='NO_SUCH_KEY'.*is not set"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JudgeReward(**{"model": "m", "base_url": "http://localhost/v1", **settings})
+
+
+def test_the_judge_s_arguments_are_known_to_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from lit_rlsched.cli import main
+
+    monkeypatch.chdir(ROOT)
+    base = ["fit", "-c", "configs/quickstart.yaml", "-c", "configs/judge.yaml"]
+    with pytest.raises(SystemExit) as stop:
+        main([*base, "--data.reward_funcs.init_args.max_tokens=0"])
+    assert stop.value.code == 2
+    assert "JudgeReward(max_tokens=0)`: use 1 or more" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of vLLM's own server with the model of the quick task."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
+    command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512"]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    try:
+        while True:
+            assert server.poll() is None, log.read_text()[-3000:]
+            try:
+                urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except (URLError, OSError):
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(server.pid, 9)
+        server.wait()
+
+
+COUNTDOWN = {
+    "template": "{completion}",
+    "score_pattern": r"(\d+)",
+    "score_range": (0, 1e6),
+    "max_tokens": 256,
+}
+"""The model of the quick task answers puzzles: the last number it says stands for a grade."""
+
+
+def puzzles(number: int) -> list[str]:
+    from lit_rlsched.data.tasks import Countdown
+
+    rows = Countdown(split="heldout", size=number).rows()
+    return [row["prompt"][0]["content"] for row in rows]
+
+
+def answers(judge: Judge, questions: list[str]) -> dict[str, tuple[float | None, str]]:
+    with RewardScheduler([judge], timeout=100.0) as scheduler:
+        for question in questions:
+            submit(scheduler, question, question)
+        jobs = collect(scheduler, 120.0)
+    assert not scheduler.counters()["rewards/judge/no_answers"]
+    return {text: (job.scores[0], job.extra["judge_answer"]) for text, job in jobs.items()}
+
+
+def test_vllm_s_server_judges_as_an_engine_does(vllm_server: str) -> None:
+    questions = puzzles(10)
+    served = answers(JudgeReward("judge", vllm_server, **COUNTDOWN), questions)
+    engine = TransformersEngine()
+    own = answers(EngineJudgeReward(MODEL, engine, max_model_len=512, **COUNTDOWN), questions)
+    assert served == own
+    assert len({score for score, _ in served.values()} - {None}) > 3
