@@ -66,6 +66,8 @@ class Scorer:
                 continue  # forgotten since
             group, completion = self._pending.pop(job.job_id)
             completion.scores = job.scores
+            if any(job.failures):  # siblings have what is missing here: the rest is no reward
+                completion.scores = [None] * len(job.scores)
             completion.extra, completion.logged = job.extra, job.metrics
             if self.timeouts is not None:
                 seconds = max((s for s in job.seconds if s is not None), default=0.0)
