@@ -88,6 +88,11 @@ def slot_timeline(round: Round) -> Figure:
                 slots.add_collection(PolyCollection(bars, facecolors=shades, linewidth=0))
                 number = len({spans["request"][i] for i in rows})
                 shown.append(Patch(color=colour, label=f"{label} ({number})"))
+        for start, end in trace.work:
+            count.axvspan(start, end, color=GREEN, alpha=0.35, linewidth=0, zorder=3)
+        if trace.work:
+            label = f"the trainer computes gradients ({trace.work_seconds:.3g} s)"
+            shown.append(Patch(color=GREEN, alpha=0.35, label=label))
         slots.set(ylim=(trace.slots - 0.5, -0.5), ylabel="slot")
         slots.yaxis.set_major_locator(_whole_numbers(8))
         slots.grid(False)

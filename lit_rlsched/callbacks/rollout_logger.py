@@ -263,5 +263,5 @@ def _save_trace(round: Round, folder: Path) -> None:
 
     assert round.trace is not None
     folder.mkdir(parents=True, exist_ok=True)
-    for name, table in zip(("steps", "spans"), round.trace.tables(), strict=True):
+    for name, table in round.trace.tables().items():
         pq.write_table(table, folder / f"round_{round.number:05}_{name}.parquet")

@@ -172,8 +172,12 @@ class RolloutTrace:
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)
 
-    def tables(self) -> tuple["pa.Table", "pa.Table"]:
-        """The steps and the spans as Arrow tables, for Parquet."""
+    def tables(self) -> dict[str, "pa.Table"]:
+        """`steps`, `spans` and, where there is any, `work` as Arrow tables, for Parquet."""
         import pyarrow as pa
 
-        return pa.table(self.steps), pa.table(self.spans)
+        tables = {"steps": pa.table(self.steps), "spans": pa.table(self.spans)}
+        if self.work:
+            start, end = zip(*self.work, strict=True)
+            tables["work"] = pa.table({"start": start, "end": end})
+        return tables

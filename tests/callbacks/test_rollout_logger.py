@@ -410,6 +410,16 @@ def test_timeline_has_a_bar_for_each_completion():
     assert len(png(figure)) > 10_000
 
 
+def test_timeline_shows_when_gradients_were_computed():
+    round = make_round(3)
+    round.trace.worked(round.trace._origin + 1, round.trace._origin + 3)
+    figure = pictures.slot_timeline(round)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[-1] == "the trainer computes gradients (2 s)"
+    band = figure.axes[1].patches[0]
+    assert (band.get_x(), band.get_width()) == (1, 2)
+
+
 def test_timeline_needs_a_trace():
     round = make_round(3)
     round.trace = None

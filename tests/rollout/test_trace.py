@@ -42,9 +42,25 @@ def test_a_freed_slot_is_taken_again():
         trace.take(Step(i, i + 1.0, 1, 0))
         trace.left(str(i), i + 1.0, 1)
     assert trace.spans["slot"] == [0, 0, 0]
-    steps, spans = trace.tables()
-    assert steps.column_names == list(STEP_COLUMNS)
-    assert spans.num_rows == 3
+    tables = trace.tables()
+    assert list(tables) == ["steps", "spans"]
+    assert tables["steps"].column_names == list(STEP_COLUMNS)
+    assert tables["spans"].num_rows == 3
+
+
+def test_gradients_overlap_with_the_steps_they_are_computed_in():
+    trace = RolloutTrace(slots=1)
+    trace.admitted("a", 10.0)
+    for start, end in ((10, 12), (12.5, 14), (14, 16)):
+        trace.take(Step(start, end, 1, 0))
+    for start, end in ((11, 13), (13.5, 14.5), (15.5, 18), (20, 21)):
+        trace.worked(start, end)
+    assert trace.work_seconds == 2 + 1 + 2.5 + 1
+    assert trace.overlap_seconds == (1 + 0.5) + 1 + 0.5
+    assert trace.tables()["work"].to_pydict() == {
+        "start": [1, 3.5, 5.5, 10],
+        "end": [3, 4.5, 8, 11],
+    }
 
 
 def test_an_empty_trace():
