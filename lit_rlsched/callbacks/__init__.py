@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.length_prediction import LengthPrediction
     from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
     from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+    from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
     from lit_rlsched.callbacks.progress import RolloutProgressBar
     from lit_rlsched.callbacks.rng_state import RNGState
     from lit_rlsched.callbacks.rollout_callback import RolloutCallback
@@ -25,6 +26,7 @@ __all__ = [
     "LengthPrediction",
     "MicroBatchAccumulation",
     "MicroGroupSampling",
+    "ParallelismPlanner",
     "RNGState",
     "RolloutCallback",
     "RolloutLogger",
@@ -41,6 +43,7 @@ _HOMES = {
     "LengthPrediction": "length_prediction",
     "MicroBatchAccumulation": "micro_batch_accumulation",
     "MicroGroupSampling": "micro_group_sampling",
+    "ParallelismPlanner": "parallelism_planner",
     "RNGState": "rng_state",
     "RolloutCallback": "rollout_callback",
     "RolloutLogger": "rollout_logger",

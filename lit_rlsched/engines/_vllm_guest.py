@@ -3,15 +3,20 @@
 import logging
 import os
 import random
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import count
+from traceback import walk_tb
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from lit_rlsched.engines._vllm_worker import NOISE
 from lit_rlsched.rollout.types import Request, stable_hash
 
 _cores = 0
@@ -42,21 +47,19 @@ def import_vllm() -> Any:
 def _patch() -> None:
     groups: Any = import_module("vllm.distributed.parallel_state")
     core: Any = import_module("vllm.v1.engine.core")
-    sampler: Any = import_module("vllm.v1.sample.sampler")
     _originals["clean_up"] = core.cleanup_dist_env_and_memory
     _originals["leave_group"] = groups.destroy_distributed_environment
     core.cleanup_dist_env_and_memory = _clean_up
     groups.destroy_distributed_environment = _leave_group
-    # nobody reads the rank, but its torch.compile holds up the first step for seconds
-    sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
 
 
 def _clean_up(*args: Any, **kwargs: Any) -> None:
     """Clean up after the last engine core of the process, not after each of them."""
-    global _cores
+    global _cores, _owns_group
     _cores -= 1
     if _cores == 0:
         _originals["clean_up"](*args, **kwargs)
+        _owns_group = False
 
 
 def _leave_group() -> None:
@@ -70,20 +73,37 @@ def _leave_group() -> None:
 
 
 @contextmanager
-def building(device: torch.device) -> Iterator[None]:
-    """Count the engine core built inside, and restore the random states and the thread count."""
+def building(device: torch.device, workers: int = 0) -> Iterator[None]:
+    """Count the engine core built inside, and restore the random states and the thread count.
+
+    Args:
+        device: What it decodes on.
+        workers: Processes it starts for its model; 0: the model is in this one.
+
+    Raises:
+        ValueError: there are fewer cores than workers.
+    """
     global _cores, _owns_group
-    if _cores == 0:
-        _owns_group = not torch.distributed.is_initialized()
+    trainers_group = torch.distributed.is_initialized()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(
+                    torch.random.fork_rng([device] if device.type == "cuda" else [])
+                )
+                if workers:
+                    stack.enter_context(_starting_workers(device, workers))
+                yield
+        finally:
+            _owns_group |= torch.distributed.is_initialized() and not trainers_group
         _cores += 1
-    except BaseException:
+    except BaseException as error:
+        _end_workers(error)
         if _cores == 0:
             _originals["clean_up"]()  # a core that fails halfway leaves its process groups
+            _owns_group = False
         raise
     finally:
         random.setstate(python_state)
@@ -92,59 +112,119 @@ def building(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@contextmanager
+def _starting_workers(device: torch.device, workers: int) -> Iterator[None]:
+    """The environment that worker processes are to start in."""
+    # a fork of a process with threads may hang, and holds the pipes of the reward workers open
+    changes: dict[str, str | None] = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    # what a launcher has told the trainer of its own process group
+    changes |= dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if device.type == "cpu" and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        changes["VLLM_CPU_OMP_THREADS_BIND"] = bind_threads(
+            sorted(os.sched_getaffinity(0)), workers
+        )
+    import_module("vllm.envs").disable_envs_cache()  # a core that is alive has switched it on
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:  # without `__main__` an unguarded script does not run once more in each worker
+        with _environment(changes):
+            yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _end_workers(error: BaseException | None) -> None:
+    """End those of a core that failed after they were up: vLLM would let them wait for it."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            executor = getattr(frame.f_locals.get("self"), "model_executor", None)
+            if executor is not None and getattr(executor, "workers", None):
+                executor.shutdown()
+        error = error.__cause__
+
+
+def bind_threads(cores: list[int], workers: int) -> str:
+    """The cores of each worker, as vLLM wants them said where there are no NUMA nodes to take.
+
+    Raises:
+        ValueError: there are fewer cores than workers.
+    """
+    each = len(cores) // workers
+    if each == 0:
+        raise ValueError(
+            f"`VLLMEngine(tensor_parallel_size={workers})` needs a core for each part of the "
+            f"model, and this process may use {len(cores)}. Use {len(cores)} or less."
+        )
+    parts = (cores[i * each : (i + 1) * each] for i in range(workers))
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set or remove environment variables for a while."""
+    before = {name: os.environ.pop(name, None) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 class Noise:
     """Lets a request that comes back go on with the noise where it stopped.
 
     vLLM's first model runner draws with a generator per request, which it drops when the request
-    leaves: it is kept here, and put back. The second one (`vllm.v1.worker.gpu`, the default of
-    recent builds for CUDA) hashes the seed and the position, so that there is nothing to keep.
+    leaves: `KeptNoise` keeps it beside the model, under a key, and here is whose the key is. The
+    second one (`vllm.v1.worker.gpu`, the default of recent builds for CUDA) hashes the seed and the
+    position, so that there is nothing to keep.
+
+    Args:
+        draws: How the model runner draws, as `prepare` says.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self._running: dict[str, torch.Generator | None] = {}  # by vLLM's own name
-        self._kept: dict[str, tuple[int, int, torch.Generator]] = {}  # seed, length
-        self._by_position = hasattr(runner, "req_states")
-        batch: Any = getattr(runner, "input_batch", None)
-        if hasattr(batch, "generators"):
-            self._add_request = batch.add_request
-            batch.add_request = self._add_with_own_generator
-        elif not self._by_position:
+    def __init__(self, draws: str) -> None:
+        self._by_position = draws == "by_position"
+        self._keys = count()
+        self._running: dict[str, int] = {}  # key, by request
+        self._kept: dict[str, tuple[int, int, int]] = {}  # seed, length, key
+        self._ended: list[int] = []  # keys that nobody will need
+        if draws not in ("by_position", "by_request"):
             warnings.warn(
-                f"VLLMEngine does not know the model runner {type(runner).__name__}: requests that "
-                "pause will go on with other noise than if they had not.",
+                f"VLLMEngine does not know the model runner {draws}: requests that pause will go "
+                "on with other noise than if they had not.",
                 stacklevel=3,
             )
 
-    def _add_with_own_generator(self, state: Any) -> Any:
-        """In place of `InputBatch.add_request`, which is called before any draw of a request."""
-        state.generator = self._running.setdefault(state.req_id, state.generator)
-        return self._add_request(state)
-
     def seed(self, request: Request) -> int:
-        """What vLLM gets as the seed of a request that is about to enter."""
+        """What vLLM gets as the seed of a request, for where no noise of it was kept."""
         drawn = len(request.prefix_ids)
-        if drawn == 0 or self._by_position or self._find(request):
+        if drawn == 0 or self._by_position:
             return request.seed
         # what chose the prefix must not choose again: its noise is no longer random
         return stable_hash(request.seed, drawn)
 
-    def enter(self, request: Request, name: str) -> None:
-        """Put its noise back, if it was kept; `name` is vLLM's own for it."""
-        if generator := self._find(request):
-            self._running[name] = generator
-        self._kept.pop(request.id, None)
+    def enter(self, request: Request) -> dict[str, list[int]]:
+        """What its sampling parameters say besides: its key, and those that are not needed."""
+        seed, length, key = self._kept.pop(request.id, (None, None, None))
+        if key is None or (seed, length) != (request.seed, len(request.prefix_ids)):
+            if key is not None:
+                self._ended.append(key)
+            key = next(self._keys)
+        self._running[request.id] = key
+        ended, self._ended = self._ended, []
+        return {NOISE: [key, *ended]}
 
-    def leave(self, request: Request, name: str, length: int | None) -> None:
+    def leave(self, request: Request, length: int | None) -> None:
         """Keep the noise of a request that may come back with `length` tokens."""
-        generator = self._running.pop(name, None)
-        if generator is not None and length is not None:
-            self._kept[request.id] = request.seed, length, generator
+        key = self._running.pop(request.id)
+        if length is None:
+            self._ended.append(key)
+        else:
+            self._kept[request.id] = request.seed, length, key
 
     def forget(self) -> None:
-        """Drop what was kept."""
+        """Drop what was kept; beside the model it is gone with the weights."""
         self._kept.clear()
-
-    def _find(self, request: Request) -> torch.Generator | None:
-        seed, length, generator = self._kept.get(request.id, (None, None, None))
-        same = (seed, length) == (request.seed, len(request.prefix_ids))
-        return generator if same else None
+        self._ended.clear()

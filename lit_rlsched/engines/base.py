@@ -70,6 +70,9 @@ class RolloutEngine(ABC):
     logprobs = True
     """Whether events carry the policy's log-probs of their tokens. Where not, tokens of an earlier
     policy cannot be trained on."""
+    tensor_parallel_size = 1
+    """Devices of this node that the model is split over. An engine with
+    `max_tensor_parallel_size` above 1 takes a new value at its next `start`."""
     kv_block: int | None = None
     """Tokens of the smallest piece of key-value cache; `None` where the cache is not paged and
     every slot has room for a whole completion. The number may change in `start`."""
@@ -80,9 +83,19 @@ class RolloutEngine(ABC):
         """Precision of the key-value cache; may be asked for before `start`."""
         return spec.dtype
 
+    def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
+        """Most devices of this node that the model can be split over, a power of two.
+
+        1 where the engine does not split it.
+        """
+        return 1
+
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:
-        """Build what is expensive. Called once, before anything else."""
+        """Build what is expensive. Called before anything else, and again only after `close`.
+
+        All that `stats` counts begins at zero.
+        """
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:

@@ -77,6 +77,19 @@ class ProcessEngine(RolloutEngine):
         """Of the child, where it runs."""
         return None if self._child is None else self._child.process.pid
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The engine's."""
+        return self.engine.tensor_parallel_size
+
+    @tensor_parallel_size.setter
+    def tensor_parallel_size(self, size: int) -> None:
+        self.engine.tensor_parallel_size = size
+
+    def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
+        """The engine's."""
+        return self.engine.max_tensor_parallel_size(spec)
+
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         """The engine's."""
         return self.engine.cache_dtype(spec)

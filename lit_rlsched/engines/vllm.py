@@ -1,14 +1,16 @@
-"""Rollouts with vLLM, inside the trainer's process."""
+"""Rollouts with vLLM, whose scheduler runs inside the trainer's process."""
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
+from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines.base import (
     EngineSpec,
     EngineStats,
@@ -35,11 +37,17 @@ class VLLMEngine(RolloutEngine):
     or was aborted goes on with the noise where it stopped, until the next `sync_weights`; a prefix
     that this engine did not draw goes on with noise of its own.
 
+    With `tensor_parallel_size` above 1 only the scheduler is in this process. The model is split
+    over as many worker processes, which read new weights from shared memory; on a GPU worker `i`
+    takes GPU `i`, on CPU an equal share of the cores this process may use, unless
+    `VLLM_CPU_OMP_THREADS_BIND` says otherwise.
+
     Args:
         dtype: Precision of the weights and the cache, such as `bfloat16`. By default the policy's.
         kv_cache_gib: Memory for the key-value cache, in GiB. By default the run's budget for it or,
             where there is none, 4 GiB on CPU and what `gpu_memory_utilization` leaves on a GPU; on
-            CPU not more than full slots need. The budget holds beside it too.
+            CPU not more than full slots need. The budget holds beside it too. Of each worker, where
+            the model is split: so a larger size has room for more tokens.
         gpu_memory_utilization: Share of the GPU's memory for weights and cache together; the rest
             is the trainer's. Ignored on CPU.
         enforce_eager: Neither compile nor capture CUDA graphs. By default so on CPU only, where it
@@ -47,10 +55,13 @@ class VLLMEngine(RolloutEngine):
         enable_sleep_mode: Give the GPU memory of weights and cache back to the trainer between
             rollouts (vLLM's level 1). Ignored on CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`, taken as they are; they win over ours.
+        tensor_parallel_size: Processes the model is split over, within this machine. A new value
+            of the attribute holds from the next `start`.
 
     Raises:
-        ValueError: `engine_kwargs` splits the model over several processes; or, in `start`, they
-            allow fewer requests than there are slots, or the cache holds no full context.
+        ValueError: `tensor_parallel_size` is no positive number, or `engine_kwargs` splits the
+            model; or, in `start`, they allow fewer requests than there are slots, the cache holds
+            no full context, or there are fewer cores than worker processes.
 
     Example:
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
@@ -66,20 +77,33 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool | None = None,
         enable_sleep_mode: bool = True,
         engine_kwargs: dict[str, Any] | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
+        if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
+            raise ValueError(
+                f"`VLLMEngine({tensor_parallel_size=})`: must be a whole number, 1 or more."
+            )
         self.dtype = dtype
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.enforce_eager = enforce_eager
         self.enable_sleep_mode = enable_sleep_mode
         self.engine_kwargs = engine_kwargs or {}
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        self.tensor_parallel_size = tensor_parallel_size
+        for name, fix in (
+            ("tensor_parallel_size", "Use the engine's own argument of that name."),
+            ("pipeline_parallel_size", "Use `tensor_parallel_size`, or 1."),
+            ("data_parallel_size", "Use 1: an engine is one replica."),
+        ):
             if self.engine_kwargs.get(name, 1) != 1:
                 raise ValueError(
-                    f"`VLLMEngine(engine_kwargs={{'{name}': {self.engine_kwargs[name]}}})` splits "
-                    "the model over processes, but weights are handed over inside one. Use 1."
+                    f"`VLLMEngine(engine_kwargs={{'{name}': {self.engine_kwargs[name]}}})` is not "
+                    f"the way to split the work. {fix}"
                 )
         self._engine: Any = None
+        self._forget_counts()
+
+    def _forget_counts(self) -> None:
         self._held: dict[str, _Held] = {}
         self._preempted: set[str] = set()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
@@ -87,6 +111,14 @@ class VLLMEngine(RolloutEngine):
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         """The engine's own precision, or the policy's."""
         return getattr(torch, self.dtype) if self.dtype else spec.dtype
+
+    def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
+        """As far as the node's GPUs go, or this process's cores, and attention heads divide."""
+        on_cpu = spec.device.type == "cpu"
+        devices = len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
+        heads = _text_config(spec).num_attention_heads
+        sizes = (2**i for i in range(devices.bit_length()))
+        return max(size for size in sizes if heads % size == 0)
 
     def start(self, spec: EngineSpec) -> None:
         """Build the engine from the checkpoint of the policy.
@@ -96,13 +128,15 @@ class VLLMEngine(RolloutEngine):
         """
         self._vllm = vllm = guest.import_vllm()
         args = self._engine_args(spec)
-        with guest.building(spec.device), _budget_in_errors(spec):
+        self._apart = args.get("distributed_executor_backend") == "mp"
+        workers = self.tensor_parallel_size if self._apart else 0
+        with guest.building(spec.device, workers), _budget_in_errors(spec):
             config = vllm.EngineArgs(**args).create_engine_config()
-            if spec.device.index is not None:
+            if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # vLLM would take the first GPU
             self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        (runner,) = self._engine.collective_rpc(lambda worker: worker.model_runner)
-        self._noise = guest.Noise(runner)
+        self._noise = guest.Noise(self._engine.collective_rpc(beside_model.prepare)[0])
+        self._forget_counts()
         self._spec = spec
         self._vocab_size = config.model_config.get_vocab_size()
         self.kv_block = config.cache_config.block_size
@@ -112,7 +146,10 @@ class VLLMEngine(RolloutEngine):
     def _engine_args(self, spec: EngineSpec) -> dict[str, Any]:
         on_cpu = spec.device.type == "cpu"
         own = None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
-        cache = min((b for b in (own, spec.kv_cache_bytes) if b is not None), default=None)
+        budget = spec.kv_cache_bytes
+        if budget is not None:
+            budget = int(budget * self.share_of_cache(spec))
+        cache = min((b for b in (own, budget) if b is not None), default=None)
         eager = on_cpu if self.enforce_eager is None else self.enforce_eager
         args: dict[str, Any] = {
             "model": spec.model,
@@ -130,6 +167,9 @@ class VLLMEngine(RolloutEngine):
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if self.tensor_parallel_size > 1:
+            args["tensor_parallel_size"] = self.tensor_parallel_size
+            args["distributed_executor_backend"] = "mp"
         if on_cpu:
             args["block_size"] = CPU_BLOCK
             # vLLM takes back the draw of a half-prefilled request by its generator's offset, which
@@ -152,12 +192,17 @@ class VLLMEngine(RolloutEngine):
 
     def _full_cache(self, spec: EngineSpec) -> int:
         """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(spec.model)
-        token = kv_bytes_per_token(config, self.cache_dtype(spec))
+        config = _text_config(spec)
+        token = kv_bytes_per_token(config, self.cache_dtype(spec)) * self.share_of_cache(spec)
         blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
-        return blocks * CPU_BLOCK * token
+        return int(blocks * CPU_BLOCK * token)
+
+    def share_of_cache(self, spec: EngineSpec) -> float:
+        """Share of a token's keys and values that a worker holds: heads are not split."""
+        if self.tensor_parallel_size == 1:
+            return 1.0
+        heads = _text_config(spec).num_key_value_heads
+        return max(1, heads // self.tensor_parallel_size) / heads
 
     def submit(self, requests: Sequence[Request]) -> None:
         live = self._live
@@ -165,9 +210,9 @@ class VLLMEngine(RolloutEngine):
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
             prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
-            name = live.add_request(request.id, prompt, param)
-            self._noise.enter(request, name)
-            self._held[request.id] = _Held(request, name)
+            param.extra_args = self._noise.enter(request)
+            live.add_request(request.id, prompt, param)
+            self._held[request.id] = _Held(request)
 
     def _sampling_params(self, request: Request) -> Any:
         sampling = request.sampling
@@ -190,7 +235,8 @@ class VLLMEngine(RolloutEngine):
             return []
         # on CPU even seeded batches draw from the global generator; this costs a microsecond
         state = torch.get_rng_state()
-        outputs = self._live.step()
+        with self._naming_dead_workers():
+            outputs = self._live.step()
         torch.set_rng_state(state)
         self._decode_steps += 1
         self._count_preemptions()
@@ -215,7 +261,7 @@ class VLLMEngine(RolloutEngine):
         held = self._held.pop(request_id)
         length = len(held.request.prefix_ids) + len(held.token_ids)
         ended = reason == "stop" or length == held.request.sampling.max_completion_length
-        self._noise.leave(held.request, held.name, None if ended else length)
+        self._noise.leave(held.request, None if ended else length)
         return Partial(held.token_ids, held.logprobs)
 
     def _count_preemptions(self) -> None:
@@ -235,8 +281,9 @@ class VLLMEngine(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._refuse_when_running("load weights")
         weights = ((name, tensor.detach()) for name, tensor in named_tensors)
-        self._live.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._live.apply_model(_repack_embeddings)
+        shared = beside_model.shared(weights) if self._apart else nullcontext(weights)
+        with shared as readable, self._naming_dead_workers():
+            self._live.collective_rpc(beside_model.load, args=(readable,))
         self._noise.forget()
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
@@ -278,6 +325,20 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("The engine is closed or was not started.")
         return self._engine
 
+    @contextmanager
+    def _naming_dead_workers(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not getattr(self._live.engine_core.engine_core.model_executor, "is_failed", False):
+                raise
+            size = self.tensor_parallel_size
+            raise RuntimeError(
+                f"A worker process of `VLLMEngine(tensor_parallel_size={size})` has died, and the "
+                "requests with it. If it was killed for its memory, lower `kv_cache_gib` or "
+                "`gpu_memory_utilization`; resume from the last checkpoint."
+            ) from error
+
     @property
     def _scheduler(self) -> Any:
         return self._live.engine_core.engine_core.scheduler
@@ -296,8 +357,6 @@ class _Held:
     """A request inside the engine."""
 
     request: Request
-    name: str
-    """vLLM's own for it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -305,6 +364,12 @@ class _Held:
     def prefilled(self) -> int:
         """Tokens it came with."""
         return len(self.request.prompt_ids) + len(self.request.prefix_ids)
+
+
+def _text_config(spec: EngineSpec) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(spec.model).get_text_config()
 
 
 @contextmanager
@@ -320,11 +385,3 @@ def _budget_in_errors(spec: EngineSpec) -> Iterator[None]:
             f"cache. If they hold no full context of {spec.max_model_len} tokens, raise that "
             f"budget or shorten prompts and completions. vLLM says: {error}"
         ) from error
-
-
-def _repack_embeddings(model: torch.nn.Module) -> None:
-    """Pack tied heads anew: on CPU a reload leaves the packed copy of the old weights in use."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if type(method).__name__ == "UnquantizedEmbeddingMethod":
-            method.process_weights_after_loading(module)

@@ -175,7 +175,8 @@ class Ledger:
         data, spec = self.run.datamodule, self.run.spec
         if not isinstance(data.engine, VLLMEngine):
             return
-        tokens = self.engine(spec.slots).cache // self.run.token_bytes
+        share = data.engine.share_of_cache(spec)
+        tokens = int(self.engine(spec.slots).cache / share) // self.run.token_bytes
         block: int = data.engine.kv_block or 1
         data.engine.kv_capacity = max(0, tokens // block - 1) * block
         if data.engine.kv_capacity < spec.max_model_len:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from inspect import GEN_RUNNING, getgeneratorstate
 
 import torch
 from torch import nn
@@ -32,7 +33,8 @@ class RolloutSession:
     Args:
         engine: An engine that was not started yet; the session starts and closes it.
         spec: What the engine needs to know.
-        admission: Makes, once the engine has started, what decides which request takes a free slot.
+        admission: Makes, each time the engine has started, what decides which request takes a free
+            slot.
         scorer: Scores finished completions.
         policy: The model that is trained.
         seed: The run's seed.
@@ -71,6 +73,7 @@ class RolloutSession:
         self._probe = list(probe)[: spec.slots]
         self._probe_temperature = probe_temperature
         self._forward_context = forward_context
+        self._admission = admission
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         engine.start(spec)
         self.controller = RolloutController(
@@ -117,6 +120,27 @@ class RolloutSession:
             yield from groups
         finally:
             self.engine.sleep()
+
+    def restart(self, tensor_parallel_size: int) -> None:
+        """Start the engine anew, with its model split over so many devices.
+
+        Between rollouts only; one that was not run to its end is dropped. What waits is in the
+        pool, and the weights come with the next rollout, so nothing else is lost.
+
+        Raises:
+            RuntimeError: a rollout waits for the caller, as in `on_completion_end`.
+            ValueError: the engine does not start like that, or has too little cache for the slots.
+        """
+        if getgeneratorstate(self._rollout) == GEN_RUNNING:
+            raise RuntimeError(
+                "The engine cannot start anew inside a rollout. Do it in `on_round_start` or "
+                "`on_round_end`."
+            )
+        self._rollout.close()
+        self.engine.close()
+        self.engine.tensor_parallel_size = tensor_parallel_size
+        self.engine.start(self.spec)
+        self.controller.worker = make_worker(self.engine, self._admission())
 
     def sync(self, version: int) -> None:
         """Load the policy's weights into the engine and check that it has them.

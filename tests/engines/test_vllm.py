@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines import vllm as module
+from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.types import Request, Sampling
@@ -29,9 +28,21 @@ def test_says_what_to_install_when_vllm_is_missing(monkeypatch: pytest.MonkeyPat
         VLLMEngine().start(EngineSpec("nowhere", 1, 64, (1,)))
 
 
-def test_refuses_to_split_the_model() -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel_size.*Use 1"):
-        VLLMEngine(engine_kwargs={"tensor_parallel_size": 2})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine_kwargs": {"tensor_parallel_size": 2}}, r"size': 2.*engine's own argument"),
+        ({"engine_kwargs": {"pipeline_parallel_size": 2}}, r"size': 2.*`tensor_parallel_size`, or"),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, r"size': 2.*Use 1: an engine is one repl"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0\)`: must be"),
+        ({"tensor_parallel_size": 2.0}, r"tensor_parallel_size=2.0\)`: must be"),
+        ({"tensor_parallel_size": True}, r"tensor_parallel_size=True\)`: must be"),
+    ],
+    ids=["tensor", "pipeline", "data", "none", "fraction", "bool"],
+)
+def test_refuses_to_split_the_model_otherwise(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(**settings)
 
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -143,13 +154,13 @@ def test_tied_heads_are_repacked(
     double(tiny_policy)
     with started(tiny_model) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_repack_embeddings", lambda model: None)
+            patch.setattr(beside_model, "repack_embeddings", lambda model: None)
             engine.sync_weights(tiny_policy.named_parameters(), 1)
             stale = error_of_logprobs(engine, tiny_policy)
         engine.sync_weights(tiny_policy.named_parameters(), 2)
         assert error_of_logprobs(engine, tiny_policy) < 1e-4
     if stale < 0.1:
-        pytest.skip("this vLLM repacks tied heads itself: `_repack_embeddings` can go")
+        pytest.skip("this vLLM repacks tied heads itself: `repack_embeddings` can go")
 
 
 def test_preemptions_are_counted_and_change_no_draw(tiny_model: str) -> None:
@@ -197,13 +208,14 @@ def test_kept_noise_is_dropped_with_the_weights(
 
     with started(tiny_model) as engine:
         whole = rest([])
-        assert not engine._noise._kept and not engine._noise._running
+        (beside,) = engine._live.collective_rpc(lambda worker: worker.model_runner.kept_noise)
+        assert not engine._noise._kept and len(beside.generators) == 1
         engine.submit([replace(request, pause_at=5)])
         for _ in range(5):
             engine.step()
-        assert engine._noise._kept and not engine._noise._running
+        assert engine._noise._kept and len(beside.generators) == 1, "what ended is not kept"
         engine.sync_weights(tiny_policy.named_parameters(), 1)
-        assert not engine._noise._kept
+        assert not engine._noise._kept and not beside.generators
         other = rest(whole[:5])
         assert other != whole[5:]
         assert other == rest(whole[:5]), "as a fresh process would draw it"
@@ -214,13 +226,13 @@ def test_noise_of_other_model_runners() -> None:
         Request("r", PROMPT, 3, Sampling(30)),
         Request("r", PROMPT, 3, Sampling(30), [4]),
     )
-    by_position = guest.Noise(SimpleNamespace(req_states=None))
+    by_position = guest.Noise("by_position")
     assert by_position.seed(fresh) == by_position.seed(resumed) == 3
-    with pytest.warns(UserWarning, match="model runner SimpleNamespace"):
-        unknown = guest.Noise(SimpleNamespace())
+    with pytest.warns(UserWarning, match="model runner NewRunner"):
+        unknown = guest.Noise("NewRunner")
     for request in (fresh, resumed, fresh):
-        unknown.enter(request, "r-0")
-        unknown.leave(request, "r-0", 1)
+        unknown.enter(request)
+        unknown.leave(request, 1)
     assert unknown.seed(fresh) == 3 != unknown.seed(resumed)
 
 

@@ -1,0 +1,114 @@
+"""What runs beside vLLM's model, in each process that holds it or a part of it.
+
+Functions that `collective_rpc` calls with the worker: in the trainer's process where the model is
+whole, else in the workers'.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+NOISE = "lit_rlsched_noise"
+"""Under it a request says, in its sampling parameters, which noise is its own."""
+_ALIGNMENT = 64
+
+
+def prepare(worker: Any) -> str:
+    """Patch a worker that was just built.
+
+    Returns:
+        How it draws: `by_request`, with a generator for each request, which it keeps from now on;
+        `by_position`; or the name of a model runner that is not known.
+    """
+    sampler: Any = import_module("vllm.v1.sample.sampler")
+    # nobody reads the rank, but its torch.compile holds up the first step for seconds
+    sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
+    runner = worker.model_runner
+    if hasattr(runner, "req_states"):
+        return "by_position"
+    batch = getattr(runner, "input_batch", None)
+    if not hasattr(batch, "generators"):
+        return type(runner).__name__
+    runner.kept_noise = KeptNoise(batch)
+    return "by_request"
+
+
+def load(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load weights under their Hugging Face names, and forget the noise of the old ones."""
+    worker.reload_weights(weights_iterator=iter(weights))
+    repack_embeddings(worker.get_model())
+    if kept := getattr(worker.model_runner, "kept_noise", None):
+        kept.generators.clear()
+
+
+def repack_embeddings(model: torch.nn.Module) -> None:
+    """Pack tied heads anew: on CPU a reload leaves the packed copy of the old weights in use."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedEmbeddingMethod":
+            method.process_weights_after_loading(module)
+
+
+class KeptNoise:
+    """Stands in for `InputBatch.add_request`: the generators of requests outlive them.
+
+    Each process of a model that is split draws every token, and so keeps the same.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.generators: dict[int, torch.Generator | None] = {}
+        self._add_request = batch.add_request
+        batch.add_request = self
+
+    def __call__(self, state: Any) -> Any:
+        """Called before any draw of a request, and again after a preemption."""
+        key, *ended = (state.sampling_params.extra_args or {}).get(NOISE, (None,))
+        for old in ended:
+            self.generators.pop(old, None)
+        if key is not None:  # else it is one of vLLM's own
+            state.generator = self.generators.setdefault(key, state.generator)
+        return self._add_request(state)
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Named tensors in memory that other processes of this machine can read."""
+
+    path: str
+    size: int
+    index: list[tuple[str, torch.dtype, torch.Size, int]]
+    """Name, type, shape and first byte of each."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Map them, without a copy."""
+        memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
+        for name, dtype, shape, start in self.index:
+            bytes_ = memory[start : start + shape.numel() * dtype.itemsize]
+            yield name, bytes_.view(dtype).view(shape)
+
+
+@contextmanager
+def shared(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[SharedWeights]:
+    """Write tensors, one by one, to memory that is gone at the end, even that of the process.
+
+    It has no name in `/dev/shm`, and so is not bound by its size either, 64 MB in many containers.
+    """
+    descriptor = os.memfd_create("lit_rlsched-weights")
+    try:
+        index, end = [], 0
+        with open(descriptor, "wb", closefd=False) as file:
+            for name, tensor in named_tensors:
+                index.append((name, tensor.dtype, tensor.shape, end))
+                file.seek(end)
+                content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+                end += file.write(content.numpy())
+                end += -end % _ALIGNMENT
+            file.truncate(end)
+        yield SharedWeights(f"/proc/{os.getpid()}/fd/{descriptor}", end, index)
+    finally:
+        os.close(descriptor)

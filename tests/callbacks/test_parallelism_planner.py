@@ -1,0 +1,218 @@
+import os
+from importlib.util import find_spec
+
+import psutil
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    MicroGroupSampling,
+    ParallelismPlanner,
+    RolloutCallback,
+    TailBatching,
+)
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.engines.base import EngineStats
+
+needs_workers = pytest.mark.skipif(
+    find_spec("vllm") is None or len(os.sched_getaffinity(0)) < 2,
+    reason="needs vLLM and two cores",
+)
+
+
+class Divisible(TransformersEngine):
+    """Says that it splits, counts what its size would preempt, and how often it starts."""
+
+    def __init__(self, preempted, size=1, most=8):
+        super().__init__()
+        self.tensor_parallel_size = size
+        self.preempted, self.most, self.starts = preempted, most, []
+        self._counted = 0
+
+    def max_tensor_parallel_size(self, spec):
+        return self.most
+
+    def start(self, spec):
+        super().start(spec)
+        self.starts.append(self.tensor_parallel_size)
+        self._counted = 0
+
+    def step(self):
+        events = super().step()
+        if events:
+            self._counted += self.preempted.get(self.tensor_parallel_size, 0)
+        return events
+
+    def stats(self):
+        stats = super().stats()
+        return EngineStats(stats.running, stats.waiting, stats.kv_tokens, None, self._counted)
+
+
+class Recorder(RolloutCallback):
+    """Keeps what was logged with each round, and the weights it was drawn with."""
+
+    def __init__(self):
+        self.sizes, self.restarts, self.differences, self.preemptions = [], [], [], []
+        self.tokens, self.seconds = [], []
+
+    def on_round_end(self, trainer, pl_module, round):
+        logged = trainer.callback_metrics
+        self.sizes.append(int(logged["parallelism/tensor_parallel_size"]))
+        self.restarts.append(int(logged["parallelism/restarts"]))
+        self.seconds.append(float(logged["time/restart"]))
+        self.differences.append(round.metrics["sync/max_logp_diff"])
+        self.preemptions.append(round.metrics["rollout/preemptions"])
+        self.tokens.append([c.token_ids for c in round.completions])
+
+
+def train(fit, engine, *callbacks, epochs=8, planner=None, **settings):
+    recorder = Recorder()
+    planner = planner or ParallelismPlanner()
+    _, _, data = fit(
+        callbacks=[*callbacks, planner, recorder],
+        engine=engine,
+        trainer={"max_epochs": epochs, **settings.pop("trainer", {})},
+        **{"max_completion_length": 16, **settings},
+    )
+    return recorder, data
+
+
+def test_preemptions_split_the_model_and_quiet_rounds_join_it(fit):
+    engine = Divisible({1: 2})
+    recorder, data = train(fit, engine, epochs=9)
+    assert recorder.sizes == [1, 2, 2, 2, 2, 1, 1, 2, 2]
+    assert engine.starts == [1, 2, 1, 2]
+    assert recorder.restarts == [0, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert [seconds > 0 for seconds in recorder.seconds] == [
+        size != before for size, before in zip(recorder.sizes, [1, *recorder.sizes], strict=False)
+    ]
+    assert all(0 <= d < 1e-4 for d in recorder.differences)
+    assert data.counters["num_completions"] == 9 * 16
+    assert engine.tensor_parallel_size == 1, "as it came"
+
+
+def test_a_restart_changes_no_draw(fit):
+    plain, _ = train(fit, Divisible({}), epochs=3)
+    split, _ = train(fit, Divisible({1: 2}), epochs=3)
+    assert (plain.sizes, split.sizes) == ([1, 1, 1], [1, 2, 2])
+    assert split.tokens == plain.tokens
+
+
+def test_long_rounds_have_a_size_of_their_own(fit):
+    class OnlyLong(Divisible):
+        """Preempts where nothing is raced."""
+
+        def step(self):
+            self.preempted = {1: int(self.long)}
+            return super().step()
+
+    class Kinds(RolloutCallback):
+        def on_round_start(self, trainer, pl_module, plan):
+            engine.long = any(group.deferred for group in plan)
+            kinds.append(engine.long)
+
+    engine, kinds = OnlyLong({}), []
+    engine.long = False
+    recorder, _ = train(
+        fit, engine, Kinds(), TailBatching(), epochs=15, num_generations=2, max_completion_length=48
+    )
+    assert kinds == [False, False, False, False, True] * 3
+    assert recorder.sizes == [1] * 9 + [2] + [1] * 4 + [2]
+    assert engine.starts == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 6], ids=str)
+def test_a_resumed_run_goes_on_with_its_size(fit, tmp_path, stop):
+    whole, _ = train(fit, Divisible({1: 2}), epochs=8)
+    saved = ModelCheckpoint(tmp_path, save_last=True)
+    checkpointed = {"enable_checkpointing": True}
+    train(fit, Divisible({1: 2}), saved, epochs=stop, trainer=checkpointed)
+    engine = Divisible({1: 2})
+    rest, _ = train(fit, engine, epochs=8, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert rest.sizes == whole.sizes[stop:]
+    assert rest.restarts == whole.restarts[stop:]
+    assert rest.tokens == whole.tokens[stop:]
+    assert engine.starts[0] == whole.sizes[stop - 1], "no start for nothing"
+
+
+@pytest.mark.parametrize(
+    ("limits", "size"), [({"maximum": 2}, 2), ({"minimum": 8}, 8)], ids=["lower", "higher"]
+)
+def test_a_resumed_run_keeps_to_its_own_limits(fit, tmp_path, limits, size):
+    saved = ModelCheckpoint(tmp_path, save_last=True)
+    train(fit, Divisible({}, size=4), saved, epochs=1, trainer={"enable_checkpointing": True})
+    engine, planner = Divisible({}, size=size), ParallelismPlanner(**limits)
+    ckpt_path = str(tmp_path / "last.ckpt")
+    rest, _ = train(fit, engine, epochs=2, planner=planner, ckpt_path=ckpt_path)
+    assert rest.sizes == engine.starts == [size]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"maximum": 3}, "`ParallelismPlanner`: `maximum=3`: must be a power of two"),
+        ({"maximum": 0}, "`ParallelismPlanner`: `maximum=0`"),
+        ({"minimum": 2.0}, "`ParallelismPlanner`: `minimum=2.0`"),
+        ({"maximum": 2, "minimum": 4}, r"\(maximum=2, minimum=4\)`: `minimum` must be at most"),
+    ],
+    ids=["three", "zero", "fraction", "order"],
+)
+def test_sizes_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelismPlanner(**settings)
+
+
+@pytest.mark.parametrize(
+    ("engine", "planner", "others", "message"),
+    [
+        (TransformersEngine, {}, [], r"nothing to choose: `TransformersEngine`.*Remove the call"),
+        (lambda: Divisible({}), {"maximum": 16}, [], r"maximum=16\)`.*allow 8. Use 8"),
+        (lambda: Divisible({}), {"minimum": 2}, [], r"`Divisible\(tensor_parallel_size=1\)`.*2 to"),
+        (lambda: Divisible({}, size=6), {}, [], r"`size=6`: must be a power of two"),
+        (lambda: Divisible({}), {}, [lambda: MicroGroupSampling(4)], "`MicroGroupSampling` lets"),
+    ],
+    ids=["no split", "too far", "below", "no power", "slots"],
+)
+def test_what_does_not_fit_is_refused(fit, engine, planner, others, message):
+    engine = engine()
+    with pytest.raises(MisconfigurationException, match=message):
+        train(fit, engine, *(make() for make in others), planner=ParallelismPlanner(**planner))
+    assert engine.tensor_parallel_size in (1, 6)
+
+
+def test_a_second_fit_goes_on_with_what_is_known(fit):
+    planner = ParallelismPlanner()
+    first, _ = train(fit, Divisible({1: 2}), epochs=1, planner=planner)
+    second, _ = train(fit, Divisible({1: 2}), epochs=1, planner=planner)
+    assert (first.sizes, second.sizes) == ([1], [2])
+
+
+@needs_workers
+def test_on_vllm(fit, tmp_path, tiny_model):
+    config = AutoConfig.from_pretrained(tiny_model, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    cache = 6 * 32 * 2 * 2 * 2 * 32 * 4 / 2**30  # six blocks of both heads, and 16 completions
+    workers = []
+
+    class Workers(RolloutCallback):
+        def on_round_end(self, trainer, pl_module, round):
+            children = psutil.Process().children()
+            workers.append(sum("Worker_TP" in child.name() for child in children))
+
+    recorder, data = train(
+        fit,
+        VLLMEngine(kv_cache_gib=cache),
+        Workers(),
+        module=GRPOModule(str(tmp_path / "model"), learning_rate=1e-3),
+        epochs=3,
+        max_completion_length=40,
+    )
+    assert recorder.sizes == [1, 2, 2] and workers == [0, 2, 2]
+    assert recorder.preemptions[0] > recorder.preemptions[1]
+    assert all(difference < 1e-4 for difference in recorder.differences)
+    assert data.counters["num_completions"] == 3 * 16
+    assert not [c for c in psutil.Process().children() if "Worker_TP" in c.name()]
