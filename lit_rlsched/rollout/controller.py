@@ -208,24 +208,26 @@ class RolloutController:
             decodes = self._undecoded[group.id] > 0
             if not (stop and stop.waits(group) if decodes else more):
                 continue
-            began = time.perf_counter()
             while not all(c.scored for c in group.completions if c.finished):
-                self.scorer.wait()
+                self._wait()
                 yield from self._scored()
-            self.waited += time.perf_counter() - began
             if stop and self._undecoded[group.id] and stop.stops(group):
                 yield self._stop(group, [c for c in group.completions if c.finished])
 
     def _race(self) -> Iterator[Group]:
         """Wait for the scores of those that are ahead, while the round has patience left."""
         while self._state.patient and self._policy.awaits(self._state):
-            began = time.perf_counter()
-            self.scorer.wait(self._patience)
-            yield from self._scored()
-            waited = time.perf_counter() - began
-            self.waited += waited
-            self._patience -= waited
+            self._patience -= self._wait(self._patience)
             self._state.patient = self._patience > 0
+            yield from self._scored()
+
+    def _wait(self, timeout: float | None = None) -> float:
+        """Wait for a score, and count the seconds."""
+        began = time.perf_counter()
+        self.scorer.wait(timeout)
+        waited = time.perf_counter() - began
+        self.waited += waited
+        return waited
 
     def _stop(self, group: Group, kept: list[Completion]) -> Group:
         """Abort what still decodes of a group, and keep no more than is needed of the rest."""
