@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.process import ProcessEngine
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
@@ -49,6 +50,8 @@ class Engine:
     """Whether the weights and the cache stay while the trainer updates."""
     how_weights: str
     how_cache: str
+    shared: int = 0
+    """Memory of the machine through which weights reach the engine's process."""
 
 
 class Ledger:
@@ -84,6 +87,7 @@ class Ledger:
         trainable = sum(p.numel() for p in run.trainable)
         engine = self.engine(run.slots(generations))
         stays = 1 if engine.held else 0
+        streams = 0 if run.datamodule.streaming is None else 1  # gradients during the rollout too
         hp: Any = module.hparams
         dtype = _name(run.trainable[0].dtype)
         vocab = base_model(find_policy(module)).config.get_text_config().vocab_size
@@ -100,18 +104,26 @@ class Ledger:
         items = [
             Item("weights", weights, weights, f"{parameters:,} parameters, {self._precision}"),
             Item("reference model", reference, reference, "a second copy, as beta > 0"),
-            Item("gradients", 0, gradients, count),
+            Item("gradients", streams * gradients, gradients, count),
             Item("optimizer state", state, state, f"AdamW, two {dtype} of each of these"),
             Item("engine weights", engine.weights, stays * engine.weights, engine.how_weights),
             Item("key-value cache", engine.cache, stays * engine.cache, engine.how_cache),
             Item("decoding", engine.working, 0, "what its largest step takes beside the cache"),
             Item(
+                "weights handed over", engine.shared, engine.shared, "to the engine's process", True
+            ),
+            Item(
                 "activations",
-                0,
+                streams * kept,
                 kept,
                 f"measured: {positions:,} positions, {recomputed or 'all kept for backward'}",
             ),
-            Item("passes at their peak", 0, max(peak, step) - kept, f"measured: {chunk}"),
+            Item(
+                "passes at their peak",
+                streams * (peak - kept),
+                max(peak, step) - kept,
+                f"measured: {chunk}",
+            ),
             Item("prompts", prompts, prompts, f"{len(run.prompts):,}, ids once each", True),
             Item("completions", completions, completions, objects, True),
         ]
@@ -145,15 +157,26 @@ class Ledger:
         run = self.run
         engine: RolloutEngine = run.datamodule.engine
         spec = replace(run.spec, slots=slots)
+        policy = base_model(find_policy(run.module))
+        numbers = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
+        if isinstance(engine, ProcessEngine):
+            shared = numbers * next(policy.parameters()).dtype.itemsize
+            return replace(self._engine(engine.engine, spec, numbers, True), shared=shared)
+        return self._engine(engine, spec, numbers, False)
+
+    def _engine(self, engine: RolloutEngine, spec: EngineSpec, numbers: int, apart: bool) -> Engine:
+        """What an engine holds of so many parameters; `apart`: in a process of its own."""
+        run, slots = self.run, spec.slots
         full = slots * spec.max_model_len * run.token_bytes
         room = f"{slots:,} slots x {spec.max_model_len:,} tokens x {run.token_bytes:,} bytes"
         if isinstance(engine, TransformersEngine):
             configured = run.spec.slots * spec.max_model_len * run.token_bytes
             working = max(0, run.decoding - configured)
             working = max(working, working * slots // run.spec.slots)
+            if apart:
+                own = f"{numbers:,} parameters, {_name(spec.dtype)}"
+                return Engine(numbers * spec.dtype.itemsize, full, working, True, own, room)
             return Engine(0, full, working, False, "", room)
-        policy = base_model(find_policy(run.module))
-        numbers = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
         dtype = engine.cache_dtype(spec)
         weights = numbers * dtype.itemsize
         copy = f"{numbers:,} parameters, {_name(dtype)}"
@@ -173,9 +196,10 @@ class Ledger:
     def _check_cache(self) -> None:
         """As `fit` once its engine has started."""
         data, spec = self.run.datamodule, self.run.spec
-        if not isinstance(data.engine, VLLMEngine):
+        engine = data.engine.engine if isinstance(data.engine, ProcessEngine) else data.engine
+        if not isinstance(engine, VLLMEngine):
             return
-        share = data.engine.share_of_cache(spec)
+        share = engine.share_of_cache(spec)
         tokens = int(self.engine(spec.slots).cache / share) // self.run.token_bytes
         block: int = data.engine.kv_block or 1
         data.engine.kv_capacity = max(0, tokens // block - 1) * block
