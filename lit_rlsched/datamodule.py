@@ -35,9 +35,10 @@ from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.audit import Attempt, PoolAudit, restart_stale, settle
+from lit_rlsched.rollout.audit import Attempt, DraftAudit, PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
 from lit_rlsched.rollout.controller import Feedback
+from lit_rlsched.rollout.drafts import Drafts
 from lit_rlsched.rollout.learner import Learner, PlainLearner
 from lit_rlsched.rollout.metrics import measure, staleness_metrics
 from lit_rlsched.rollout.round import Round, check_rewards, score_round, set_advantages
@@ -216,6 +217,7 @@ class RolloutDataModule(LightningDataModule):
 
         self.pool = RolloutBuffer()
         self._audit = PoolAudit()
+        self._drafts = Drafts()
         self.current: Round | None = None
         """The round that is being trained on."""
         self.num_rounds = 0
@@ -366,9 +368,11 @@ class RolloutDataModule(LightningDataModule):
         self._audit = PoolAudit()
         self._runs += 1  # versions come again, and noise that chose what is left must not
         for completion in (c for group in self.pool for c in group.completions):
-            self.counters["num_discarded_tokens"] += len(completion.token_ids)
+            drafted = 0 if completion.draft is None else len(completion.draft.token_ids)
+            self.counters["num_discarded_tokens"] += len(completion.token_ids) + drafted
             completion.restart()
             completion.attempts = 0
+        self._drafts = Drafts()
 
     def _roll_out(self) -> Round:
         """Draw a round; until all of it is drawn and valued, its prompts stay in the pool."""
@@ -381,13 +385,17 @@ class RolloutDataModule(LightningDataModule):
         fire(trainer, "on_round_start", plan)
         before = self._failures(session)
         salt = f"run {self._runs}" if self._runs else ""
-        feedback = self._feedback(plan, stale)
+        began = time.perf_counter()
+        drafts = self._verify_drafts(plan, salt)
+        verifying = time.perf_counter() - began
+        feedback = self._feedback(plan, stale, drafts, salt)
         stream = self._gradient_stream(version)
         for _ in session.rollout(plan, version, policy, salt, predict=True, feedback=feedback):
             if stream:
                 stream.advance(session.controller.state, session.trace)
         learned = {} if self.lengths is None else self.lengths.end_round()
         harvest = settle(plan, policy, session.controller.state, stale)
+        harvest.drafts = sum(drafts, DraftAudit())
         round = Round(self.num_rounds, version, harvest.trained, session.trace)
         drawn = time.perf_counter()
         check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
@@ -411,6 +419,8 @@ class RolloutDataModule(LightningDataModule):
             round.metrics |= selection_metrics(round, harvest)
         if isinstance(policy, TailRound):
             round.metrics["tail_batching/long_round"] = float(is_long(plan))
+        if drafts:
+            round.metrics |= harvest.drafts.metrics() | {"time/drafts": verifying}
         if self.max_num_gen_batches > 1:
             round.metrics["dynamic_sampling/num_gen_batches"] = len(plan) / policy.update_prompts
         empty = [not self._optimizer_step(round, i).rows for i in range(self.steps_per_epoch)]
@@ -425,6 +435,7 @@ class RolloutDataModule(LightningDataModule):
         round.metrics["time/score"] = time.perf_counter() - drawn
 
         self.pool.settle(plan, harvest.left)
+        self._drafts.keep(self._policy, version, self.pool)
         round.metrics["rollout/pool_prompts"] = len(self.pool)
         self._audit.add(harvest, session.trace)
         if policy.ends_cycle(plan, list(self.pool)):
@@ -436,6 +447,7 @@ class RolloutDataModule(LightningDataModule):
         self.counters["num_discarded_tokens"] += int(round.metrics["rollout/discarded_tokens"])
         self.counters += self._failures(session) - before + count_drops(round)
         self.counters += Counter({"dropped/stopped": len(harvest.stopped)})
+        self.counters += Counter({"dropped/nonfinite_draft": harvest.drafts.nonfinite})
         round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
@@ -480,12 +492,33 @@ class RolloutDataModule(LightningDataModule):
             self.micro_batch_tokens,
         )
 
-    def _feedback(self, plan: list[Group], stale: list[Attempt]) -> Feedback:
+    def _verify_drafts(self, groups: list[Group], salt: str) -> list[DraftAudit]:
+        """Make completions of the policy's out of what earlier ones had drawn."""
+        if not self.round_policy.keeps_drafts or not is_long(groups):
+            return []
+        assert self.trainer is not None
+        audit = self._drafts.verify(
+            groups,
+            self._policy,
+            self.trainer.global_step,
+            seed=self.seed,
+            salt=salt,
+            eos_token_ids=self._ensure_session().spec.eos_token_ids,
+            micro_batch_tokens=self.micro_batch_tokens,
+            forward_context=self.trainer.precision_plugin.forward_context,
+        )
+        return [audit]
+
+    def _feedback(
+        self, plan: list[Group], stale: list[Attempt], drafts: list[DraftAudit], salt: str
+    ) -> Feedback:
         """What scores change in a round.
 
         Args:
             plan: Its groups; one that replaces another is added.
             stale: What was begun anew; so is what is stale of those.
+            drafts: What became of drafts; those of such a group are verified as well.
+            salt: Keeps the noise of that apart from other Trainers'.
         """
         assert self.trainer is not None
         version, policy = self.trainer.global_step, self.round_policy
@@ -508,6 +541,7 @@ class RolloutDataModule(LightningDataModule):
                 waiting = list(self.pool)[-1:]
             plan.append(waiting[0].copy())
             stale.extend(restart_stale(plan[-1:], version, policy))
+            drafts.extend(self._verify_drafts(plan[-1:], salt))
             return plan[-1]
 
         return Feedback(stop, replace_uninformative if self.max_num_gen_batches > 1 else None)
@@ -605,6 +639,7 @@ class RolloutDataModule(LightningDataModule):
             "source": None if self._source is None else self._source.state_dict(),
             "pool": self.pool.state_dict(),
             "audit": self._audit.state_dict(),
+            "drafts": self._drafts.state_dict(),
             "runs": self._runs,
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
@@ -638,6 +673,10 @@ class RolloutDataModule(LightningDataModule):
         self.current, self._round_start, self._empty_steps = None, 0, 0
         prompts = {prompt.uid: prompt for prompt in self._prompts.train}
         self.pool.load_state_dict(state["pool"], prompts.__getitem__)
+        self._drafts.load_state_dict(state["drafts"])
+        if not self.round_policy.keeps_drafts:
+            for completion in (c for group in self.pool for c in group.completions):
+                completion.draft = None  # made with `reuse="drafts"`, gone on with without
         for completion in (c for group in self.pool for c in group.completions if c.finished):
             completion.text = self._ensure_session().scorer.decode(completion.token_ids)
         for group in self.pool if self.learner.needs_group or self.selection else ():

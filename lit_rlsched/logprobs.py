@@ -59,14 +59,7 @@ def completion_logprobs(
     if completion_rows is not None:
         starts = _completion_starts(prompt_lengths, completion_lengths, completion_rows)
     _check_lengths(input_ids, prompt_lengths, starts + completion_lengths)
-    causal_lm: Any = model
-    if hasattr(model, "get_base_model"):  # PEFT; its layers stay in place
-        causal_lm = causal_lm.get_base_model()
-    head, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
-    if head is None:
-        raise ValueError(
-            f"`{type(causal_lm).__name__}` has no LM head. Load it with `AutoModelForCausalLM`."
-        )
+    causal_lm, head, config = _parts(model)
     mask = completion_mask(completion_lengths)
     rows, columns = mask.nonzero(as_tuple=True)
     targets = starts[rows] + columns
@@ -87,6 +80,49 @@ def completion_logprobs(
         score, hidden[rows, sources], input_ids[rows, targets], chunk_tokens
     )
     return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
+
+
+def completion_states(
+    model: nn.Module, input_ids: Tensor, prompt_lengths: Tensor, completion_lengths: Tensor
+) -> Tensor:
+    """What the LM head predicts each completion token from, `[N, H]`, one completion after another.
+
+    Args:
+        model: See `completion_logprobs`; so are the others.
+        input_ids: `[B, T]`.
+        prompt_lengths: `[B]`.
+        completion_lengths: `[B]`.
+    """
+    causal_lm, _, _ = _parts(model)
+    rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
+    hidden = causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return hidden[rows, prompt_lengths[rows] + columns - 1]
+
+
+def vocabulary_logprobs(model: nn.Module, states: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """The whole distributions predicted from `states` `[N, H]`: log-probs `[N, V]`, at least fp32.
+
+    The caller sees to it that they fit in memory.
+    """
+    _, head, config = _parts(model)
+    return logit_transform(config, temperature)(head(states)).log_softmax(-1)
+
+
+def _parts(model: nn.Module) -> tuple[Any, nn.Module, Any]:
+    """The language model, its head and its configuration.
+
+    Raises:
+        ValueError: the model has no LM head.
+    """
+    causal_lm: Any = model
+    if hasattr(model, "get_base_model"):  # PEFT; its layers stay in place
+        causal_lm = causal_lm.get_base_model()
+    head, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
+    if head is None:
+        raise ValueError(
+            f"`{type(causal_lm).__name__}` has no LM head. Load it with `AutoModelForCausalLM`."
+        )
+    return causal_lm, head, config
 
 
 def logit_transform(config: Any, temperature: float) -> Callable[[Tensor], Tensor]:

@@ -57,6 +57,11 @@ SCHEDULES = {
         8,
         lambda: [TailBatching(), StreamedTraining(start=0)],
     ),
+    "drafts": (
+        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        8,
+        lambda: [TailBatching(race="completion", reuse="drafts"), MicroGroupSampling(slots=7)],
+    ),
     "selected": (
         {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},
         8,
@@ -140,6 +145,22 @@ class Uids(RolloutCallback):
         self.uids, self.spans = state_dict["uids"], state_dict["spans"]
 
 
+class Recovered(RolloutCallback):
+    """Tokens of drafts that were accepted, kept in the checkpoint."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.tokens += round.metrics.get("drafts/accepted_tokens", 0)
+
+    def state_dict(self):
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state_dict):
+        self.tokens = state_dict["tokens"]
+
+
 def state_hash(state):
     """Of numbers, strings and tensors, however nested."""
     if isinstance(state, torch.Tensor):
@@ -166,7 +187,7 @@ def main(folder, engine, model, schedule, place):
         micro_batch_tokens=256,
         **{"prompts_per_round": 4, **settings},
     )
-    uids, prediction = Uids(), LengthPrediction(probe_tokens=4)
+    uids, recovered, prediction = Uids(), Recovered(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=1)
     trainer = Trainer(
         accelerator="cpu",
@@ -182,6 +203,7 @@ def main(folder, engine, model, schedule, place):
             prediction,
             RolloutLogger(num_completions=4),
             uids,
+            recovered,
             checkpoints,
             Die(place),
         ],
@@ -198,6 +220,9 @@ def main(folder, engine, model, schedule, place):
         "num_discarded_tokens": data.counters["num_discarded_tokens"],
         "dropped": {k: n for k, n in data.counters.items() if k.startswith("dropped/")},
         "pool": state_hash(data.pool.state_dict()),
+        "drafts": [*data._drafts.weights],
+        "draft_weights": state_hash(data._drafts.state_dict()),
+        "recovered": recovered.tokens,
         "audit": {k: v for k, v in data._audit.state_dict().items() if "seconds" not in k},
         "uids": uids.uids,
         "spans": uids.spans,

@@ -40,6 +40,12 @@ STREAMED = [
     "harvest 2",  # while the first long round is drawn
     "round_end 5",  # the second one is drawn, and most of its gradients are there
 ]
+DRAFTS = [
+    "round_end 1",  # some are put off, with what they had drawn
+    "harvest 2",  # while the first long round goes on from it
+    "step 2",  # at the start of its update
+    "harvest 5",
+]
 SELECTED = [
     "harvest 0",  # while the first round is drawn
     "step 1",
@@ -75,6 +81,7 @@ def run(folder, engine, model, schedule, *places):
         ("VLLMEngine", "partial", ["validation 2", RESUMED]),
         ("TransformersEngine", "tail", TAIL),
         ("TransformersEngine", "streamed", STREAMED),
+        ("TransformersEngine", "drafts", DRAFTS),
         ("TransformersEngine", "selected", SELECTED),
     ],
 )
@@ -100,7 +107,9 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
     assert (whole["num_discarded_tokens"] > 0) == (schedule != "partial")
     assert (max(whole["spans"]) > 1) == (schedule == "partial")
-    if schedule in ("tail", "streamed"):
+    if schedule == "drafts":
+        assert whole["drafts"] and whole["recovered"] > 0
+    if schedule in ("tail", "drafts", "streamed"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
-    if schedule == "tail":
+    if schedule in ("tail", "drafts"):
         assert whole["dropped"]["dropped/stopped"] > 0

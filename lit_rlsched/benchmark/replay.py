@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.lengths import RecordedCompletions
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.audit import Harvest, restart_stale, settle
+from lit_rlsched.rollout.audit import DraftAudit, Harvest, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.trace import RolloutTrace
@@ -80,8 +80,15 @@ class Drawn(NamedTuple):
     trace: RolloutTrace
 
 
+Verify = Callable[[Sequence[Group], int], DraftAudit]
+"""Turns the drafts of groups into completions of a policy version."""
+
+
 def draw_rounds(
-    source: Iterator[Group], policy: RoundPolicy, controller: RolloutController
+    source: Iterator[Group],
+    policy: RoundPolicy,
+    controller: RolloutController,
+    verify: Verify = lambda groups, version: DraftAudit(),
 ) -> Iterator[Drawn]:
     """A run's rounds, a policy version each, until the source is empty and all is trained on."""
     pool = RolloutBuffer()
@@ -92,11 +99,13 @@ def draw_rounds(
         if not plan:
             return
         dropped = restart_stale(plan, version, policy)
+        audit = verify(plan, version)
         begun = {Row(g, c).id: len(c.token_ids) for g in plan for c in g.completions}
         trace = controller.worker.start_trace()
         for _ in controller.run(plan, policy, version):
             pass
         harvest = settle(plan, policy, controller.state, dropped)
+        harvest.drafts = audit
         pool.settle(plan, harvest.left)
         yield Drawn(plan, begun, harvest, trace)
 

@@ -7,7 +7,8 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.rounds import Race, TailRound
+from lit_rlsched.data.settings import check_drafts
+from lit_rlsched.scheduling.rounds import Race, Reuse, TailRound
 
 
 class TailBatching(RolloutCallback):
@@ -33,6 +34,26 @@ class TailBatching(RolloutCallback):
     directly. `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length`, from one
     long round to the next, say by how much at least. Hence the default, `race="prompt"`.
 
+    With `reuse="drafts"` what lost is not drawn anew: its tokens are kept as a draft, and the long
+    round begins with a forward pass of the trainer over all drafts. By the ratio of `p`, the policy
+    now, to `q`, the one that drew it, a prefix of each is kept and a token drawn after it, and the
+    completion goes on from there (exact speculative sampling, by prefixes: Sun et al., arXiv
+    2403.10444). Given that a draft is a draw of `q`, the completion is one of `p`, tokens and
+    log-probs. Drafts are those that lost, the long ones; but each prompt has one draw, won or lost,
+    so that over all of them the law is that of one draw a prompt, whereas a redraw loses the long
+    ones. What remains: the order of prompts; with `race="completion"` the preference for the short
+    in the prompts that win; that what lost did so under an earlier policy; and the rounding between
+    the engine, whose log-probs stand for `q`, and the trainer, which also shortens what is kept.
+
+    For each version that has drafts a copy of the trainable weights (of the adapters, with LoRA) is
+    in the CPU's memory and in checkpoints: one for each short round between two long ones, and one
+    more where prompts wait on. Each long round logs `drafts/tokens`, `drafts/accepted_tokens`,
+    `drafts/accepted_share`, `drafts/completed` (kept as a whole), `drafts/distance` (mean total
+    variation distance of the two policies' next token) and `time/drafts`; and, since the last one,
+    `pool/recovered_token_share`: what drafts recovered of all that would have been thrown away.
+    Until then tokens of drafts count as useful. A draft with a log-prob that is not finite is
+    dropped and drawn anew, and counted in `dropped/nonfinite_draft`.
+
     Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (what waits for a
     long one), `rollout/discarded_tokens`, `rollout/useful_token_share` and
     `rollout/score_wait_seconds`. Hooks: `on_completion_end` and `on_group_end` also fire for what
@@ -44,9 +65,12 @@ class TailBatching(RolloutCallback):
         completion_ratio: With `race="completion"`: completions of a fresh prompt that are begun,
             as a multiple of `num_generations`, rounded up.
         race: Whether whole prompts race, or also the completions of each prompt.
+        reuse: `drafts` keeps what losers had drawn for the long round to verify; by default it is
+            thrown away.
 
     Raises:
-        ValueError: an argument is out of range, or the data holds too few prompts.
+        ValueError: an argument is out of range, or the data holds too few prompts, or the log-probs
+            that drafts are verified with are not those of the policy.
 
     Example::
 
@@ -60,6 +84,7 @@ class TailBatching(RolloutCallback):
         prompt_ratio: float = 1.25,
         completion_ratio: float = 1.25,
         race: Race = "prompt",
+        reuse: Reuse | None = None,
     ) -> None:
         for name, value in (("prompt_ratio", prompt_ratio), ("completion_ratio", completion_ratio)):
             if not isinstance(value, int | float) or not 1 <= value < math.inf:
@@ -69,17 +94,23 @@ class TailBatching(RolloutCallback):
                 )
         if race not in get_args(Race):
             raise ValueError(f"`TailBatching({race=})` is unknown. Use one of {get_args(Race)}.")
+        if reuse not in (None, *get_args(Reuse)):
+            raise ValueError(f"`TailBatching({reuse=})` is unknown. Use 'drafts', or leave it out.")
         self.prompt_ratio = prompt_ratio
         self.completion_ratio = completion_ratio
         self.race: Race = race
+        self.reuse: Reuse | None = reuse
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the round policy to the data module."""
         datamodule = rollout_datamodule(trainer, self)
+        if self.reuse:
+            check_drafts(datamodule.engine, datamodule.sampling)
         datamodule.round_policy = TailRound(
             datamodule.prompts_per_round,
             datamodule.num_generations,
             self.prompt_ratio,
             self.completion_ratio,
             self.race,
+            reuse=self.reuse,
         )

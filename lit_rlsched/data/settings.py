@@ -75,6 +75,27 @@ def check_logprobs(needed_by: str, engine: RolloutEngine, sampling: Sampling) ->
         )
 
 
+def check_drafts(engine: RolloutEngine, sampling: Sampling) -> None:
+    """Refuse drafts that cannot be verified.
+
+    Raises:
+        ValueError: names what takes the log-probs away, and what to use instead.
+    """
+    if not engine.logprobs:
+        raise ValueError(
+            f"`TailBatching(reuse='drafts')` with `{type(engine).__name__}`: a draft is verified "
+            "by the log-probs that it was drawn with, and this engine gives none. Use "
+            "`VLLMEngine` or `TransformersEngine`, or leave `reuse` out."
+        )
+    if sampling.truncated:
+        raise ValueError(
+            f"`TailBatching(reuse='drafts')` with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
+            f"min_p={sampling.min_p}`: a draft is verified by the log-probs of the whole "
+            "distribution, and the engine's are of a truncated one. Use `top_p=1, top_k=0, "
+            "min_p=0`, or leave `reuse` out."
+        )
+
+
 def check_val_temperature(val_temperature: float | None) -> None:
     """Refuse to sample greedily.
 

@@ -22,6 +22,38 @@ class Attempt(NamedTuple):
 
 
 @dataclass(slots=True)
+class DraftAudit:
+    """What became of the drafts that a round began with."""
+
+    tokens: int = 0
+    accepted_tokens: int = 0
+    completed: int = 0
+    """Drafts that were kept as a whole."""
+    distance: float = 0.0
+    """Sum over tokens of `max(0, 1 - p/q)`, the share that one by one would be rejected."""
+    nonfinite: int = 0
+    """Drafts that were thrown away for a log-prob that is not finite."""
+
+    def __add__(self, other: "DraftAudit") -> "DraftAudit":
+        return DraftAudit(*(getattr(self, n) + getattr(other, n) for n in self.__slots__))
+
+    @property
+    def rejected_tokens(self) -> int:
+        """Those that were decoded for nothing."""
+        return self.tokens - self.accepted_tokens
+
+    def metrics(self) -> dict[str, float]:
+        """`drafts/*`."""
+        return {
+            "drafts/tokens": self.tokens,
+            "drafts/accepted_tokens": self.accepted_tokens,
+            "drafts/accepted_share": self.accepted_tokens / max(1, self.tokens),
+            "drafts/completed": self.completed,
+            "drafts/distance": self.distance / max(1, self.tokens),
+        }
+
+
+@dataclass(slots=True)
 class Harvest:
     """A round's groups, settled."""
 
@@ -36,11 +68,20 @@ class Harvest:
     """What had been thrown away before it began, as too old."""
     stopped: list[Attempt] = field(default_factory=list)
     """What was taken out of groups that needed no more, begun or not; it is not drawn anew."""
+    drafted: list[Attempt] = field(default_factory=list)
+    """What was put off, its tokens kept as drafts."""
+    drafts: DraftAudit = field(default_factory=DraftAudit)
+    """What became of those that it began with."""
 
     @property
     def discarded(self) -> list[Attempt]:
-        """All that was thrown away."""
+        """All that was thrown away, but for what was rejected of drafts."""
         return [*self.stale, *self.unfinished, *(a for a in self.stopped if a.tokens)]
+
+    @property
+    def discarded_tokens(self) -> int:
+        """All that was decoded for nothing, as far as is known."""
+        return sum(a.tokens for a in self.discarded) + self.drafts.rejected_tokens
 
 
 def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) -> list[Attempt]:
@@ -66,10 +107,15 @@ def settle(
     ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
     trained, left = policy.settle(groups, state)
     stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
-    unfinished = []
+    unfinished, drafted = [], []
     if policy.max_staleness == 0:
         kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
-        unfinished = _restart(c for key, (c, _) in ran.items() if key not in kept)
+        lost = [c for key, (c, _) in ran.items() if key not in kept]
+        waits = {id(c) for g in left for c in g.completions} if policy.keeps_drafts else set()
+        drafted = [ran[id(c)][1] for c in lost if id(c) in waits]
+        unfinished = _restart(c for c in lost if id(c) not in waits)
+        for completion in (c for c in lost if id(c) in waits):
+            completion.put_off()
     return Harvest(
         trained,
         left,
@@ -77,6 +123,7 @@ def settle(
         unfinished,
         list(stale),
         [attempt(c) for c in stopped],
+        drafted,
     )
 
 
@@ -138,6 +185,8 @@ class PoolAudit:
     tokens: int = 0
     """Decoded."""
     discarded_tokens: int = 0
+    recovered_tokens: int = 0
+    """Of drafts, accepted."""
     trained: list[int] = field(default_factory=list)
     """Length of each completion that was trained on."""
     first: list[Attempt] = field(default_factory=list)
@@ -150,19 +199,24 @@ class PoolAudit:
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
         self.tokens += trace.tokens
-        self.discarded_tokens += sum(a.tokens for a in harvest.discarded)
+        self.discarded_tokens += harvest.discarded_tokens
+        self.recovered_tokens += harvest.drafts.accepted_tokens
         completions = [c for group in harvest.trained for c in group.completions]
         self.trained += (len(c.token_ids) for c in completions if not c.dropped)
         ended = [attempt(c) for c in completions]
-        self.first += (a for a in (*ended, *harvest.discarded) if a.first)
+        self.first += (a for a in (*ended, *harvest.discarded, *harvest.drafted) if a.first)
 
     def metrics(self) -> dict[str, float]:
         """`pool/*`: rounds, bubble ratio with every drain included, useful tokens, length bias.
 
         The bias is that of what is trained on against first draws: what was thrown away and drawn
-        anew counts as long as it had become, and more, the first time, and not again.
+        anew, or on from a draft, counts as long as it had become, and more, the first time, and not
+        again. With drafts also how much of what would have been thrown away they recovered.
         """
+        wasted = self.recovered_tokens + self.discarded_tokens
+        recovered = {"pool/recovered_token_share": self.recovered_tokens / max(1, wasted)}
         return {
+            **(recovered if self.recovered_tokens else {}),
             "pool/rounds": self.rounds,
             "pool/bubble_ratio": self.idle_slot_seconds / (self.slot_seconds or 1.0),
             "pool/useful_token_share": 1 - self.discarded_tokens / max(1, self.tokens),

@@ -1,13 +1,13 @@
 """The pool: prompts drawn and not yet trained on, and how it is written to a checkpoint."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from lit_rlsched.rollout.types import Completion, FinishReason, Group, Prompt, Sampling
+from lit_rlsched.rollout.types import Completion, Draft, FinishReason, Group, Prompt, Sampling
 
 _FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
@@ -56,6 +56,7 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
     groups = list(groups)
     completions = [c for g in groups for c in g.completions]
     spans = [s for c in completions for s in c.version_spans]
+    drafts = [c.draft for c in completions]
     return {
         "groups": [
             (g.id, g.prompt.uid, len(g.completions), g.deferred, *_sampling(g.sampling))
@@ -74,6 +75,10 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
         "logprobs": _floats(c.logprobs for c in completions),
         "span_offsets": _offsets(c.version_spans for c in completions),
         "spans": torch.tensor(spans, dtype=torch.int64).reshape(-1, 2),
+        "draft_versions": [d and d.version for d in drafts],
+        "draft_offsets": _offsets(d.token_ids if d else () for d in drafts),
+        "draft_ids": torch.tensor([t for d in drafts if d for t in d.token_ids], dtype=torch.int32),
+        "draft_logprobs": _floats(d.logprobs for d in drafts if d),
         "old": _optional([c.old_logprobs for c in completions], completions),
         "ref": _optional([c.ref_logprobs for c in completions], completions),
     }
@@ -84,6 +89,7 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
     tokens = _slices(state["token_ids"].tolist(), state["offsets"])
     logprobs = _slices(state["logprobs"].tolist(), state["offsets"])
     spans = _slices(list(map(tuple, state["spans"].tolist())), state["span_offsets"])
+    drafts = _drafts(state)
     old = _restore(state["old"], state["offsets"])
     ref = _restore(state["ref"], state["offsets"])
     completions = [
@@ -99,6 +105,7 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
             attempts=attempts,
             dropped=state["dropped"][i],
             advantage=advantage,
+            draft=drafts[i],
             old_logprobs=old[i],
             ref_logprobs=ref[i],
         )
@@ -123,11 +130,20 @@ def _sampling(s: Sampling) -> tuple[int, float, float, int, float]:
     return s.max_completion_length, s.temperature, s.top_p, s.top_k, s.min_p
 
 
-def _offsets(lists: Iterable[list]) -> torch.Tensor:
+def _drafts(state: dict[str, Any]) -> list[Draft | None]:
+    tokens = _slices(state["draft_ids"].tolist(), state["draft_offsets"])
+    logprobs = _slices(state["draft_logprobs"].tolist(), state["draft_offsets"])
+    return [
+        None if version is None else Draft(tuple(tokens[i]), tuple(logprobs[i]), version)
+        for i, version in enumerate(state["draft_versions"])
+    ]
+
+
+def _offsets(lists: Iterable[Sequence]) -> torch.Tensor:
     return torch.tensor([0, *(len(x) for x in lists)]).cumsum(0)
 
 
-def _floats(lists: Iterable[list[float]]) -> torch.Tensor:
+def _floats(lists: Iterable[Sequence[float]]) -> torch.Tensor:
     return torch.tensor([x for row in lists for x in row], dtype=torch.float64)
 
 

@@ -139,12 +139,7 @@ class RolloutController:
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
         try:
-            for row in rows:
-                if row.completion.finished:
-                    self._count(row)
-                    if not row.completion.scored:
-                        self.scorer.submit(row.group, row.completion)
-            rows = [row for row in rows if not row.completion.finished]
+            rows = self._unfinished(rows)
             rows.sort(key=lambda row: not row.completion.token_ids)
             waits = len(rows) > self.worker.admission.slots
             waits = waits or self.worker.admission.budget is not None
@@ -179,6 +174,15 @@ class RolloutController:
         pauses = self._lengths is not None or self.worker.admission.pauses
         return waits and (stops or pauses)
 
+    def _unfinished(self, rows: Sequence[Row]) -> list[Row]:
+        """What is still to be drawn; what is not is scored, unless it is."""
+        for row in rows:
+            if row.completion.finished:
+                self._count(row)
+                if not row.completion.scored:
+                    self.scorer.submit(row.group, row.completion)
+        return [row for row in rows if not row.completion.finished]
+
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
             if all(c is not completion for c in group.completions):
@@ -198,7 +202,7 @@ class RolloutController:
             self._state.completions += len(another.completions)
             self._undecoded[another.id] = len(another.completions)
             self._places[another.id] = len(self._places)
-            self._submit([Row(another, c) for c in another.completions])
+            self._submit(self._unfinished([Row(another, c) for c in another.completions]))
         return group
 
     def _await(self, finished: Sequence[Row]) -> Iterator[Group]:

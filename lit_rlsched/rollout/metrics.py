@@ -135,12 +135,13 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """What was thrown away, how often prompts were begun, and what waits."""
     assert round.trace is not None
-    stale = sum(a.tokens for a in harvest.stale)
-    discarded = sum(a.tokens for a in harvest.discarded)
+    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
+    discarded = harvest.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
-        # what is stale was drawn in earlier rounds
-        "rollout/useful_token_share": 1 - discarded / max(1, round.trace.tokens + stale, discarded),
+        # what is stale, and drafts, were drawn in earlier rounds
+        "rollout/useful_token_share": 1
+        - discarded / max(1, round.trace.tokens + earlier, discarded),
         "rollout/discarded_tokens": discarded,
         "rollout/restarts": len(harvest.stale) + len(harvest.unfinished),
         "rollout/attempts/mean": fmean(attempts),

@@ -84,6 +84,17 @@ def stable_hash(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What had been drawn of a completion when it was put off, for a newer policy to verify."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token, under the policy that drew it."""
+    version: int
+    """Of that policy."""
+
+
 @dataclass(slots=True)
 class Completion:
     """One answer to a prompt, as far as it has been drawn."""
@@ -110,7 +121,9 @@ class Completion:
     """Of each token, by the trainer's own forward pass under the weights of the round."""
     ref_logprobs: list[float] | None = None
     attempts: int = 0
-    """Times it was begun, thrown away and is to be drawn anew."""
+    """Times it was begun and thrown away, or put off with what was drawn of it as a draft."""
+    draft: Draft | None = None
+    """What it had drawn when it was put off, until a newer policy verifies it."""
 
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under `version`."""
@@ -129,6 +142,13 @@ class Completion:
         blank = Completion(self.index, attempts=self.attempts + bool(self.token_ids))
         for name in self.__slots__:
             setattr(self, name, getattr(blank, name))
+
+    def put_off(self) -> None:
+        """Begin anew, and keep what was drawn of it, all under one policy, as a draft."""
+        ((version, _),) = self.version_spans
+        draft = Draft(tuple(self.token_ids), tuple(self.logprobs), version)
+        self.restart()
+        self.draft = draft
 
     def copy(self) -> "Completion":
         """One that can go on without this one."""

@@ -12,6 +12,7 @@ from lit_rlsched.rollout.types import Completion, Group
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
 Race = Literal["prompt", "completion"]
+Reuse = Literal["drafts"]
 
 PATIENCE = 5.0
 """Seconds of a round for which a race waits for scores before others may overtake."""
@@ -53,6 +54,8 @@ class RoundPolicy(ABC):
     """Whether rounds end before all that they may decode is decoded."""
     stops_groups = False
     """Whether a group may have `enough` while some of it still decodes."""
+    keeps_drafts = False
+    """Whether what a round puts off keeps its tokens, for a later one to verify."""
     patience: float | None = None
     """Seconds of a round for which it waits, when it could be over, for the scores of what is
     decoded; then others may overtake. `None`: scores do not count until it is over."""
@@ -254,7 +257,7 @@ class TailRound(RoundPolicy):
     RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds
     enough prompts that lost a race: the oldest of them are then run to their end, nothing beside
     them. Any other is short: it takes fresh prompts only, more than it needs, and is over once
-    `update_prompts` of them are scored. The losers' tokens are thrown away.
+    `update_prompts` of them are scored. The losers' tokens are thrown away, or kept as drafts.
 
     Args:
         update_prompts: Prompts of an update.
@@ -265,6 +268,7 @@ class TailRound(RoundPolicy):
         race: Whether only prompts race, each with all its completions, or also the completions of
             a prompt, of which the first `num_generations` are kept.
         patience: See `RoundPolicy`.
+        reuse: Whether what losers had drawn is kept for the long round to verify.
     """
 
     def __init__(
@@ -275,10 +279,12 @@ class TailRound(RoundPolicy):
         completion_ratio: float = 1.25,
         race: Race = "prompt",
         patience: float = PATIENCE,
+        reuse: Reuse | None = None,
     ) -> None:
         self.update_prompts = update_prompts
         self.num_generations = num_generations
         self.patience = patience
+        self.keeps_drafts = reuse == "drafts"
         self._raced = _at_least(prompt_ratio, update_prompts)
         self._ratio = completion_ratio if race == "completion" else 1.0
         self._begun = self.launched(num_generations)
@@ -381,6 +387,8 @@ class TailRound(RoundPolicy):
         if self._begun == self.num_generations:
             return []
         finished = state.finished.get(group_id, [])
+        if len(finished) < self.num_generations:
+            return []  # asked in every step
         able = (c for c in finished if (state.patient or c.scored) and not c.dropped)
         return list(islice(able, self.num_generations))
 

@@ -21,7 +21,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
     TailBatching,
 )
-from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.engines import SimulatedEngine, VLLMEngine
 from lit_rlsched.scheduling.rounds import TailRound
 
 SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens": 256}
@@ -127,6 +127,168 @@ def test_on_vllm(fit):
     assert recorder.long == [*FIVE, False]
     assert data.counters["num_completions"] == 6 * 8
     assert data.counters["dropped/stopped"] >= 5 * 4
+
+
+# What lost, verified by a newer policy.
+
+
+def drafts_of(groups):
+    return [c.draft for g in groups for c in g.completions if c.draft is not None]
+
+
+def check_drafts(recorder):
+    """What was decoded is trained on, counted as discarded, or still a draft."""
+    decoded = replaced = discarded = trained = accepted = 0
+    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
+        metrics, began = (
+            r.metrics,
+            {f"{g.id}/{c.index}": c.draft for g in plan for c in g.completions},
+        )
+        assert (
+            any(began.values())
+            == metrics["tail_batching/long_round"]
+            == ("drafts/tokens" in metrics)
+        )
+        if drafts := drafts_of(plan):
+            assert {d.version for d in drafts} <= set(range(r.version))
+            assert metrics["drafts/tokens"] == sum(len(d.token_ids) for d in drafts)
+            assert metrics["drafts/completed"] < len(drafts)
+            accepted += metrics["drafts/accepted_tokens"]
+            replaced += len(drafts) - metrics["drafts/completed"]
+            assert metrics["time/drafts"] > 0 and "pool/recovered_token_share" in metrics
+            common = 0
+            for row in r.rows:
+                if draft := began.get(row.id):
+                    pairs = zip(row.completion.token_ids, draft.token_ids, strict=False)
+                    common += next(
+                        (i for i, (a, b) in enumerate(pairs) if a != b), len(draft.token_ids)
+                    )
+            assert metrics["drafts/accepted_tokens"] <= common <= metrics["drafts/tokens"]
+        decoded += metrics["rollout/tokens"]
+        trained += sum(len(c.token_ids) for c in r.completions)
+        discarded += metrics["rollout/discarded_tokens"]
+        left = sum(len(d.token_ids) for d in drafts_of(pool))
+        assert decoded + replaced == trained + discarded + left
+    return accepted
+
+
+@races
+def test_what_lost_is_verified_in_the_long_round(fit, race):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(race=race, reuse="drafts"), MicroGroupSampling(slots=9)]
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 11}, **SMALL)
+    check(recorder)
+    assert recorder.long == [*FIVE, *FIVE, False]
+    assert check_drafts(recorder) > 0
+    for pool in recorder.pools:
+        assert len({d.version for d in drafts_of(pool)}) <= 4
+    assert data._drafts.weights.keys() == {10}
+    for r in recorder.rounds:
+        for row in r.rows:
+            assert row.completion.draft is None
+            assert len(row.completion.logprobs) == len(row.completion.token_ids)
+
+
+def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(1.5, reuse="drafts")]
+    module = GRPOModule(tiny_model, learning_rate=0.0)
+    fit(module, callbacks, trainer={"max_epochs": 3}, **SMALL)
+    long, plan = recorder.rounds[2], recorder.plans[2]
+    assert long.metrics["drafts/accepted_share"] == 1.0
+    assert long.metrics["rollout/discarded_tokens"] == 0
+    assert long.metrics["pool/recovered_token_share"] == 1.0
+    assert long.metrics["pool/useful_token_share"] == 1.0
+    drafts = {f"{g.id}/{c.index}": c.draft for g in plan for c in g.completions}
+    for row in long.rows:
+        draft, completion = drafts[row.id], row.completion
+        n = len(draft.token_ids)
+        assert tuple(completion.token_ids[:n]) == draft.token_ids
+        assert completion.logprobs[:n] == pytest.approx(draft.logprobs, abs=1e-4)
+
+
+def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
+    recorder = Recorder()
+    module = GRPOModule(tiny_model, learning_rate=1e-3, lora_rank=2)
+    callbacks = [recorder, TailBatching(1.5, reuse="drafts")]
+    _, _, data = fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
+    check(recorder, raced=6)
+    assert check_drafts(recorder) > 0
+    (weights,) = data._drafts.weights.values()
+    assert weights and all("lora_" in name for name in weights)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_drafts_on_vllm(fit):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(1.5, race="completion", reuse="drafts")]
+    fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 3}, **SMALL)
+    check(recorder, raced=6)
+    assert check_drafts(recorder) > 0
+
+
+@races
+def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, race):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(1.75, race=race, reuse="drafts"), DynamicSampling(4)]
+    settings = {**SMALL, "reward_funcs": [sometimes()]}
+    fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
+    replaced = more = 0
+    for r, plan in zip(recorder.rounds, recorder.plans, strict=True):
+        planned = {g.id for g in plan}
+        replaced += sum(g.deferred > 0 and g.id not in planned for g in r.groups)
+        for c in r.completions:
+            assert c.finished and c.draft is None
+            assert c.version_spans == [(r.version, len(c.token_ids))]
+        metrics, drafts = r.metrics, drafts_of(plan)
+        drafted = sum(len(d.token_ids) for d in drafts)
+        assert metrics.get("drafts/tokens", 0) >= drafted
+        more += metrics.get("drafts/tokens", 0) > drafted
+    assert replaced > 0 and more > 0
+    assert len(recorder.trained) == len(set(recorder.trained))
+
+
+def test_another_trainer_throws_drafts_away(fit, tmp_path):
+    from lightning import Trainer
+
+    recorder = Recorder()
+    _, module, data = fit(
+        callbacks=[recorder, TailBatching(reuse="drafts")], trainer={"max_epochs": 2}, **SMALL
+    )
+    drafts = drafts_of(data.pool)
+    assert drafts and data._drafts.weights
+    discarded = data.counters["num_discarded_tokens"]
+    plans = Recorder()
+    another = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[plans, TailBatching(1.0)],
+    )
+    another.fit(module, datamodule=data)
+    assert not drafts_of(plans.plans[0]) and not drafts_of(data.pool) and not data._drafts.weights
+    thrown = sum(len(d.token_ids) for d in drafts)
+    assert data.counters["num_discarded_tokens"] == discarded + thrown
+
+
+def test_gone_on_with_without_drafts(fit, tmp_path):
+    save = ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
+    trainer = {"max_epochs": 2, "enable_checkpointing": True}
+    fit(callbacks=[TailBatching(1.5, reuse="drafts"), save], trainer=trainer, **SMALL)
+    recorder = Recorder()
+    fit(
+        callbacks=[recorder, TailBatching(1.5)],
+        trainer={"max_epochs": 3},
+        ckpt_path=tmp_path / "saved" / "last.ckpt",
+        **SMALL,
+    )
+    assert recorder.long == [True]
+    assert not drafts_of(recorder.plans[0]) and "drafts/tokens" not in recorder.rounds[0].metrics
+    assert any(c.attempts for c in recorder.rounds[0].completions)
 
 
 @races
@@ -426,13 +588,14 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
 # Stopping and going on.
 
 
+@pytest.mark.parametrize("reuse", [None, "drafts"])
 @races
-def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race):
+def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race, reuse):
     def run(epochs, folder, ckpt_path=None):
         recorder = Recorder()
         save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
         trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        batching = TailBatching(race=race)
+        batching = TailBatching(race=race, reuse=reuse)
         callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
         _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
         return recorder, vector(module), data
@@ -440,6 +603,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race):
     whole, weights, data = run(7, "whole")
     first, _, _ = run(3, "part")
     assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
+    assert bool(drafts_of(first.pools[-1])) == (reuse == "drafts")
     second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(resumed, weights) and again.counters == data.counters
     got = [*first.rounds, *second.rounds]
@@ -447,7 +611,13 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race):
     assert first.long + second.long == whole.long
     for a, b in zip(got, whole.rounds, strict=True):
         assert a.groups == b.groups
-        for name in ("pool/rounds", "pool/useful_token_share", "pool/trained_over_drawn_length"):
+        for name in (
+            "pool/rounds",
+            "pool/useful_token_share",
+            "pool/trained_over_drawn_length",
+            "pool/recovered_token_share",
+            "drafts/accepted_tokens",
+        ):
             assert a.metrics.get(name) == b.metrics.get(name)
 
 
@@ -465,6 +635,29 @@ def test_a_ratio_that_cannot_work(name, value):
 def test_a_race_that_is_unknown():
     with pytest.raises(ValueError, match=r"race='group'\)` is unknown.*\('prompt', 'completion'\)"):
         TailBatching(race="group")
+
+
+def test_a_reuse_that_is_unknown():
+    with pytest.raises(ValueError, match=r"reuse='tokens'\)` is unknown. Use 'drafts', or leave"):
+        TailBatching(reuse="tokens")
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_drafts_of_a_truncated_distribution(fit, settings):
+    ((name, value),) = settings.items()
+    message = (
+        rf"reuse='drafts'\)` with `.*{name}={value}.*Use `top_p=1, top_k=0, min_p=0`, or leave"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks=[TailBatching(reuse="drafts")], **settings)
+
+
+def test_drafts_of_an_engine_without_log_probs(fit):
+    message = (
+        r"reuse='drafts'\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEngine`"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks=[TailBatching(reuse="drafts")], engine=SimulatedEngine())
 
 
 @pytest.mark.parametrize("prompts", [7, 3])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.rollout.audit import (
     Attempt,
+    DraftAudit,
     Harvest,
     PoolAudit,
     length_bias,
@@ -17,8 +18,8 @@ from lit_rlsched.rollout.audit import (
     settle,
 )
 from lit_rlsched.rollout.trace import RolloutTrace, Step
-from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound
+from lit_rlsched.rollout.types import Completion, Draft, Event, Group, Prompt, Sampling
+from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound, TailRound
 
 attempts = st.builds(Attempt, st.integers(1, 12), st.booleans())
 
@@ -236,6 +237,43 @@ def test_a_pool_by_hand():
             "pool/trained_over_drawn_length": ((2 + 3 + 4) / 3) / drawn,
         }
     )
+
+
+def test_a_cycle_with_drafts_by_hand():
+    """A completion is put off after 4 tokens, of which 3 are kept; another ends with 6."""
+    audit = PoolAudit()
+    put_off = Harvest(trained_on(2), [], [], [], drafted=[Attempt(4, False)])
+    audit.add(put_off, trace(2, (2.0, 2), (2.0, 1)))
+    went_on = Harvest(trained_on(6, attempts=1), [], [], [], drafts=DraftAudit(4, 3))
+    audit.add(went_on, trace(1, (2.0, 1), (1.0, 1)))
+    metrics = audit.metrics()
+    assert metrics["pool/recovered_token_share"] == pytest.approx(3 / 4)
+    assert metrics["pool/useful_token_share"] == pytest.approx(1 - 1 / audit.tokens)
+    # what goes on is no first draw: it was cut after 4, and counts on both sides up to there
+    drawn = mean_length([Attempt(2, True), Attempt(4, False)])
+    assert metrics["pool/trained_over_drawn_length"] == pytest.approx(((2 + 4) / 2) / drawn)
+    file = io.BytesIO()
+    torch.save(audit.state_dict(), file)
+    file.seek(0)
+    assert PoolAudit.from_state(torch.load(file, weights_only=True)) == audit
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
+    lost = group("a", completion(0, (4, 3), reason="stop"), completion(1, (4, 2)), Completion(2))
+    won = group("b", *(completion(i, (4, 1), reason="stop") for i in range(3)))
+    for c in won.completions:
+        c.scores = [1.0]
+    policy = TailRound(1, 3, 2.0, reuse="drafts" if keeps else None)
+    state = RoundState(2, 6, decoded=[won], patient=True)
+    harvest = settle([lost, won], policy, state, [])
+    attempts = [Attempt(3, True), Attempt(2, False)]
+    assert (harvest.drafted, harvest.unfinished) == ((attempts, []) if keeps else ([], attempts))
+    assert [g.id for g in harvest.left] == ["a@0"] and harvest.trained == [won]
+    _, second, third = harvest.left[0].completions
+    draft = Draft((7, 7), (-0.5, -0.5), 4) if keeps else None
+    assert second == Completion(1, attempts=1, draft=draft) and third == Completion(2)
+    assert harvest.discarded_tokens == (0 if keeps else 5)
 
 
 def test_an_audit_survives_a_checkpoint():

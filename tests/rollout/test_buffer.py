@@ -5,11 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
-from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
+from lit_rlsched.rollout.types import Completion, Draft, Event, Group, Prompt, Sampling
 
 floats = st.floats(-1e3, 0, allow_nan=False)
 extras = st.sampled_from([{}, {"n": 1}, {"answer": [None, "x", 0.5], "nested": {"y": True}}])
 logs = st.sampled_from([{}, {"spread": [0.5]}, {"": [], "b": [-1.0, 2.5]}])
+
+
+@st.composite
+def drafts(draw):
+    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), min_size=1, max_size=4))
+    token_ids, logprobs = zip(*tokens, strict=True)
+    return Draft(token_ids, logprobs, draw(st.integers(0, 2**40)))
 
 
 @st.composite
@@ -25,6 +32,7 @@ def completions(draw, index, scored):
         scores=draw(st.none() | st.lists(st.none() | floats, min_size=2, max_size=2)),
         advantage=draw(floats),
         attempts=draw(st.integers(0, 9)),
+        draft=draw(st.none() | drafts()),
         extra=draw(extras),
         logged=draw(logs),
         dropped=draw(st.sampled_from([None, "nonfinite_logprob"])),
@@ -155,6 +163,15 @@ def test_a_restart_forgets_all_but_the_attempts():
             tries = completion.attempts + (len(completion.token_ids) > 0)
             completion.restart()
             assert completion == Completion(completion.index, attempts=tries)
+
+
+def test_what_is_put_off_keeps_its_tokens_as_a_draft():
+    done = Completion(1, [8, 1], [-1.5, -0.125], [(5, 2)], "stop", scores=[1.0], text="text")
+    done.put_off()
+    assert done == Completion(1, attempts=1, draft=Draft((8, 1), (-1.5, -0.125), 5))
+    copied = done.copy()
+    copied.restart()  # a draft is never drawn on from
+    assert copied == Completion(1, attempts=1) and done.draft is not None
 
 
 def test_which_tokens_are_of_a_version():

@@ -14,7 +14,7 @@ from lit_rlsched.data.source import PromptSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.lengths import LogNormalLengths
-from lit_rlsched.rollout.audit import restart_stale, settle
+from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stable_hash
@@ -44,6 +44,7 @@ class Case:
     """Most turns of the loop until a score comes."""
     haste: int = 0
     """Another one, other latencies."""
+    reuse: str | None = None
     bad: int = 0
     """One in so many completions has a log-prob that is not finite."""
 
@@ -56,6 +57,7 @@ class Case:
             self.completion_ratio,
             self.race,
             self.patience,
+            self.reuse,
         )
 
     @property
@@ -83,6 +85,7 @@ def cases(draw, **fixed):
         "salt": draw(st.integers(0, 2**32)),
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
+        "reuse": draw(st.sampled_from([None, "drafts"])),
     }
     return Case(**{**drawn, **fixed})
 
@@ -107,6 +110,28 @@ class Engine(SimulatedEngine):
             if self.bad and event.finish_reason and name % self.bad == 0:
                 event.logprobs[-1] = math.nan
         return events
+
+
+def accept_some(groups, version, limit):
+    """Stands in for the verification: some of each draft, and a token in place of the next."""
+    audit, replaced = DraftAudit(), 0
+    for group in groups:
+        for completion in (c for c in group.completions if c.draft):
+            draft, completion.draft = completion.draft, None
+            assert draft.version < version
+            n = stable_hash("accept", group.id, completion.index) % (len(draft.token_ids) + 1)
+            audit += DraftAudit(len(draft.token_ids), n, n == len(draft.token_ids))
+            completion.token_ids = list(draft.token_ids[:n])
+            completion.logprobs = list(draft.logprobs[:n])
+            if n < len(draft.token_ids):
+                completion.token_ids.append(9)
+                completion.logprobs.append(-0.5)
+                replaced += 1
+            n = len(completion.token_ids)
+            completion.version_spans = [(version, n)]
+            ends = completion.token_ids[-1] == 1
+            completion.finish_reason = "stop" if ends else "length" if n == limit else None
+    return audit, replaced
 
 
 class Scores:
@@ -159,6 +184,8 @@ class Drawn:
     yielded: list[str]
     before: int
     """Prompts that had lost and waited when it began."""
+    replaced: int = 0
+    """Tokens that were drawn in place of rejected ones."""
 
     @property
     def long(self):
@@ -208,6 +235,7 @@ class Run:
         plan, worker = self.plan(), self.controller.worker
         stale = restart_stale(plan, self.version, self.policy)
         planned = copy.deepcopy(plan)
+        audit, replaced = accept_some(plan, self.version, self.case.limit)
         self.engine.sync_weights([], self.version)
         trace, yielded = worker.start_trace(), []
         run = self.controller.run(plan, self.policy, self.version)
@@ -218,11 +246,14 @@ class Run:
                 run.close()
                 raise Stopped
         harvest = settle(plan, self.policy, self.controller.state, stale)
+        harvest.drafts = audit
         trained = copy.deepcopy(harvest.trained)
         self.pool.settle(plan, harvest.left)
         self.version += 1
         left = copy.deepcopy(list(self.pool))
-        return Drawn(self.version - 1, planned, trained, left, harvest, trace, yielded, before)
+        return Drawn(
+            self.version - 1, planned, trained, left, harvest, trace, yielded, before, replaced
+        )
 
     def rounds(self, n=12):
         return [self.round() for _ in range(n)]
@@ -297,7 +328,7 @@ def test_each_update_is_as_large_as_the_synchronous_one(case):
 
 
 @settings_of(30)
-@given(cases())
+@given(cases(reuse=None))
 def test_what_lost_keeps_nothing_of_its_tokens(case):
     for r in Run(case).rounds():
         for g in r.left:
@@ -306,6 +337,39 @@ def test_what_lost_keeps_nothing_of_its_tokens(case):
                 assert c == Completion(c.index, attempts=c.attempts)
         trained = sum(len(c.token_ids) for g in r.trained for c in g.completions)
         assert trained + sum(a.tokens for a in r.harvest.discarded) == r.trace.tokens
+
+
+@settings_of(30)
+@given(cases(reuse="drafts"))
+def test_what_lost_keeps_its_tokens_as_drafts(case):
+    run, decoded, trained, discarded, replaced = Run(case), 0, 0, 0, 0
+    versions = {}
+    for r in run.rounds():
+        for g in r.left:
+            assert g.deferred == 1 and len(g.completions) == case.size
+            for c in g.completions:
+                assert c == Completion(c.index, attempts=c.attempts, draft=c.draft)
+                assert (c.draft is not None) == (c.attempts == 1)
+                if c.draft is not None:  # of the round that put it off
+                    assert c.draft.version == versions.setdefault(g.id, r.version)
+        decoded += r.trace.tokens
+        replaced += r.replaced
+        trained += sum(len(c.token_ids) for g in r.trained for c in g.completions)
+        discarded += r.harvest.discarded_tokens
+        kept = sum(len(c.draft.token_ids) for g in r.left for c in g.completions if c.draft)
+        assert decoded + replaced == trained + discarded + kept
+        if not r.long:
+            assert not r.harvest.drafts.tokens
+
+
+@settings_of(30)
+@given(cases(reuse="drafts", race="prompt"))
+def test_with_drafts_only_what_is_rejected_is_decoded_for_nothing(case):
+    for r in Run(case).rounds():
+        assert not r.harvest.discarded
+        assert r.harvest.discarded_tokens == r.harvest.drafts.rejected_tokens
+        again = {c.index for g in r.trained for c in g.completions if c.attempts}
+        assert r.long or not again
 
 
 @settings_of(30)
@@ -373,7 +437,7 @@ def test_with_the_default_every_fifth_round_is_long():
 
 
 @settings_of(30)
-@given(cases(race="prompt", patience=PATIENCE))
+@given(cases(race="prompt", patience=PATIENCE, reuse=None))
 def test_a_round_ends_with_the_step_that_has_enough(case):
     for r in Run(case).rounds(8):
         won = [max(ended_at(r, g)) for g in r.trained]

@@ -1,0 +1,176 @@
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling.speculative import (
+    acceptance,
+    draw,
+    excess,
+    num_accepted,
+    prefix_weights,
+)
+
+EOS = 0
+
+
+def policy(vocab, limit, seed, spread):
+    """Log-probs of the next token after each sequence that goes on, by its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    others = range(1, vocab)
+    prefixes = [p for n in range(limit) for p in itertools.product(others, repeat=n)]
+    logits = spread * torch.randn(len(prefixes), vocab, generator=generator, dtype=torch.float64)
+    return dict(zip(prefixes, logits.log_softmax(-1), strict=True))
+
+
+def sequences(logp, limit):
+    """Probability of each whole sequence: to its EOS, or to the limit."""
+    found, open_ = {}, {(): 1.0}
+    while open_:
+        prefix, probability = open_.popitem()
+        for token, of_token in enumerate(logp[prefix].exp().tolist()):
+            longer = (*prefix, token)
+            ends = token == EOS or len(longer) == limit
+            (found if ends else open_)[longer] = probability * of_token
+    return found
+
+
+def after(logs, draft):
+    """Log-probs of the next token after each prefix but the whole, and of the draft's tokens."""
+    rows = torch.stack([logs[draft[:k]] for k in range(len(draft))])
+    return rows, rows[range(len(draft)), draft]
+
+
+def verified(logp, draft, probability, logq):
+    """All that may become of a draft, each with its probability."""
+    if not draft:
+        return {(): probability}
+    (ps, p), (qs, q) = after(logp, draft), after(logq, draft)
+    log_weights = prefix_weights(p, q)
+    excesses = excess(log_weights[:-1], ps, qs)
+    accepts = [1.0, *acceptance(log_weights, excesses.sum(-1)).tolist()]
+    out, left = defaultdict(float), probability  # of no longer prefix
+    for kept in range(len(draft), -1, -1):
+        reached, left = left * accepts[kept], left * (1 - accepts[kept])
+        if kept == len(draft):
+            out[draft] += reached
+        elif reached > 0:
+            residual = excesses[kept] / excesses[kept].sum()
+            for token, of_token in enumerate(residual.tolist()):
+                out[(*draft[:kept], token)] += reached * of_token
+    return out
+
+
+def completed(logp, begun, limit):
+    """They go on under the policy that verified them."""
+    out = defaultdict(float)
+    while begun:
+        prefix, probability = begun.popitem()
+        if len(prefix) == limit or (prefix and prefix[-1] == EOS):
+            out[prefix] += probability
+            continue
+        for token, of_token in enumerate(logp[prefix].exp().tolist()):
+            longer = (*prefix, token)
+            begun[longer] = begun.get(longer, 0.0) + probability * of_token
+    return out
+
+
+@pytest.mark.parametrize("vocab", [3, 4])
+@pytest.mark.parametrize("spread", [(0.0, 2.0), (1.0, 1.0), (3.0, 0.5)])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_what_comes_out_is_a_draw_of_the_policy_that_verifies(vocab, spread, cut):
+    """Exactly: over every draft, cut where the round ended, and all that may become of it."""
+    limit = 3
+    logp, logq = policy(vocab, limit, 1, spread[0]), policy(vocab, limit, 2, spread[1])
+    drafts = defaultdict(float)
+    for sequence, probability in sequences(logq, limit).items():
+        drafts[sequence[:cut]] += probability
+    begun = defaultdict(float)
+    for draft, probability in drafts.items():
+        for sequence, of_sequence in verified(logp, draft, probability, logq).items():
+            begun[sequence] += of_sequence
+    found, expected = completed(logp, begun, limit), sequences(logp, limit)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[s] - expected[s]) for s in expected) < 1e-12
+    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-12)
+
+
+def kept(rule, logp, logq, limit):
+    """Mean number of tokens that are kept of a draft."""
+    total = 0.0
+    for draft, probability in sequences(logq, limit).items():
+        (ps, p), (qs, q) = after(logp, draft), after(logq, draft)
+        if rule == "tokens":
+            accepts = (p - q).clamp(max=0).exp().cumprod(0)
+            total += probability * float(accepts.sum())
+        else:
+            log_weights = prefix_weights(p, q)
+            h = acceptance(log_weights, excess(log_weights[:-1], ps, qs).sum(-1))
+            reached = 1 - (1 - h).flip(0).cumprod(0)  # some prefix of this length or longer
+            total += probability * float(reached.sum())
+    return total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_fewer_are_kept_than_token_by_token(seed):
+    logp, logq = policy(3, 5, seed, 1.0), policy(3, 5, 100 + seed, 1.0)
+    assert kept("prefixes", logp, logq, 5) > kept("tokens", logp, logq, 5)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=8))
+def test_prefix_weights_are_the_recursion(steps):
+    steps = torch.tensor(steps).double()
+    weights, expected = prefix_weights(steps, torch.zeros_like(steps)).exp(), [1.0]
+    for ratio in steps.exp().tolist():
+        expected.append(min(1.0, expected[-1] * ratio))
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_token_that_cannot_be_drawn_ends_the_prefix():
+    logp, logq = torch.tensor([-1.0, -math.inf, -0.5]), torch.tensor([-1.0, -1.0, -1.0])
+    weights = prefix_weights(logp, logq).exp().tolist()
+    assert weights == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_acceptance_by_hand():
+    log_weights = torch.tensor([1.0, 0.5, 1.0, 0.8, 0.25]).double().log()
+    more = torch.tensor([0.3, 0.1, 0.0, 0.0]).double()
+    # where nothing is lacking all is accepted, also where the policies agree from there
+    assert acceptance(log_weights, more).tolist() == pytest.approx([0.1 / 0.6, 1.0, 0.0, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("noise", "accepted"), [([0.0, 0.0, 0.9], 2), ([0.4, 0.9, 0.9], 1), ([0.6, 0.9, 0.9], 0)]
+)
+def test_the_longest_prefix_that_is_accepted_is_kept(noise, accepted):
+    accepts = torch.tensor([0.5, 0.7, 0.9]).double()
+    assert num_accepted(accepts, torch.tensor(noise).double()) == accepted
+    assert num_accepted(accepts, torch.tensor([0.9, 0.9, 0.89]).double()) == 3
+
+
+def test_excess_by_hand():
+    log_weights = torch.tensor([1.0, 0.5]).log()
+    logp = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]).log()
+    logq = torch.tensor([[0.2, 0.2, 0.6], [0.2, 0.7, 0.1]]).log()
+    expected = torch.tensor([[0.3, 0.1, 0.0], [0.0, 0.0, 0.2]]).double()
+    torch.testing.assert_close(excess(log_weights, logp, logq), expected, rtol=0, atol=1e-6)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 3.0]), min_size=1, max_size=6), st.integers(0, 9))
+def test_draws_have_their_probabilities(weights, place):
+    weights = torch.tensor(weights).double()
+    if not weights.sum():
+        weights[0] = 1.0
+    drawn = torch.tensor([draw(weights, (i + place / 10) / 200) for i in range(200)])
+    shares = torch.bincount(drawn, minlength=len(weights)).double() / 200
+    torch.testing.assert_close(shares, weights / weights.sum(), rtol=0, atol=0.0051)
+    assert (weights[drawn] > 0).all()
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.0], [0.5, 0.5, 0.0], [1e-12, 1 - 1e-12, 0.0]])
+def test_the_largest_noise_draws_no_token_without_probability(weights):
+    assert weights[draw(torch.tensor(weights).double(), 1 - 2**-53)] > 0
