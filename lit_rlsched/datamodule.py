@@ -28,7 +28,7 @@ from lit_rlsched.data.settings import (
     check_siblings,
     check_val_temperature,
 )
-from lit_rlsched.data.source import PromptSource, Rows, load_rows
+from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.engines.process import ProcessEngine
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
@@ -232,7 +232,7 @@ class RolloutDataModule(LightningDataModule):
         self._runs = 0
         """Trainers before that one."""
         self._session: RolloutSession | None = None
-        self._source: PromptSource | None = None
+        self._source: DomainSource | None = None
         self._prompts = PromptSets([], {})
         self._tokenizer: Any = None
         self._rows: dict[str, list[dict[str, Any]]] = {}
@@ -535,9 +535,16 @@ class RolloutDataModule(LightningDataModule):
                 return None
             # one that a round cut short had drawn, or the next of the data
             planned, late = {g.id for g in plan}, group.deferred > 0
-            waiting = [g for g in self.pool if g.id not in planned and (g.deferred > 0) == late]
+            domain = policy.domain_of(group.prompt)
+            waiting = [
+                g
+                for g in self.pool
+                if g.id not in planned
+                and (g.deferred > 0) == late
+                and (late or policy.domain_of(g.prompt) == domain)
+            ]
             if not waiting:
-                self._draw(1)
+                self._draw(1, domain)
                 waiting = list(self.pool)[-1:]
             plan.append(waiting[0].copy())
             stale.extend(restart_stale(plan[-1:], version, policy))
@@ -557,14 +564,15 @@ class RolloutDataModule(LightningDataModule):
 
     def _plan(self, policy: RoundPolicy) -> list[Group]:
         """Fill the pool and take the round's groups from its front."""
-        self._draw(policy.fresh_prompts(list(self.pool)))
+        for domain, n in policy.draws(list(self.pool)):
+            self._draw(n, domain)
         # copies: a rollout cut short is drawn again as a whole, from the pool as it was
         return [group.copy() for group in policy.plan(list(self.pool))]
 
-    def _draw(self, n: int) -> None:
-        """Take the next prompts that are not in the pool into it."""
+    def _draw(self, n: int, domain: str | None) -> None:
+        """Take the next prompts of a domain that are not in the pool into it."""
         assert self._source is not None
-        for draw in self._source.draw(n, {group.prompt.uid for group in self.pool}):
+        for draw in self._source.draw(n, {group.prompt.uid for group in self.pool}, domain):
             self.pool.add(self._new_group(draw.key, draw.prompt))
 
     def _new_group(self, group_id: str, prompt: Prompt) -> Group:
@@ -728,13 +736,17 @@ class RolloutDataModule(LightningDataModule):
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
         if prompts.train:
             self.round_policy.check_enough(len(prompts.train))
+            self.round_policy.check_domains(prompts.train)
             check_gen_batches(
                 len(prompts.train) - self.round_policy.most_deferred,
                 self.prompts_per_round,
                 self.max_num_gen_batches,
             )
-        if prompts.train and self._source is None:  # else the run goes on where it was
-            self._source = PromptSource(prompts.train, self.seed, self.shuffle)
+        if prompts.train:
+            domain_of = self.round_policy.domain_of
+            source = DomainSource(prompts.train, self.seed, self.shuffle, domain_of)
+            if self._source is None or self._source.sources.keys() != source.sources.keys():
+                self._source = source  # else the run goes on where it was
         check_probe(self._probe_tokens, limit)
         self._resolved_order()  # refuses one that needs predictions
         precision = str(self.trainer.precision).partition("-")[0]

@@ -1,4 +1,4 @@
-"""Real processes die in the middle of a run on real vLLM, and it goes on."""
+"""Real processes die in the middle of a run, and it goes on."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 class Kill(RolloutCallback):
@@ -39,6 +39,7 @@ class Kill(RolloutCallback):
         self.rounds.append(round)
 
 
+@needs_vllm
 def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
     kill = Kill()
     callbacks = [kill, TailBatching(1.5), StreamedTraining(start=0), AdaptiveTimeouts()]
@@ -70,3 +71,42 @@ def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
             len(plan) > 0 for plan in kill.planned[1 : round.number + 1][:2]
         )
     assert all(r.metrics.get("sync/max_logp_diff", 0) < 1e-4 for r in kill.rounds)
+
+
+def test_rewards_that_hang_fork_and_die_cost_their_completions(fit):
+    def wild(prompts, completions, completion_ids, **kwargs):
+        import os
+        import signal
+        import time
+
+        # noise that follows from the completion: which ones go wrong is known afterwards
+        kind = sum(completion_ids[0]) % 8
+        if kind == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == 1:
+            time.sleep(600)
+        if kind == 2:
+            os._exit(1)
+        if kind == 3 and os.fork() == 0:
+            return [1e9]  # in a copy of the worker
+        return [float(kind)]
+
+    rounds = []
+
+    class Watch(RolloutCallback):
+        def on_round_end(self, trainer, pl_module, round):
+            rounds.append(round)
+
+    trainer, _, data = fit(
+        callbacks=[Watch(), TailBatching()], reward_funcs=[wild], reward_workers=2, reward_timeout=2
+    )
+    assert trainer.global_step == 2
+    kinds = []
+    for completion in (c for round in rounds for c in round.completions):
+        kind = sum(completion.token_ids) % 8
+        kinds.append(kind)
+        assert completion.scores == [None if kind < 3 else float(kind)]
+    assert {0, 1, 2, 3} <= set(kinds), "each went wrong at least once"
+    counters = data.counters
+    assert counters["rewards/wild/crashes"] >= kinds.count(0) + kinds.count(2)
+    assert counters["rewards/wild/timeouts"] >= kinds.count(1)

@@ -8,8 +8,8 @@ from lightning import Callback, Trainer
 from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling
-from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.callbacks import MicroGroupSampling, StreamedTraining
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.estimate import Ledger, PlannedRun, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.estimate.run import fake_batch
@@ -268,3 +268,23 @@ def test_a_batch_is_of_equal_rows(plan):
     _, _, data = plan()
     batch = fake_batch(3, 5, 7, data.sampling, old=True, reference=False)
     assert batch.input_ids.shape == (3, 12) and batch.ref_logp is None
+
+
+@pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
+def test_an_engine_in_its_own_process_has_weights_of_its_own(plan, engine):
+    inside = items(ledger(plan(engine=engine())))
+    apart = items(ledger(plan(engine=ProcessEngine(engine()))))
+    weights = inside["weights"].rollout
+    assert apart["weights handed over"].rollout == apart["weights handed over"].update == weights
+    assert apart["engine weights"].update == apart["engine weights"].rollout == weights
+    assert apart["key-value cache"].rollout == inside["key-value cache"].rollout
+    assert "weights handed over" not in inside
+
+
+def test_gradients_of_streamed_training_are_in_the_rollout(plan):
+    engine = ProcessEngine(TransformersEngine())
+    plain = items(ledger(plan(engine=engine)))
+    streamed = items(ledger(plan(engine=engine, callbacks=[StreamedTraining()])))
+    for name in ("gradients", "activations", "passes at their peak"):
+        assert plain[name].rollout == 0 < streamed[name].rollout <= streamed[name].update
+        assert streamed[name].update == plain[name].update

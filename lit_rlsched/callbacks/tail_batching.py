@@ -8,6 +8,7 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.data.settings import check_drafts
+from lit_rlsched.scheduling.domains import DomainTailRound
 from lit_rlsched.scheduling.rounds import Race, Reuse, TailRound
 
 
@@ -67,6 +68,11 @@ class TailBatching(RolloutCallback):
         race: Whether whole prompts race, or also the completions of each prompt.
         reuse: `drafts` keeps what losers had drawn for the long round to verify; by default it is
             thrown away.
+        per_domain: Share of each domain in the update of a short round, such as `{"math": 0.5,
+            "code": 0.5}`: prompts race inside their domain, which their column `domain` names, for
+            its quota of `prompts_per_round`. Long rounds take the oldest, whatever their domain.
+            By default all race together, and short rounds have few prompts of a domain whose
+            completions are long.
 
     Raises:
         ValueError: an argument is out of range, or the data holds too few prompts, or the log-probs
@@ -85,6 +91,7 @@ class TailBatching(RolloutCallback):
         completion_ratio: float = 1.25,
         race: Race = "prompt",
         reuse: Reuse | None = None,
+        per_domain: dict[str, float] | None = None,
     ) -> None:
         for name, value in (("prompt_ratio", prompt_ratio), ("completion_ratio", completion_ratio)):
             if not isinstance(value, int | float) or not 1 <= value < math.inf:
@@ -96,21 +103,39 @@ class TailBatching(RolloutCallback):
             raise ValueError(f"`TailBatching({race=})` is unknown. Use one of {get_args(Race)}.")
         if reuse not in (None, *get_args(Reuse)):
             raise ValueError(f"`TailBatching({reuse=})` is unknown. Use 'drafts', or leave it out.")
+        if per_domain is not None:
+            _check_shares(per_domain)
         self.prompt_ratio = prompt_ratio
         self.completion_ratio = completion_ratio
         self.race: Race = race
         self.reuse: Reuse | None = reuse
+        self.per_domain = per_domain
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the round policy to the data module."""
         datamodule = rollout_datamodule(trainer, self)
         if self.reuse:
             check_drafts(datamodule.engine, datamodule.sampling)
-        datamodule.round_policy = TailRound(
+        settings: tuple[int, int, float, float, Race] = (
             datamodule.prompts_per_round,
             datamodule.num_generations,
             self.prompt_ratio,
             self.completion_ratio,
             self.race,
-            reuse=self.reuse,
+        )
+        if self.per_domain is None:
+            datamodule.round_policy = TailRound(*settings, reuse=self.reuse)
+        else:
+            datamodule.round_policy = DomainTailRound(self.per_domain, *settings, reuse=self.reuse)
+
+
+def _check_shares(per_domain: dict[str, float]) -> None:
+    """Refuse shares that do not make up an update."""
+    shares = per_domain.values()
+    if not all(isinstance(share, int | float) and share > 0 for share in shares):
+        raise ValueError(f"`TailBatching({per_domain=})`: each share must be above 0.")
+    if not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise ValueError(
+            f"`TailBatching({per_domain=})`: shares must add up to 1, and these add up to "
+            f"{sum(shares):g}."
         )

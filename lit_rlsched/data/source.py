@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from lit_rlsched.data.rows import Row, Rows, check_row, load_rows
 from lit_rlsched.rollout.types import Prompt, stable_hash
 
-__all__ = ["Draw", "PromptSource", "Rows", "load_rows", "make_prompts", "unique_rows"]
+__all__ = [
+    "DomainSource",
+    "Draw",
+    "PromptSource",
+    "Rows",
+    "load_rows",
+    "make_prompts",
+    "unique_rows",
+]
 
 
 def unique_rows(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, Row]], list[int]]:
@@ -293,6 +301,67 @@ class PromptSource:
                 )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         self._deferred = [(int(index), int(epoch)) for index, epoch in state["deferred"]]
+
+
+class DomainSource:
+    """A `PromptSource` for each domain: every prompt once per pass over its domain.
+
+    Args:
+        prompts: What `make_prompts` gave.
+        seed: Of the order.
+        shuffle: See `PromptSource`.
+        domain_of: The domain of a prompt.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        shuffle: bool,
+        domain_of: Callable[[Prompt], str | None],
+    ) -> None:
+        parts: dict[str | None, list[Prompt]] = {}
+        for prompt in prompts:
+            parts.setdefault(domain_of(prompt), []).append(prompt)
+        self.sources = {d: PromptSource(part, seed, shuffle) for d, part in parts.items()}
+        self._domains = {prompt.uid: d for d, part in parts.items() for prompt in part}
+
+    def __len__(self) -> int:
+        return len(self._domains)
+
+    def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
+        """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`.
+
+        Raises:
+            ValueError: there are fewer than `n` such prompts.
+        """
+        of_domain = [uid for uid in besides if self._domains[uid] == domain]
+        return self.sources[domain].draw(n, of_domain)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in each domain."""
+        return {"domains": [(d, s.state_dict()) for d, s in self.sources.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from these positions.
+
+        Raises:
+            ValueError: they belong to other prompts, or to other domains.
+        """
+        saved = dict(state["domains"]) if "domains" in state else {None: state}
+        if saved.keys() != self.sources.keys():
+            raise ValueError(
+                f"The checkpoint was made with prompts of {_names(saved)}, this run draws from "
+                f"{_names(self.sources)}. Resume with the `per_domain` it was made with, or start "
+                "a new run from the weights alone."
+            )
+        for domain, source in self.sources.items():
+            source.load_state_dict(saved[domain])
+
+
+def _names(domains: Iterable[str | None]) -> str:
+    named = sorted(domain for domain in domains if domain is not None)
+    return f"the domains {named}" if named else "one domain"
 
 
 @lru_cache(maxsize=4)

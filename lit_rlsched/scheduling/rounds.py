@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import Literal
 
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.rollout.types import Completion, Group, Prompt
 
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
@@ -68,6 +68,21 @@ class RoundPolicy(ABC):
     @abstractmethod
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
         """How many prompts to draw from the source, given those that wait in the pool."""
+
+    def draws(self, pool: Sequence[Group]) -> list[tuple[str | None, int]]:
+        """The same by domain, where a round has quotas for some; `None`: of any."""
+        return [(None, self.fresh_prompts(pool))]
+
+    def domain_of(self, prompt: Prompt) -> str | None:
+        """Whose quota a prompt counts towards."""
+        return None
+
+    def check_domains(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027
+        """Refuse prompts that the quotas do not fit.
+
+        Raises:
+            ValueError: names a prompt or a domain, and the fix.
+        """
 
     def launched(self, num_generations: int) -> int:
         """Completions of a fresh prompt that are begun."""
@@ -196,7 +211,7 @@ class SortedRound(RoundPolicy):
         self.max_staleness = 0 if mode == "on_policy" else max_staleness
         self._raced = pool_prompts
         if oversubscribe is not None:
-            self._raced = min(pool_prompts, _at_least(oversubscribe, update_prompts))
+            self._raced = min(pool_prompts, at_least(oversubscribe, update_prompts))
         self.ends_early = update_prompts < self._raced
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
@@ -285,7 +300,7 @@ class TailRound(RoundPolicy):
         self.num_generations = num_generations
         self.patience = patience
         self.keeps_drafts = reuse == "drafts"
-        self._raced = _at_least(prompt_ratio, update_prompts)
+        self._raced = at_least(prompt_ratio, update_prompts)
         self._ratio = completion_ratio if race == "completion" else 1.0
         self._begun = self.launched(num_generations)
         self.stops_groups = self._begun > num_generations
@@ -299,7 +314,7 @@ class TailRound(RoundPolicy):
 
     def launched(self, num_generations: int) -> int:
         """More than are trained on, where they race."""
-        return _at_least(self._ratio, num_generations)
+        return at_least(self._ratio, num_generations)
 
     def most_prompts(self) -> int:
         """Those of a short round."""
@@ -329,8 +344,8 @@ class TailRound(RoundPolicy):
 
     def done(self, state: RoundState) -> bool:
         """When an update's worth is scored, and can be trained on."""
-        ahead = self._ahead(state)
-        return len(ahead) == self.update_prompts and all(group.complete for group in ahead)
+        ahead = self._enough_ahead(state)
+        return bool(ahead) and all(group.complete for group in ahead)
 
     def discards(self, state: RoundState) -> bool:
         """Where there is a race."""
@@ -338,8 +353,7 @@ class TailRound(RoundPolicy):
 
     def certain(self, state: RoundState) -> Sequence[Group]:
         """An update's worth of those that were decoded first."""
-        able = (group for group in state.decoded if not _useless(group))
-        return list(islice(able, self.update_prompts))
+        return self._first(group for group in state.decoded if not _useless(group))
 
     def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
         """The first that are scored, as many as are trained on, where they race."""
@@ -350,8 +364,7 @@ class TailRound(RoundPolicy):
 
     def awaits(self, state: RoundState) -> bool:
         """Where those that are ahead are not scored."""
-        ahead = self._ahead(state)
-        if len(ahead) == self.update_prompts and not all(group.complete for group in ahead):
+        if not all(group.complete for group in self._enough_ahead(state)):
             return True
         races = (self._ahead_of(group_id, state) for group_id in state.finished)
         return any(
@@ -377,10 +390,19 @@ class TailRound(RoundPolicy):
 
     def _ahead(self, state: RoundState) -> list[Group]:
         """An update's worth of what is decoded, or, once patience is over, of what is scored."""
+        decoded = state.decoded
+        return self._first(g for g in decoded if (state.patient or g.complete) and not _useless(g))
+
+    def _enough_ahead(self, state: RoundState) -> list[Group]:
+        """The same where they are an update's worth, else nothing."""
         if len(state.decoded) < self.update_prompts:
-            return state.decoded  # asked in every step
-        able = (g for g in state.decoded if (state.patient or g.complete) and not _useless(g))
-        return list(islice(able, self.update_prompts))
+            return []  # asked in every step
+        ahead = self._ahead(state)
+        return ahead if len(ahead) == self.update_prompts else []
+
+    def _first(self, groups: Iterable[Group]) -> list[Group]:
+        """As many as an update has."""
+        return list(islice(groups, self.update_prompts))
 
     def _ahead_of(self, group_id: str, state: RoundState) -> list[Completion]:
         """The same of a group's completions, where they race."""
@@ -403,7 +425,8 @@ def _useless(group: Group) -> bool:
     return group.complete and all(c.dropped for c in group.completions)
 
 
-def _at_least(ratio: float, n: int) -> int:
+def at_least(ratio: float, n: int) -> int:
+    """`ratio * n`, rounded up."""
     return math.ceil(round(ratio * n, 6))
 
 

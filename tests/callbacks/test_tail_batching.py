@@ -708,3 +708,101 @@ def test_groups_that_stop_early_are_whole_again_when_they_lost(fit):
     assert any(len(g.completions) < 4 for r in recorder.rounds for g in r.groups)
     for pool in recorder.pools:
         assert {len(g.completions) for g in pool} <= {4}
+
+
+# Quotas of domains.
+
+
+def of_domains(rows, names="ab"):
+    return [{**row, "domain": names[i % len(names)]} for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("more", [{}, {"race": "completion", "reuse": "drafts"}])
+def test_each_domain_has_its_quota(fit, sums, more):
+    recorder = Recorder()
+    tail = TailBatching(1.5, per_domain={"a": 0.75, "b": 0.25}, **more)
+    fit(
+        callbacks=[recorder, tail],
+        trainer={"max_epochs": 8},
+        train_data=of_domains(sums[:80]),
+        **SMALL,
+    )
+    assert recorder.long.count(True) > 1
+    for round, plan, long in zip(recorder.rounds, recorder.plans, recorder.long, strict=True):
+        assert len(round.groups) == 4
+        if not long:
+            won = [g.prompt.columns["domain"] for g in round.groups]
+            assert (won.count("a"), won.count("b")) == (3, 1)
+            assert len(plan) == 5 + 2
+    assert len(recorder.trained) == len(set(recorder.trained)) == 8 * 4
+
+
+def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
+    def never_of_b(prompts, completions, domain, **kwargs):
+        return [
+            float(len(text) % 2) if d == "a" else 1.0
+            for text, d in zip(completions, domain, strict=True)
+        ]
+
+    recorder = Recorder()
+    fit(
+        callbacks=[
+            recorder,
+            TailBatching(per_domain={"a": 0.5, "b": 0.5}),
+            DynamicSampling(max_num_gen_batches=2),
+        ],
+        trainer={"max_epochs": 1},
+        train_data=of_domains(sums[:80]),
+        reward_funcs=[never_of_b],
+        **SMALL,
+    )
+    (round,) = recorder.rounds
+    replaced = [g for g in round.groups if all(c.dropped for c in g.completions)]
+    assert replaced and {g.prompt.columns["domain"] for g in replaced} >= {"b"}
+    drawn = [g.prompt.columns["domain"] for g in (*round.groups, *recorder.pools[0])]
+    assert drawn.count("b") > 3, "more of b were drawn in place of those"
+
+
+@pytest.mark.parametrize(
+    ("per_domain", "names", "why"),
+    [
+        ({"a": 0.5, "b": 0.25}, "ab", "must add up to 1, and these add up to 0.75"),
+        ({"a": 1.5, "b": -0.5}, "ab", "each share must be above 0"),
+        ({"a": 0.5, "b": 0.5}, "abc", "is of the domain 'c'.*gives no share"),
+        ({"a": 0.9, "b": 0.1}, "ab", "leaves no prompt of 'b' in a round of 4"),
+        ({"a": 0.5, "b": 0.5}, "aaaaaaaaaaaaaaaaaaaab", "prompts of 'b' waiting.*holds 3"),
+        ({"a": 0.5, "b": 0.5}, None, "needs a column `domain` in `train_data`"),
+    ],
+)
+def test_domains_that_do_not_fit_are_refused(fit, sums, per_domain, names, why):
+    rows = sums[:80] if names is None else of_domains(sums[:80], names)
+    with pytest.raises(ValueError, match=why):
+        fit(callbacks=[TailBatching(per_domain=per_domain)], train_data=rows, **SMALL)
+
+
+def test_a_pool_of_domains_is_resumed_with_the_same_domains(fit, sums, tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", save_last=True)
+    data = {"train_data": of_domains(sums[:80]), **SMALL}
+    recorder, again = Recorder(), Recorder()
+
+    def run(recorder, epochs, per_domain, **more):
+        fit(
+            callbacks=[recorder, TailBatching(per_domain=per_domain), RNGState(), checkpoint],
+            trainer={"max_epochs": epochs, "enable_checkpointing": True},
+            **data,
+            **more,
+        )
+
+    halves = {"a": 0.5, "b": 0.5}
+    run(recorder, 3, halves)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    whole = Recorder()
+    fit(
+        callbacks=[whole, TailBatching(per_domain=halves)],
+        trainer={"max_epochs": 6},
+        **data,
+    )
+    run(again, 6, halves, ckpt_path=last)
+    assert recorder.trained + again.trained == whole.trained
+    with pytest.raises(ValueError, match=r"the domains \['a', 'b'\], this run draws from one"):
+        run(Recorder(), 8, None, ckpt_path=last)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.data.source import PromptSource
+from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.lengths import LogNormalLengths
@@ -20,7 +20,8 @@ from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.rounds import PATIENCE, FullRound, TailRound, is_long
+from lit_rlsched.scheduling.domains import DomainTailRound, quotas
+from lit_rlsched.scheduling.rounds import PATIENCE, FullRound, RoundState, TailRound, is_long
 
 SEED = 1
 
@@ -211,10 +212,16 @@ class Run:
         case = self.case
         self.policy = self.policy or case.policy
         n = case.policy.most_prompts() + case.policy.most_deferred + case.spare
-        prompts = [Prompt(f"p{i:03}", f"prompt {i}", (4 + i % 10, 5)) for i in range(n)]
+        domains = list(getattr(self.policy, "quotas", "x"))
+        prompts = [
+            Prompt(f"{d}{i:03}", f"prompt {d}{i}", (4 + i % 10, 5), {"domain": d})
+            for i in range(n)
+            for d in domains
+        ]
         self.prompts = {prompt.uid: prompt for prompt in prompts}
-        self.policy.check_enough(n)
-        self.source = PromptSource(prompts, SEED, self.shuffle)
+        self.policy.check_enough(len(prompts))
+        self.policy.check_domains(prompts)
+        self.source = DomainSource(prompts, SEED, self.shuffle, self.policy.domain_of)
         self.engine = Engine(lengths=case.length, stream=case.stream)
         self.engine.bad = case.bad
         self.engine.start(EngineSpec("", case.slots, 8 + case.limit, (1,)))
@@ -223,11 +230,11 @@ class Run:
         self.controller = RolloutController(worker, self.scores, seed=SEED)
 
     def plan(self):
-        n = self.policy.fresh_prompts(list(self.pool))
-        for draw in self.source.draw(n, {group.prompt.uid for group in self.pool}):
-            launched = self.policy.launched(self.case.size)
-            completions = [Completion(i) for i in range(launched)]
-            self.pool.add(Group(draw.key, draw.prompt, Sampling(self.case.limit), completions))
+        for domain, n in self.policy.draws(list(self.pool)):
+            for draw in self.source.draw(n, {group.prompt.uid for group in self.pool}, domain):
+                launched = self.policy.launched(self.case.size)
+                completions = [Completion(i) for i in range(launched)]
+                self.pool.add(Group(draw.key, draw.prompt, Sampling(self.case.limit), completions))
         return [group.copy() for group in self.policy.plan(list(self.pool))]
 
     def round(self, groups_until_close=None):
@@ -268,6 +275,16 @@ class Run:
         )
 
 
+def check_passes(run, seen):
+    """Of a pass that is over, only what waited when its turn came is still to be drawn."""
+    for source in run.source.sources.values():
+        uids = {prompt.uid for prompt in source.prompts}
+        late = [f"{source.prompts[i].uid}@{n}" for i, n in source.state_dict()["deferred"]]
+        for n in range(source.epoch):
+            ids = [f"{uid}@{n}" for uid in uids]
+            assert sorted(name for name in (*seen, *late) if name in set(ids)) == sorted(ids)
+
+
 def settings_of(examples):
     return settings(max_examples=examples)
 
@@ -299,12 +316,7 @@ def test_every_prompt_is_trained_on_once_a_pass(case):
         assert len(trained) == len(set(trained))
         waiting = [g.id for g in r.left]
         assert sorted(trained + waiting) == sorted(seen)  # nothing is lost, nothing comes twice
-    # of a pass that is over, only what waited when its turn came is still to be drawn
-    prompts = run.source.prompts
-    late = [f"{prompts[i].uid}@{n}" for i, n in run.source.state_dict()["deferred"]]
-    for n in range(run.source.epoch):
-        drawn = [name for name in (*seen, *late) if name.endswith(f"@{n}")]
-        assert sorted(drawn) == sorted(f"{prompt.uid}@{n}" for prompt in prompts)
+    check_passes(run, seen)
 
 
 @settings_of(30)
@@ -614,3 +626,103 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(race):
         steps[name] = fmean(r.trace.decode_steps for r in rounds)
         assert all(len(r.trained) == 8 for r in rounds)
     assert steps["tail"] < 0.75 * steps["full"], steps
+
+
+# Quotas of domains.
+
+
+@st.composite
+def shares(draw, update):
+    """Of some domains, each with a prompt or more in an update."""
+    whole = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(sum))
+    while sum(whole) > update:
+        whole = [max(1, n - 1) for n in whole[: max(1, len(whole) - 1)]]
+    whole[0] += update - sum(whole)
+    return {"abc"[i]: n / update for i, n in enumerate(whole)}
+
+
+def domain_policy(case, per_domain):
+    ratios = case.prompt_ratio, case.completion_ratio
+    settings = (*ratios, case.race, case.patience, case.reuse)
+    return DomainTailRound(per_domain, case.update, case.size, *settings)
+
+
+@settings_of(60)
+@given(cases(), st.data())
+def test_each_domain_has_its_quota_of_every_short_round(case, data):
+    per_domain = data.draw(shares(case.update))
+    policy = domain_policy(case, per_domain)
+    quota = {d: round(share * case.update) for d, share in per_domain.items()}
+    assert policy.quotas == quota
+    run = Run(case, policy)
+    trained, seen = [], set()
+    for r in run.rounds():
+        assert len(r.trained) == case.update and r.long == (r.before >= case.update)
+        planned = [g.prompt.columns["domain"] for g in r.plan]
+        if not r.long:
+            won = [g.prompt.columns["domain"] for g in r.trained]
+            assert {d: won.count(d) for d in quota} == quota
+            raced = {d: math.ceil(round(case.prompt_ratio * n, 6)) for d, n in quota.items()}
+            assert {d: planned.count(d) for d in quota} == raced
+        trained += [g.id for g in r.trained]
+        seen |= {g.id for g in r.plan}
+        assert len(trained) == len(set(trained))
+        assert sorted(trained + [g.id for g in r.left]) == sorted(seen)
+        assert len(r.left) <= policy.most_deferred + policy.most_prompts() - case.update
+    check_passes(run, seen)
+
+
+@settings_of(20)
+@given(cases(), st.data())
+def test_one_domain_is_none(case, data):
+    run, twin = Run(case), Run(case, domain_policy(case, {"x": 1.0}))
+    for r, t in zip(run.rounds(6), twin.rounds(6), strict=True):
+        assert (r.plan, r.trained, r.left) == (t.plan, t.trained, t.left)
+
+
+def test_a_domain_of_long_completions_keeps_its_share():
+    class Long(Case):
+        def length(self, request):
+            drawn = stable_hash("length", request.id) % 5
+            return 15 + drawn if request.id.startswith("b") else 1 + drawn
+
+    case = Long(4, 2, 1.5)
+    together = Run(case, DomainTailRound({"a": 0.5, "b": 0.5}, 4, 2, 1.5))
+    for r in together.rounds(6):
+        assert r.long or [g.prompt.uid[0] for g in r.trained].count("b") == 2
+
+
+def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
+    policy = DomainTailRound({"a": 0.5, "b": 0.5}, 2, 1, 2.0)
+
+    def done(name, dropped=None):
+        completion = Completion(0, [5], [-1.0], [(0, 1)], "stop", scores=[1.0], dropped=dropped)
+        prompt = Prompt(name, name, (1,), {"domain": name[0]})
+        return Group(f"{name}@0", prompt, Sampling(8), [completion])
+
+    decoded = [done("a1", "uninformative"), done("b1"), done("b2")]
+    state = RoundState(4, 4, decoded, 3, patient=True)
+    assert not policy.done(state) and [g.id for g in policy.certain(state)] == ["b1@0"]
+    state.decoded.append(done("a2"))
+    assert policy.done(state)
+    trained, left = policy.settle(decoded, state)
+    assert [g.id for g in trained] == ["a1@0", "b1@0", "a2@0"]
+    assert [(g.id, g.deferred) for g in left] == [("b2@0", 1)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "prompts", "expected"),
+    [
+        ({"a": 0.5, "b": 0.5}, 5, {"a": 3, "b": 2}),
+        ({"a": 0.7, "b": 0.2, "c": 0.1}, 8, {"a": 6, "b": 1, "c": 1}),
+        ({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, 32, {"a": 11, "b": 11, "c": 10}),
+        ({"a": 0.9, "b": 0.1}, 10, {"a": 9, "b": 1}),
+    ],
+)
+def test_quotas_by_largest_remainder(shares, prompts, expected):
+    assert quotas(shares, prompts) == expected
+
+
+def test_a_domain_without_a_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"leaves no prompt of 'b' in a round of 4"):
+        quotas({"a": 0.95, "b": 0.05}, 4)
