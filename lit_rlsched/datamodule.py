@@ -402,6 +402,7 @@ class RolloutDataModule(LightningDataModule):
         streamed = stream.streamed if stream else set()
         self._value(version, [group for group in round.groups if group.id not in streamed])
         if stream:
+            stream.finish()
             round.accumulated = stream.parts
             rows = sum(len(part.rows) for part in stream.parts)
             round.metrics["streamed_training/streamed_share"] = rows / len(round.completions)
@@ -429,6 +430,7 @@ class RolloutDataModule(LightningDataModule):
             round.metrics["rollout/score_wait_seconds"] = session.controller.waited
         if isinstance(self.engine, ProcessEngine):
             round.metrics["rollout/engine_restarts"] = self.engine.restarts
+            round.metrics["rollout/ahead_steps"] = session.controller.worker.ahead_steps
         if session.max_logp_diff is not None:
             round.metrics["sync/max_logp_diff"] = session.max_logp_diff
         round.metrics["time/rollout"] = drawn - started
@@ -490,6 +492,7 @@ class RolloutDataModule(LightningDataModule):
             lambda groups: self._value(version, groups),
             part,
             self.micro_batch_tokens,
+            self.rewards.turn,
         )
 
     def _verify_drafts(self, groups: list[Group], salt: str) -> list[DraftAudit]:
@@ -544,6 +547,9 @@ class RolloutDataModule(LightningDataModule):
                 and (late or policy.domain_of(g.prompt) == domain)
             ]
             if not waiting:
+                assert self._source is not None
+                if not self._source.left({g.prompt.uid for g in self.pool}, domain):
+                    return None  # every prompt of the domain is in the pool
                 self._draw(1, domain)
                 waiting = list(self.pool)[-1:]
             plan.append(waiting[0].copy())

@@ -28,9 +28,14 @@ class StreamedTraining(RolloutCallback):
     Nothing is moved between devices, unlike in the paper, which gives GPUs of the rollout to the
     trainer: both keep what they have, and gradients are in memory beside the engine's cache.
 
+    Gradients are in no checkpoint: a run that is resumed between a rollout and its update computes
+    all of them anew, equal but for rounding.
+
     Each round logs `streamed_training/streamed_share` (of the completions, those whose gradients
     were there when the round was over), `streamed_training/gradient_seconds` (spent on them) and
-    `streamed_training/overlap_seconds` (of these, while the engine was in a step).
+    `streamed_training/overlap_seconds` (of these, while the engine was in a step);
+    `rollout/ahead_steps` are decode steps that the engine had made when the round was over, and
+    that are dropped.
 
     Args:
         start: Share of an update's prompts that must be ready before the first gradient: before,

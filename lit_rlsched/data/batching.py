@@ -90,8 +90,8 @@ class MicroBatch:
         step_tokens: Tokens of the whole optimizer step that the loss is defined on.
         off_policy: Whether tokens that an earlier policy drew may be among them.
         max_completion_length: The limit they were drawn under.
-        is_first: Whether this is the first micro-batch of its optimizer step.
-        is_last: Whether this is the last micro-batch of its optimizer step.
+        is_first: Whether this is the first micro-batch of its optimizer step, or of a part of it.
+        is_last: Whether this is the last micro-batch of its optimizer step, or of a part of it.
     """
 
     input_ids: torch.Tensor

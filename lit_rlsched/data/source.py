@@ -335,8 +335,14 @@ class DomainSource:
         Raises:
             ValueError: there are fewer than `n` such prompts.
         """
-        of_domain = [uid for uid in besides if self._domains[uid] == domain]
-        return self.sources[domain].draw(n, of_domain)
+        return self.sources[domain].draw(n, self._of(besides, domain))
+
+    def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
+        """How many prompts of a domain can be drawn beside these."""
+        return len(self.sources[domain]) - len(self._of(besides, domain))
+
+    def _of(self, uids: Collection[str], domain: str | None) -> list[str]:
+        return [uid for uid in uids if self._domains[uid] == domain]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in each domain."""

@@ -31,39 +31,46 @@ class Server:
         self._memory: mmap.mmap | None = None
         self._engine: RolloutEngine
         self._worker: RolloutWorker | None = None
-        self._ahead = False
-        self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._ahead = 0
+        """Number of the message that told the worker to run ahead."""
+        self._asked = 0
+        """Number of the message that is answered; 0: none is expected."""
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         # a trainer that computes does not read: a full pipe must not hold the engine up
         threading.Thread(target=self._deliver, daemon=True).start()
 
     def serve(self) -> None:
         """Until the trainer says `close`, or is gone."""
-        (engine,) = self._receive()
+        _, engine = self._receive()
         self._engine = cloudpickle.loads(engine)
         while True:
             worker = self._worker
-            runs = self._ahead and worker is not None and worker.busy
+            runs = worker is not None and self._ahead and worker.busy
             try:
-                if runs and not self._connection.poll(0):
+                waits = not runs or self._connection.poll(0)
+                message = self._receive() if waits else None
+            except (EOFError, OSError):
+                return  # the trainer is gone
+            try:
+                if message is None:
                     assert worker is not None
-                    self._send("step", worker.advance())
+                    self._asked = self._ahead
+                    self._send(worker.advance())
                     continue
-                name, *arguments = self._receive()
+                self._asked, name, *arguments = message
                 if name == "close":
                     return self._engine.close()
                 getattr(self, name)(*arguments)
-            except (EOFError, ConnectionResetError):
-                return
             except Exception as error:
-                self._ahead = False
-                self._send("raised", (_pickled(error), traceback.format_exc()))
+                self._ahead = 0
+                self._send((_pickled(error), traceback.format_exc()), raised=True)
 
     def start(self, spec: EngineSpec) -> None:
         self._engine.start(spec)
-        self._send("value", (self._engine.kv_block, self._engine.kv_capacity))
+        self._send((self._engine.kv_block, self._engine.kv_capacity))
 
     def engine(self, method: str, *arguments: Any) -> None:
-        self._send("value", getattr(self._engine, method)(*arguments))
+        self._send(getattr(self._engine, method)(*arguments))
 
     def weights(self, size: int, entries: list[Entry], version: int) -> None:
         if self._memory is None or len(self._memory) < size:
@@ -71,47 +78,41 @@ class Server:
         memory = self._memory
         named = ((entry.name, view(memory, entry)) for entry in entries)
         self._engine.sync_weights(named, version)
-        self._send("value", None)
+        self._send(None)
 
     def admission(self, admission: Admission) -> None:
         self._worker = RolloutWorker(self._engine, admission)
-        self._send("value", None)
+        self._send(None)
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of the worker of which nobody waits for an answer."""
+    def worker(self, method: str, *arguments: Any) -> None:
+        """Call a method of the worker; where it was only told, nobody waits for the answer."""
         assert self._worker is not None
-        getattr(self._worker, method)(*arguments)
+        answer = getattr(self._worker, method)(*arguments)
+        if self._asked:
+            self._send(answer)
 
-    def step(self) -> None:
-        assert self._worker is not None
-        self._send("step", self._worker.advance())
-
-    def abort(self, request_ids: list[str] | None) -> None:
-        assert self._worker is not None
-        self._send("value", self._worker.abort(request_ids))
-
-    def ahead(self, ahead: bool) -> None:
-        self._ahead = ahead
+    def ahead(self) -> None:
+        """Step without being asked, from now on."""
+        self._ahead = self._asked
 
     def halt(self) -> None:
         """Drop everything, and stop."""
         assert self._worker is not None
-        self._ahead = False
+        self._ahead = 0
         self._worker.abort()
-        self._send("halted", None)
+        self._send(None)
 
     def _receive(self) -> Any:
         return pickle.loads(self._connection.recv_bytes())
 
-    def _send(self, kind: str, value: Any) -> None:
-        self._outbox.put((kind, value))
+    def _send(self, value: Any, raised: bool = False) -> None:
+        answer = (self._asked, raised, value)
+        self._outbox.put(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self) -> None:
         while True:
-            message = self._outbox.get()
             try:
-                data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-                self._connection.send_bytes(data)
+                self._connection.send_bytes(self._outbox.get())
             except OSError:
                 return  # the trainer is gone
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -102,8 +102,11 @@ class ProcessEngine(RolloutEngine):
         self._deaths = 0
         try:
             self._launch()
-        except EngineDied as error:
-            raise RuntimeError(f"The engine's process {error} while it started.") from None
+        except BaseException as error:
+            self.close()
+            if isinstance(error, EngineDied):
+                raise RuntimeError(f"The engine's process {error} while it started.") from None
+            raise
 
     def _launch(self) -> None:
         assert self._weights is not None
@@ -240,18 +243,17 @@ class Weights:
         self._map: mmap.mmap | None = None
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace what is in the file; it grows with the first tensors and then has their size."""
-        named = [(name, tensor.detach()) for name, tensor in named_tensors]
-        entries, size = [], 0
-        for name, tensor in named:
-            entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), size))
-            size += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        if size > self.size:
-            os.ftruncate(self.file, size)
-            self.size = size
-            self._map = mmap.mmap(self.file, size)
-        for entry, (_, tensor) in zip(entries, named, strict=True):
-            view(self._map, entry).copy_(tensor)
+        """Replace what is in the file, one tensor after the other: merged adapters are large."""
+        entries, end = [], 0
+        for name, tensor in named_tensors:
+            entry = Entry(name, tensor.dtype, tuple(tensor.shape), end)
+            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+            if end > self.size:  # what is not written takes no memory
+                self.size = 2 * end
+                os.ftruncate(self.file, self.size)
+                self._map = mmap.mmap(self.file, self.size)
+            view(self._map, entry).copy_(tensor.detach())
+            entries.append(entry)
         self.table = entries, version
 
     def close(self) -> None:
@@ -272,6 +274,14 @@ class Child:
     """The process and the pipe to it."""
 
     def __init__(self, engine: RolloutEngine, weights: int) -> None:
+        try:
+            pickled = cloudpickle.dumps(engine)
+        except Exception as error:
+            raise TypeError(
+                f"`{type(engine).__name__}` cannot be sent to a process of its own: {error}. Let "
+                "it open what cannot be pickled in `start`."
+            ) from error
+        self._asked = 0
         self.connection, theirs = Pipe()
         read, self._lifeline = os.pipe()
         descriptors = [theirs.fileno(), read, weights]
@@ -287,34 +297,60 @@ class Child:
         )
         theirs.close()
         os.close(read)
-        self.send(cloudpickle.dumps(engine))
+        self.tell(pickled)
 
-    def call(self, *message: Any) -> Any:
-        """Send a message and return the answer.
+    def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
+        """Send a message and return its answer.
+
+        Args:
+            *message: What is asked.
+            skipped: Called with answers to what was asked before, which nobody waits for any more.
 
         Raises:
             EngineDied: there is nobody any more.
-            Exception: what was raised there.
+            Exception: what was raised there, or by what was told before.
         """
-        self.send(*message)
-        return self.receive()
+        asked = self.ask(*message)
+        while True:
+            number, raised, value = self._receive()
+            if raised and number in (0, asked):
+                raise unpickled(value)
+            if number == asked:
+                return value
+            skipped(value)
 
-    def send(self, *message: Any) -> None:
+    def ask(self, *message: Any) -> int:
+        """Send a message that has answers; its number."""
+        self._asked += 1
+        self._send(self._asked, *message)
+        return self._asked
+
+    def answer(self) -> Any:
+        """The next answer to what was asked last; raises as `call` does."""
+        while True:
+            number, raised, value = self._receive()
+            if raised and number in (0, self._asked):
+                raise unpickled(value)
+            if number == self._asked:
+                return value
+
+    def tell(self, *message: Any) -> None:
         """Send what has no answer."""
+        self._send(0, *message)
+
+    def _send(self, *message: Any) -> None:
         try:
             self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         except OSError:
             raise EngineDied(self.kill()) from None
 
-    def receive(self) -> Any:
-        """The next answer."""
+    def _receive(self) -> tuple[int, bool, Any]:
+        """The number of the message that is answered, whether it raised, and the answer."""
         try:
-            kind, value = pickle.loads(self.connection.recv_bytes())
+            answer: tuple[int, bool, Any] = pickle.loads(self.connection.recv_bytes())
         except (OSError, EOFError):
             raise EngineDied(self.kill()) from None
-        if kind == "raised":
-            raise unpickled(value)
-        return value
+        return answer
 
     def kill(self) -> str:
         """Kill the process and all it started; says what it had died of if it was dead."""
@@ -337,11 +373,13 @@ class Child:
 
     def close(self) -> None:
         """Let the engine close, then end the process."""
-        if self._lifeline >= 0:
-            with suppress(OSError, EngineDied):
-                self.connection.send_bytes(pickle.dumps(("close",)))
-                self.process.wait(timeout=SHUTDOWN)
-        self.kill()
+        try:
+            if self._lifeline >= 0:
+                with suppress(EngineDied, subprocess.TimeoutExpired):
+                    self.tell("close")
+                    self.process.wait(timeout=SHUTDOWN)
+        finally:
+            self.kill()
 
     _end = ""
 

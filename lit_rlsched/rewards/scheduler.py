@@ -205,6 +205,10 @@ class RewardScheduler:
             self._forget(job)
         return [scored(job) for job in sorted(finished, key=lambda job: job.key)]
 
+    def turn(self) -> None:
+        """Collect scores and hand out work, as `poll` does, and return nothing yet."""
+        self._turn(0.0)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Block until `poll` has something to return; False if nothing came, or nothing can."""
         end = math.inf if timeout is None else time.monotonic() + timeout

@@ -135,7 +135,12 @@ class RolloutController:
         if lengths is not None:
             lengths.start_round()
         rows = [Row(g, c) for g in groups for c in g.completions]
-        self._state = RoundState(len(groups), len(rows), patient=policy.patience is not None)
+        self._state = RoundState(
+            len(groups),
+            len(rows),
+            patient=policy.patience is not None,
+            deferred=any(group.deferred for group in groups),
+        )
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
         try:
@@ -149,7 +154,9 @@ class RolloutController:
             )
             self._submit(rows)
             while self._live and not policy.done(self._state):
-                yield from self._await(self._take(self.worker.step()))
+                events = self.worker.step()
+                self._state.final = len(self._state.decoded)  # who comes now comes after them
+                yield from self._await(self._take(events))
                 yield from self._scored()
                 yield from self._race()
             self._take(self.worker.abort())

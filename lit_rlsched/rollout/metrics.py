@@ -38,9 +38,10 @@ def measure(
     rewards = reward_matrix(round.groups, weights)
     padding = [step.padding() for step in steps]
     positions = sum(p.positions for p in padding)
+    before = [part for step in steps for part in step.accumulated]
     return {
         "rollout/round": float(round.number),
-        "batch/micro_batches": float(sum(map(len, steps))),
+        "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
         "batch/completions": float(len(trained)),

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.process import EngineDied, ProcessEngine
+from lit_rlsched.engines.process import Child, EngineDied, ProcessEngine
 from lit_rlsched.rollout.trace import RolloutTrace, Step
 from lit_rlsched.rollout.types import Event, Request
 from lit_rlsched.rollout.worker import RolloutWorker
@@ -31,7 +31,7 @@ class RemoteWorker:
         self.admission = admission
         """As it was at the start: the one that works is in the other process."""
         self.ahead_steps = 0
-        """Decode steps made and not asked for, since the run began."""
+        """Decode steps of the round that were made and not asked for."""
         self.trace = self._new_trace()
         self._told: dict[str, Event] = {}
         """Tokens of each since it was submitted."""
@@ -41,6 +41,8 @@ class RemoteWorker:
         self._going = False
         """Whether it was told to run ahead."""
         self._now = 0.0
+        self._known: Child | None = None
+        """The process that was told of this worker."""
         self._set_up()
 
     @property
@@ -97,12 +99,14 @@ class RemoteWorker:
 
     def _next_step(self) -> Step:
         child = self.engine.child
+        step: Step
         if not self._ahead:
-            child.send("step")
-        elif not self._going:
-            child.send("ahead", True)
+            step = child.call("worker", "advance")
+            return step
+        if not self._going:
+            child.ask("ahead")
             self._going = True
-        step: Step = child.receive()
+        step = child.answer()
         return step
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
@@ -116,7 +120,8 @@ class RemoteWorker:
         untold: list[Event] = []
         if not self._going and ids and self.engine.alive:
             try:
-                untold = self.engine.child.call("abort", None if request_ids is None else ids)
+                every = request_ids is None
+                untold = self.engine.child.call("worker", "abort", None if every else ids)
             except EngineDied:
                 for name in ids:
                     self._leave(name)
@@ -146,16 +151,20 @@ class RemoteWorker:
         """Stop what ran ahead, and drop what it has drawn."""
         self._going = False
         try:
-            self.engine.child.send("halt")
-            while isinstance(step := self.engine.child.receive(), Step):
-                self.ahead_steps += step.decode_steps
+            self.engine.child.call("halt", skipped=self._count_ahead)
         except EngineDied:
             self._revive()
+
+    def _count_ahead(self, answer: object) -> None:
+        if isinstance(answer, Step):
+            self.ahead_steps += answer.decode_steps
 
     def start_trace(self) -> RolloutTrace:
         """Begin a new trace; nothing may be running."""
         assert not self.busy, "a trace begins between rollouts"
-        self.trace = self._new_trace()
+        self.trace, self.ahead_steps = self._new_trace(), 0
+        if self.engine.child is not self._known:  # the process died between rounds
+            self._set_up()
         self._tell("start_trace")
         return self.trace
 
@@ -165,7 +174,7 @@ class RemoteWorker:
     def _tell(self, method: str, *arguments: object) -> None:
         """Tell the worker there; a new one knows it from the start."""
         try:
-            self.engine.child.send("tell", method, *arguments)
+            self.engine.child.tell("worker", method, *arguments)
         except EngineDied:
             self._revive()
 
@@ -187,8 +196,10 @@ class RemoteWorker:
             child = self.engine.child
             try:
                 child.call("admission", self.admission)
-                child.send("tell", "start_round", self._turns, self._ahead)
-                return child.send("tell", "submit", list(self._requests.values()))
+                child.tell("worker", "start_round", self._turns, self._ahead)
+                child.tell("worker", "submit", list(self._requests.values()))
+                self._known = child
+                return
             except EngineDied:
                 self.engine.revive()
 

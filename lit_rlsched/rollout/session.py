@@ -75,9 +75,14 @@ class RolloutSession:
         self._forward_context = forward_context
         self._admission = admission
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
-        engine.start(spec)
+        try:
+            engine.start(spec)
+            worker = make_worker(engine, admission())
+        except BaseException:
+            engine.close()  # nobody else knows that it may have begun
+            raise
         self.controller = RolloutController(
-            make_worker(engine, admission()),
+            worker,
             scorer,
             seed=seed,
             lengths=lengths,

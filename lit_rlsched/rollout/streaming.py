@@ -36,6 +36,7 @@ class GradientStream:
         value: Gives groups their advantages; called once with each.
         make_step: Makes a part of the optimizer step of groups.
         micro_batch_tokens: Groups are taken together until they have so many tokens.
+        meanwhile: Called between two parts: reward workers wait for somebody to look at them.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GradientStream:
         value: Callable[[list[Group]], None],
         make_step: Callable[[list[Group]], OptimizerStep],
         micro_batch_tokens: int,
+        meanwhile: Callable[[], None],
     ) -> None:
         self.parts: list[OptimizerStep] = []
         """What was accumulated."""
@@ -56,9 +58,11 @@ class GradientStream:
         self._value = value
         self._make_step = make_step
         self._tokens = micro_batch_tokens
+        self._meanwhile = meanwhile
         self._first = streaming.start * policy.update_prompts
         self._taken: set[str] = set()
         self._pending: list[Group] = []
+        self._valued: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
         """Compute what is ready; the trace takes down when."""
@@ -73,13 +77,25 @@ class GradientStream:
                 began = time.monotonic()
                 self._accumulate()
                 trace.worked(began, time.monotonic())
+                self._meanwhile()
+
+    def finish(self) -> None:
+        """After the round: write what was made of the groups into them."""
+        for group, copy in self._valued:
+            for completion, valued in zip(group.completions, copy.completions, strict=True):
+                completion.dropped, completion.advantage = valued.dropped, valued.advantage
+                completion.old_logprobs = valued.old_logprobs
+                completion.ref_logprobs = valued.ref_logprobs
 
     def _accumulate(self) -> None:
         groups, self._pending = self._pending, []
-        self._value(groups)
-        part = self._make_step(groups)
+        # copies: what a selection drops must not look useless to a race that goes on
+        copies = [group.copy() for group in groups]
+        self._value(copies)
+        part = self._make_step(copies)
         self._learner.accumulate(part)
         self.parts.append(part)
+        self._valued += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)
 
 

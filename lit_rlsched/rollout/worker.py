@@ -17,6 +17,9 @@ class RolloutWorker:
         admission: Which waiting request takes a free slot.
     """
 
+    ahead_steps = 0
+    """Decode steps of the round that were made and not asked for: none."""
+
     def __init__(self, engine: RolloutEngine, admission: Admission) -> None:
         self.engine = engine
         self.admission = admission

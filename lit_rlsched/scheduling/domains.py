@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lit_rlsched.rollout.types import Group, Prompt
-from lit_rlsched.scheduling.rounds import TailRound, at_least, is_long
+from lit_rlsched.scheduling.rounds import RoundState, TailRound, at_least, is_long
 
 COLUMN = "domain"
 """The prompts' column that names their domain."""
@@ -116,11 +116,10 @@ class DomainTailRound(TailRound):
                     f"{there[domain]}. Use a lower share, `prompts_per_round` or `prompt_ratio`."
                 )
 
-    def _first(self, groups: Iterable[Group]) -> list[Group]:
-        """The first of each domain, as many as its quota; of what lost before, the first of all."""
-        groups = list(groups)
-        if is_long(groups):
-            return super()._first(groups)
+    def _first(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
+        """The first of each domain, as many as its quota; in a long round, the first of all."""
+        if state.deferred:
+            return super()._first(groups, state)
         left = dict(self.quotas)
         first = []
         for group in groups:

@@ -38,6 +38,11 @@ class RoundState:
     """Completions of each group that were taken out of it, as it needed no more."""
     patient: bool = False
     """Whether a race still waits for the scores of those that are ahead."""
+    final: int = 0
+    """How many of `decoded`, the first ones, nothing can come before any more: those of earlier
+    steps."""
+    deferred: bool = False
+    """Whether the round was planned with what earlier ones have put off."""
 
 
 class RoundPolicy(ABC):
@@ -135,7 +140,7 @@ class RoundPolicy(ABC):
         Where scores are awaited, one may yet drop out, if nothing can be trained on of it; none
         comes in before another that was here when all before it were scored.
         """
-        return state.decoded
+        return state.decoded[: state.final]
 
     def discards(self, state: RoundState) -> bool:
         """Whether the end of the round may throw away what was drawn."""
@@ -353,7 +358,8 @@ class TailRound(RoundPolicy):
 
     def certain(self, state: RoundState) -> Sequence[Group]:
         """An update's worth of those that were decoded first."""
-        return self._first(group for group in state.decoded if not _useless(group))
+        final = state.decoded[: state.final]
+        return self._first((group for group in final if not _useless(group)), state)
 
     def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
         """The first that are scored, as many as are trained on, where they race."""
@@ -391,7 +397,8 @@ class TailRound(RoundPolicy):
     def _ahead(self, state: RoundState) -> list[Group]:
         """An update's worth of what is decoded, or, once patience is over, of what is scored."""
         decoded = state.decoded
-        return self._first(g for g in decoded if (state.patient or g.complete) and not _useless(g))
+        able = (g for g in decoded if (state.patient or g.complete) and not _useless(g))
+        return self._first(able, state)
 
     def _enough_ahead(self, state: RoundState) -> list[Group]:
         """The same where they are an update's worth, else nothing."""
@@ -400,7 +407,7 @@ class TailRound(RoundPolicy):
         ahead = self._ahead(state)
         return ahead if len(ahead) == self.update_prompts else []
 
-    def _first(self, groups: Iterable[Group]) -> list[Group]:
+    def _first(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
         """As many as an update has."""
         return list(islice(groups, self.update_prompts))
 

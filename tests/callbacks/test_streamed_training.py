@@ -24,6 +24,13 @@ from lit_rlsched.rollout.streaming import Streaming
 from lit_rlsched.scheduling.rounds import FullRound
 
 EXACT = {"precision": "64-true", "max_epochs": 3}
+RAGGED = {
+    "prompts_per_round": 8,
+    "num_generations": 2,
+    "max_completion_length": 48,
+    "micro_batch_tokens": 56,
+}
+"""Groups end at different steps, and go into several micro-batches."""
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +41,23 @@ def exact_model(tmp_path_factory):
     config = GPT2Config(vocab_size=len(tokenizer), **sizes, initializer_range=0.3, eos_token_id=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        GPT2LMHeadModel(config).save_pretrained(folder)
+        model = GPT2LMHeadModel(config)
+    model.generation_config.eos_token_id = [1, *range(10, 20)]  # one token in six
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-def delayed(most):
-    """The share of digits, told in any order."""
+def delayed(most, binary=False):
+    """The share of digits, or whether there are many, told in any order."""
 
     def digits(prompts, completions, **kwargs):
         import random
         import time
 
         time.sleep(random.random() * most)
-        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+        shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+        return [float(share > 0.13) if binary else share for share in shares]
 
     return digits
 
@@ -65,6 +75,8 @@ class Stream(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
+        streamed = {row.group.id for part in round.accumulated for row in part.rows}
+        assert streamed <= {group.id for group in round.groups}
 
     @property
     def parts(self):
@@ -118,11 +130,12 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
     stream, modules = Stream(), []
     for callbacks in ([], [stream]):
         module = make(exact_model, learning_rate=1e-3, beta=beta)
-        modules.append(fit(module, callbacks, EXACT, micro_batch_tokens=100)[1])
-    assert all(stream.parts)
+        modules.append(fit(module, callbacks, EXACT, **RAGGED)[1])
+    assert any(stream.parts)
     check_same(modules[1], modules[0])
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.02])
 @pytest.mark.parametrize(
     "callbacks",
     [
@@ -132,38 +145,60 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
         lambda: [DownSampling(2)],
         lambda: [DownSampling(2, advantage_scope="full")],
         lambda: [DynamicSampling()],
+        lambda: [TailBatching(1.5, 2.0, race="completion", reuse="drafts")],
+        lambda: [
+            TailBatching(1.5),
+            DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
+        ],
     ],
-    ids=["tail", "completions race", "partial", "down-sampling", "full scope", "dynamic"],
+    ids=[
+        "tail",
+        "completions race",
+        "partial",
+        "down-sampling",
+        "full scope",
+        "dynamic",
+        "drafts",
+        "early stop",
+    ],
 )
-def test_with_every_scheduler(fit, exact_model, callbacks):
+def test_with_every_scheduler(fit, exact_model, callbacks, delay, request):
+    early = "early stop" in request.node.callspec.id
     stream, modules = Stream(), []
     for more in ([], [stream]):
         module = GRPOModule(exact_model, learning_rate=1e-3)
-        trained = fit(module, [*callbacks(), *more], EXACT, micro_batch_tokens=100)
+        wider = {"num_generations": 4} if early else {}  # two may be enough
+        rewards = {"reward_funcs": [delayed(delay, early)], "reward_workers": 1 + (delay > 0)}
+        trained = fit(module, [*callbacks(), *more], EXACT, **{**RAGGED, **wider}, **rewards)
         modules.append(trained[1])
     assert any(stream.parts)
+    assert not early or trained[2].counters["dropped/stopped"] > 0
     check_same(modules[1], modules[0])
 
 
-def test_the_metrics_are_those_of_the_update(fit, tiny_model):
+def test_the_metrics_are_those_of_the_update(fit, exact_model):
     logged = []
     for callbacks in ([], [Stream()]):
-        module = GRPOModule(tiny_model, learning_rate=1e-3)
-        trainer, *_ = fit(module, callbacks, {**EXACT, "max_epochs": 1}, micro_batch_tokens=100)
+        module = GRPOModule(exact_model, learning_rate=1e-3)
+        trainer, *_ = fit(module, callbacks, {**EXACT, "max_epochs": 1}, **RAGGED)
         logged.append({k: float(v) for k, v in trainer.logged_metrics.items()})
     plain, streamed = logged
     assert plain.keys() == streamed.keys() and {"loss", "grad_norm", "entropy"} < plain.keys()
     assert streamed == pytest.approx(plain, rel=1e-5, abs=1e-6)
 
 
-def test_when_scores_arrive_changes_nothing(fit, tiny_model):
+def test_when_scores_arrive_changes_nothing(fit, exact_model):
     """Not even a bit: what shares a micro-batch follows from what was decoded."""
     weights, parts = [], []
     for delay in (0.0, 0.05, 0.05):
         stream = Stream(start=0.3)
-        module = GRPOModule(tiny_model, learning_rate=1e-3)
+        module = GRPOModule(exact_model, learning_rate=1e-3)
         _, module, _ = fit(
-            module, [stream], reward_funcs=[delayed(delay)], reward_workers=2, prompts_per_round=6
+            module,
+            [stream],
+            reward_funcs=[delayed(delay)],
+            reward_workers=2,
+            **RAGGED,
         )
         weights.append(vector(module))
         parts.append([[[r.id for r in part.rows] for part in r.accumulated] for r in stream.rounds])
@@ -171,7 +206,7 @@ def test_when_scores_arrive_changes_nothing(fit, tiny_model):
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
-def test_it_begins_when_a_share_is_ready(fit, tiny_model):
+def test_it_begins_when_a_share_is_ready(fit, exact_model):
     seen = []
 
     class Watch(RolloutCallback):
@@ -179,21 +214,20 @@ def test_it_begins_when_a_share_is_ready(fit, tiny_model):
             grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
             seen.append((len(trainer.datamodule.session.controller.state.decoded), bool(grads)))
 
-    fit(callbacks=[Stream(start=0.5), Watch()], trainer={"max_epochs": 1}, prompts_per_round=8,
-        max_completion_length=64, micro_batch_tokens=72)  # fmt: skip
+    callbacks, settings = [Stream(start=0.5), Watch()], RAGGED
+    fit(GRPOModule(exact_model), callbacks, {"max_epochs": 1}, **settings)
     assert not any(grads for decoded, grads in seen if decoded < 4)
     assert seen[-1][1], "some gradients were there before the last group was"
 
 
-class Slow(TransformersEngine):
-    """So slow that a gradient takes less than the tail."""
-
-    def step(self):
-        time.sleep(0.005)
-        return super().step()
-
-
 def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
+    class Slow(TransformersEngine):
+        """So slow that a gradient takes less than the tail."""
+
+        def step(self):
+            time.sleep(0.005)
+            return super().step()
+
     rounds, weights = [], []
 
     class Watch(RolloutCallback):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -66,9 +67,11 @@ class Bench:
     def sync(self):
         self.engine.sync_weights(self.policy.named_parameters(), 0)
 
-    def run(self, policy, slots=18, order="fifo", lengths=None, on_group=None, more=None):
+    def run(
+        self, policy, slots=18, order="fifo", lengths=None, on_group=None, more=None, worker=None
+    ):
         """Groups after a round, the round's state, and who ran when."""
-        worker = make_worker(self.engine, Admission(slots, order=order))
+        worker = worker or make_worker(self.engine, Admission(slots, order=order))
         controller = RolloutController(
             worker,
             Scorer(self.scheduler, str),
@@ -200,20 +203,24 @@ def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here
         for bench in (here, there):
             next(bench.policy.parameters()).mul_(1.5)
     there.sync()
+    worker, _, _ = there.run(FullRound(PROMPTS))
     os.kill(there.engine.pid, signal.SIGKILL)
+    there.engine.wake()
     _, groups, _ = here.run(FullRound(PROMPTS))
-    _, same, _ = there.run(FullRound(PROMPTS))
+    _, same, _ = there.run(FullRound(PROMPTS), worker=worker)
     assert [c.token_ids for g in same for c in g.completions] == [
         c.token_ids for g in groups for c in g.completions
     ]
 
 
-def test_what_is_asked_of_the_engine_itself_survives_a_kill(there):
-    os.kill(there.engine.pid, signal.SIGKILL)
-    there.sync()
-    os.kill(there.engine.pid, signal.SIGKILL)
-    there.engine.wake()
-    there.run(FullRound(PROMPTS))
+def test_an_answer_that_nobody_waits_for_any_more(there):
+    """As after Ctrl-C in the middle of a step."""
+    worker = make_worker(there.engine, Admission(18))
+    worker.start_trace()
+    worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
+    there.engine.child.ask("worker", "advance")
+    assert worker.abort() == []
+    assert there.engine.stats().running == 0 and not worker.busy
 
 
 def test_errors_are_those_of_the_engine(there):
@@ -246,6 +253,80 @@ def test_one_that_does_not_start_says_so(tiny_model):
     with pytest.raises(RuntimeError, match="exited with code 3 while it started"):
         engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
     engine.close()
+
+
+SPEC = EngineSpec("", 2, 448, (1,))
+
+
+def test_a_step_that_nobody_asked_for_fails_nothing(tmp_path):
+    class Failing(SimulatedEngine):
+        def step(self):
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.steps > 3:
+                (tmp_path / "failed").touch()
+                raise ValueError("enough")
+            return super().step()
+
+    engine = ProcessEngine(Failing(max_jump=1, lengths=lambda request: 100))
+    engine.start(SPEC)
+    worker = make_worker(engine, Admission(2))
+    for _ in range(2):
+        worker.start_trace()
+        worker.start_round(turns=True, ahead=True)
+        worker.submit([Request("a", [5], 0, Sampling(400))])
+        if not (tmp_path / "failed").exists():
+            worker.step()
+            while not (tmp_path / "failed").exists():
+                time.sleep(0.01)
+            worker.abort()  # two more steps were made, and one failed
+            assert worker.ahead_steps == 2 and engine.stats().running == 0
+    with pytest.raises(ValueError, match="enough"):
+        worker.step()
+    engine.close()
+
+
+def test_one_that_hangs_when_it_is_closed_is_killed(monkeypatch):
+    class Hanging(SimulatedEngine):
+        def close(self):
+            time.sleep(1000)
+
+    monkeypatch.setattr("lit_rlsched.engines.process.SHUTDOWN", 0.2)
+    engine = ProcessEngine(Hanging())
+    engine.start(SPEC)
+    pid = engine.pid
+    engine.close()
+    assert not alive(pid) and engine.pid is None
+
+
+def test_a_start_that_is_refused_leaves_no_process(tmp_path):
+    class Refusing(SimulatedEngine):
+        def start(self, spec):
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            raise ValueError("not with this model")
+
+    engine = ProcessEngine(Refusing())
+    with pytest.raises(ValueError, match="not with this model"):
+        engine.start(SPEC)
+    assert not engine.alive and not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error():
+    class Secretive(SimulatedEngine):
+        def stats(self):
+            return lambda: None
+
+    engine = ProcessEngine(Secretive())
+    engine.start(SPEC)
+    with pytest.raises(Exception, match="pickle"):
+        engine.stats()
+    engine.close()
+
+
+def test_an_engine_that_cannot_be_sent_is_refused():
+    engine = ProcessEngine(SimulatedEngine())
+    engine.engine.lock = threading.Lock()
+    with pytest.raises(TypeError, match="`SimulatedEngine` cannot be sent to a process of its own"):
+        engine.start(SPEC)
 
 
 def test_it_dies_with_the_trainer(tiny_model):

@@ -701,7 +701,7 @@ def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
         return Group(f"{name}@0", prompt, Sampling(8), [completion])
 
     decoded = [done("a1", "uninformative"), done("b1"), done("b2")]
-    state = RoundState(4, 4, decoded, 3, patient=True)
+    state = RoundState(4, 4, decoded, 3, patient=True, final=3)
     assert not policy.done(state) and [g.id for g in policy.certain(state)] == ["b1@0"]
     state.decoded.append(done("a2"))
     assert policy.done(state)

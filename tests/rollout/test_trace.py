@@ -66,3 +66,9 @@ def test_gradients_overlap_with_the_steps_they_are_computed_in():
 def test_an_empty_trace():
     assert RolloutTrace(4).bubble_ratio == 0.0
     assert RolloutTrace(4).seconds == 0.0
+
+
+def test_gradients_of_a_round_that_decoded_nothing():
+    trace = RolloutTrace(slots=1)
+    trace.worked(1.0, 2.0)
+    assert trace.work_seconds == trace.overlap_seconds == 0

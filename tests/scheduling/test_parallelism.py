@@ -109,15 +109,18 @@ def test_sizes_are_powers_of_two_within_bounds_one_step_at_a_time(planner, obser
 @given(planners(), rounds)
 def test_doubles_only_on_a_rise_halves_only_after_quiet_and_never_twice_in_a_row(planner, observed):
     past = {kind: [] for kind in KINDS}  # counts since the last change
+    base = {kind: [0] for kind in KINDS}  # what a rise is one from, before them
     for kind, count in observed:
         before, seen = planner.size(kind), past[kind]
         changed_before = seen == [] and planner._kinds[kind].cooling
         planner.observe(kind, count)
         seen.append(count)
         if planner.size(kind) > before:
-            assert count > 1.05 * min(seen[:-1], default=0)
+            assert count > 1.05 * min([*base[kind], *seen[:-1]])
+            base[kind] = []
         if planner.size(kind) < before:
             assert len(seen) >= 4 and seen[-4:] == [0, 0, 0, 0]
+            base[kind] = [0]
         if planner.size(kind) != before:
             assert not changed_before, "the round after a change changes nothing"
             past[kind] = []
