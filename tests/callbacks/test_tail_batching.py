@@ -717,6 +717,18 @@ def of_domains(rows, names="ab"):
     return [{**row, "domain": names[i % len(names)]} for i, row in enumerate(rows)]
 
 
+def only_of_a():
+    """A reward that differs inside prompts of the domain a alone."""
+
+    def parity(prompts, completions, domain, **kwargs):
+        return [
+            float(len(text) % 2) if d == "a" else 1.0
+            for text, d in zip(completions, domain, strict=True)
+        ]
+
+    return parity
+
+
 @pytest.mark.parametrize("more", [{}, {"race": "completion", "reuse": "drafts"}])
 def test_each_domain_has_its_quota(fit, sums, more):
     recorder = Recorder()
@@ -738,12 +750,6 @@ def test_each_domain_has_its_quota(fit, sums, more):
 
 
 def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
-    def never_of_b(prompts, completions, domain, **kwargs):
-        return [
-            float(len(text) % 2) if d == "a" else 1.0
-            for text, d in zip(completions, domain, strict=True)
-        ]
-
     recorder = Recorder()
     fit(
         callbacks=[
@@ -753,7 +759,7 @@ def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
         ],
         trainer={"max_epochs": 1},
         train_data=of_domains(sums[:80]),
-        reward_funcs=[never_of_b],
+        reward_funcs=[only_of_a()],
         **SMALL,
     )
     (round,) = recorder.rounds
@@ -761,6 +767,25 @@ def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
     assert replaced and {g.prompt.columns["domain"] for g in replaced} >= {"b"}
     drawn = [g.prompt.columns["domain"] for g in (*round.groups, *recorder.pools[0])]
     assert drawn.count("b") > 3, "more of b were drawn in place of those"
+
+
+def test_a_domain_that_teaches_nothing_runs_out_of_replacements(fit, sums):
+    recorder = Recorder()
+    rows = of_domains(sums[:80], "a" * 15 + "b")  # 75 and 5, as many as must be there
+    fit(
+        callbacks=[
+            recorder,
+            TailBatching(per_domain={"a": 0.75, "b": 0.25}),
+            DynamicSampling(max_num_gen_batches=4),
+        ],
+        trainer={"max_epochs": 1},
+        train_data=rows,
+        reward_funcs=[only_of_a()],
+        **SMALL,
+    )
+    (round,) = recorder.rounds
+    useless = [g for g in round.groups if all(c.dropped for c in g.completions)]
+    assert [g.prompt.columns["domain"] for g in useless].count("b") == 5
 
 
 @pytest.mark.parametrize(
