@@ -1,6 +1,5 @@
 """The process of a `ProcessEngine`: answers one message after the other."""
 
-import mmap
 import pickle
 import queue
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import cloudpickle
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.engines.process import Entry, view
 from lit_rlsched.rewards.worker import die_with
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
@@ -25,10 +23,8 @@ class Server:
     message in between.
     """
 
-    def __init__(self, connection: Connection, weights: int) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._weights = weights
-        self._memory: mmap.mmap | None = None
         self._engine: RolloutEngine
         self._worker: RolloutWorker | None = None
         self._ahead = 0
@@ -71,14 +67,6 @@ class Server:
 
     def engine(self, method: str, *arguments: Any) -> None:
         self._send(getattr(self._engine, method)(*arguments))
-
-    def weights(self, size: int, entries: list[Entry], version: int) -> None:
-        if self._memory is None or len(self._memory) < size:
-            self._memory = mmap.mmap(self._weights, size)
-        memory = self._memory
-        named = ((entry.name, view(memory, entry)) for entry in entries)
-        self._engine.sync_weights(named, version)
-        self._send(None)
 
     def admission(self, admission: Admission) -> None:
         self._worker = RolloutWorker(self._engine, admission)
@@ -126,9 +114,9 @@ def _pickled(error: Exception) -> bytes:
         return b""
 
 
-def main(connection: int, lifeline: int, weights: int, parent: int) -> None:
+def main(connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
-    Server(Connection(connection), weights).serve()
+    Server(Connection(connection)).serve()
 
 
 if __name__ == "__main__":

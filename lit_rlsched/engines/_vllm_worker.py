@@ -4,10 +4,7 @@ Functions that `collective_rpc` calls with the worker: in the trainer's process 
 whole, else in the workers'.
 """
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 
 NOISE = "lit_rlsched_noise"
 """Under it a request says, in its sampling parameters, which noise is its own."""
-_ALIGNMENT = 64
 
 
 def prepare(worker: Any) -> str:
@@ -73,42 +69,3 @@ class KeptNoise:
         if key is not None:  # else it is one of vLLM's own
             state.generator = self.generators.setdefault(key, state.generator)
         return self._add_request(state)
-
-
-@dataclass(frozen=True)
-class SharedWeights:
-    """Named tensors in memory that other processes of this machine can read."""
-
-    path: str
-    size: int
-    index: list[tuple[str, torch.dtype, torch.Size, int]]
-    """Name, type, shape and first byte of each."""
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Map them, without a copy."""
-        memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
-        for name, dtype, shape, start in self.index:
-            bytes_ = memory[start : start + shape.numel() * dtype.itemsize]
-            yield name, bytes_.view(dtype).view(shape)
-
-
-@contextmanager
-def shared(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[SharedWeights]:
-    """Write tensors, one by one, to memory that is gone at the end, even that of the process.
-
-    It has no name in `/dev/shm`, and so is not bound by its size either, 64 MB in many containers.
-    """
-    descriptor = os.memfd_create("lit_rlsched-weights")
-    try:
-        index, end = [], 0
-        with open(descriptor, "wb", closefd=False) as file:
-            for name, tensor in named_tensors:
-                index.append((name, tensor.dtype, tensor.shape, end))
-                file.seek(end)
-                content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-                end += file.write(content.numpy())
-                end += -end % _ALIGNMENT
-            file.truncate(end)
-        yield SharedWeights(f"/proc/{os.getpid()}/fd/{descriptor}", end, index)
-    finally:
-        os.close(descriptor)

@@ -1,15 +1,13 @@
 """Any engine in a process of its own."""
 
-import mmap
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
@@ -17,10 +15,9 @@ import cloudpickle
 import torch
 
 from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, RolloutEngine
+from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.rollout.types import Event, Request
 
-ALIGNMENT = 64
-"""Bytes, of each tensor in the shared file."""
 MAX_DEATHS = 3
 """Times in a row that the process may die before the run is stopped."""
 SHUTDOWN = 10.0
@@ -69,7 +66,9 @@ class ProcessEngine(RolloutEngine):
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
-        self._weights: Weights | None = None
+        self._file: WeightsFile | None = None
+        self._weights: tuple[SharedWeights, int] | None = None
+        """That were synced last, and their policy version."""
         self._deaths = 0
 
     @property
@@ -98,7 +97,7 @@ class ProcessEngine(RolloutEngine):
         """Start the process, and the engine in it."""
         self.close()
         self._spec = replace(spec, policy=None)  # it loads weights of its own
-        self._weights = Weights()
+        self._file = WeightsFile()
         self._deaths = 0
         try:
             self._launch()
@@ -109,11 +108,10 @@ class ProcessEngine(RolloutEngine):
             raise
 
     def _launch(self) -> None:
-        assert self._weights is not None
-        self._child = Child(self.engine, self._weights.file)
+        self._child = Child(self.engine)
         self.kv_block, self.kv_capacity = self._child.call("start", self._spec)
-        if self._weights.table:
-            self._child.call("weights", self._weights.size, *self._weights.table)
+        if self._weights is not None:
+            self._child.call("engine", "sync_weights", *self._weights)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask("engine", "submit", requests)
@@ -132,9 +130,9 @@ class ProcessEngine(RolloutEngine):
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._refuse_when_closed()
-        assert self._weights is not None
-        self._weights.write(named_tensors, version)
-        self._insist("weights", self._weights.size, *self._weights.table)
+        assert self._file is not None
+        self._weights = self._file.write(named_tensors), version
+        self._insist("engine", "sync_weights", *self._weights)
 
     def stats(self) -> EngineStats:
         stats: EngineStats = self._insist("engine", "stats")
@@ -155,9 +153,9 @@ class ProcessEngine(RolloutEngine):
         child, self._child = self._child, None
         if child is not None:
             child.close()
-        weights, self._weights = self._weights, None
-        if weights is not None:
-            weights.close()
+        file, self._file, self._weights = self._file, None, None
+        if file is not None:
+            file.close()
 
     @property
     def alive(self) -> bool:
@@ -215,65 +213,10 @@ class ProcessEngine(RolloutEngine):
             raise RuntimeError("The engine is closed or was not started.")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a tensor lies in the shared file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-class Weights:
-    """Tensors in a file without a name, which lives as long as somebody has it open.
-
-    It is in memory where the system allows: not in `/dev/shm`, which is small in containers.
-    """
-
-    def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self.file = os.memfd_create("lit_rlsched-weights")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.file = os.dup(file.fileno())
-        self.size = 0
-        self.table: tuple[list[Entry], int] | tuple[()] = ()
-        """Of the tensors that were written, and their policy version."""
-        self._map: mmap.mmap | None = None
-
-    def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace what is in the file, one tensor after the other: merged adapters are large."""
-        entries, end = [], 0
-        for name, tensor in named_tensors:
-            entry = Entry(name, tensor.dtype, tuple(tensor.shape), end)
-            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-            if end > self.size:  # what is not written takes no memory
-                self.size = 2 * end
-                os.ftruncate(self.file, self.size)
-                self._map = mmap.mmap(self.file, self.size)
-            view(self._map, entry).copy_(tensor.detach())
-            entries.append(entry)
-        self.table = entries, version
-
-    def close(self) -> None:
-        self._map = None
-        os.close(self.file)
-
-
-def view(memory: Any, entry: Entry) -> torch.Tensor:
-    """A tensor in the shared file, without a copy."""
-    count = torch.Size(entry.shape).numel()
-    if not count:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    flat = torch.frombuffer(memory, dtype=entry.dtype, count=count, offset=entry.offset)
-    return flat.view(entry.shape)
-
-
 class Child:
     """The process and the pipe to it."""
 
-    def __init__(self, engine: RolloutEngine, weights: int) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         try:
             pickled = cloudpickle.dumps(engine)
         except Exception as error:
@@ -284,7 +227,7 @@ class Child:
         self._asked = 0
         self.connection, theirs = Pipe()
         read, self._lifeline = os.pipe()
-        descriptors = [theirs.fileno(), read, weights]
+        descriptors = [theirs.fileno(), read]
         arguments = map(str, [*descriptors, os.getpid()])
         # Not multiprocessing: that would run an unguarded user script once more. A session of its
         # own: Ctrl-C stays with the trainer, and killing its group ends what the engine started.

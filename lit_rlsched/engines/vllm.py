@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from lit_rlsched.engines.base import (
     check_requests,
     kv_bytes_per_token,
 )
+from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.rollout.types import Event, Request
 
 CPU_BLOCK = 32
@@ -280,10 +281,14 @@ class VLLMEngine(RolloutEngine):
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._refuse_when_running("load weights")
-        weights = ((name, tensor.detach()) for name, tensor in named_tensors)
-        shared = beside_model.shared(weights) if self._apart else nullcontext(weights)
-        with shared as readable, self._naming_dead_workers():
-            self._live.collective_rpc(beside_model.load, args=(readable,))
+        weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
+        with ExitStack() as stack:
+            if self._apart:
+                file = WeightsFile()
+                stack.callback(file.close)
+                weights = file.write(weights)
+            with self._naming_dead_workers():
+                self._live.collective_rpc(beside_model.load, args=(weights,))
         self._noise.forget()
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines.base import EngineSpec, EngineStats
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
@@ -291,19 +290,3 @@ def test_a_budget_counts_each_token_once(
 def test_more_workers_than_cores_are_refused() -> None:
     with pytest.raises(ValueError, match=r"size=4\)` needs a core.*may use 3. Use 3 or less"):
         guest.bind_threads([0, 1, 2], 4)
-
-
-def test_weights_are_shared_as_they_are() -> None:
-    tensors = {
-        "a": torch.arange(7, dtype=torch.bfloat16),
-        "scalar": torch.tensor(3.5, dtype=torch.float64),
-        "strided": torch.arange(12.0).reshape(3, 4).T,
-        "trained": torch.nn.Parameter(torch.ones(2, 3)),
-    }
-    with beside_model.shared(tensors.items()) as weights:
-        assert os.path.exists(weights.path)
-        read = dict(weights)
-        assert list(read) == list(tensors)
-        for name, tensor in tensors.items():
-            assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor.detach())
-    assert not os.path.exists(weights.path)

@@ -1,0 +1,68 @@
+"""Weights on their way to another process: named tensors in memory that both can see."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Named tensors that any process of this machine can map."""
+
+    path: str
+    size: int
+    index: list[tuple[str, torch.dtype, torch.Size, int]]
+    """Name, type, shape and first byte of each."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Map them, without a copy."""
+        memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
+        for name, dtype, shape, start in self.index:
+            bytes_ = memory[start : start + shape.numel() * dtype.itemsize]
+            yield name, bytes_.view(dtype).view(shape)
+
+
+class WeightsFile:
+    """Memory to write them to, which is gone with this process at the latest.
+
+    On Linux it has no name in `/dev/shm`, and so is not bound by its size, 64 MB in many
+    containers; elsewhere it is a temporary file.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("lit_rlsched-weights")
+            self._path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:
+            self._descriptor, self._path = tempfile.mkstemp(prefix="lit_rlsched-weights-")
+
+    def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
+        """Replace what is in it, one tensor after the other: merged adapters are large.
+
+        Nobody may be reading.
+        """
+        index, end = [], 0
+        with open(self._descriptor, "wb", closefd=False) as file:
+            file.seek(0)
+            for name, tensor in named_tensors:
+                index.append((name, tensor.dtype, tensor.shape, end))
+                file.seek(end)
+                content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+                end += file.write(content.numpy())
+                end += -end % _ALIGNMENT
+            file.truncate(end)
+        return SharedWeights(self._path, end, index)
+
+    def close(self) -> None:
+        """Give the memory back, once nobody has it mapped any more."""
+        os.close(self._descriptor)
+        with suppress(OSError):
+            if not self._path.startswith("/proc/"):
+                os.unlink(self._path)
