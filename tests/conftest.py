@@ -13,6 +13,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -109,6 +111,21 @@ def digits() -> Callable:
         ]
 
     return digits
+
+
+@pytest.fixture(scope="session")
+def exact_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Every layer of it computes in float64 where it is asked to; Qwen3's norms do not."""
+    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), make_tokenizer()
+    sizes = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=len(tokenizer), **sizes, initializer_range=0.3, eos_token_id=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+    model.generation_config.eos_token_id = [1, *range(10, 20)]  # one token in six
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import torch
 
 from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, RolloutEngine
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
+from lit_rlsched.rewards.process import how_it_ended
 from lit_rlsched.rollout.types import Event, Request
 
 MAX_DEATHS = 3
@@ -253,29 +254,23 @@ class Child:
             EngineDied: there is nobody any more.
             Exception: what was raised there, or by what was told before.
         """
-        asked = self.ask(*message)
-        while True:
-            number, raised, value = self._receive()
-            if raised and number in (0, asked):
-                raise unpickled(value)
-            if number == asked:
-                return value
-            skipped(value)
+        self.ask(*message)
+        return self.answer(skipped)
 
-    def ask(self, *message: Any) -> int:
-        """Send a message that has answers; its number."""
+    def ask(self, *message: Any) -> None:
+        """Send a message that has answers."""
         self._asked += 1
         self._send(self._asked, *message)
-        return self._asked
 
-    def answer(self) -> Any:
-        """The next answer to what was asked last; raises as `call` does."""
+    def answer(self, skipped: Callable[[Any], object] = lambda value: None) -> Any:
+        """The next answer to what was asked last; see `call`."""
         while True:
             number, raised, value = self._receive()
             if raised and number in (0, self._asked):
                 raise unpickled(value)
             if number == self._asked:
                 return value
+            skipped(value)
 
     def tell(self, *message: Any) -> None:
         """Send what has no answer."""
@@ -307,11 +302,7 @@ class Child:
         self.connection.close()
         os.close(self._lifeline)
         self._lifeline = -1
-        code = self.process.returncode
-        names = {number.value: number.name for number in signal.Signals}
-        self._end = f"exited with code {code}"
-        if code < 0:
-            self._end = f"died of {names.get(-code, f'signal {-code}')}"
+        self._end = how_it_ended(self.process.returncode)
         return self._end
 
     def close(self) -> None:

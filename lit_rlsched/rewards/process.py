@@ -145,11 +145,7 @@ class WorkerProcess:
             self.process.wait(timeout=5)
         self.connection.close()
         os.close(self.lifeline)
-        code = self.process.returncode
-        if code is not None and code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"died of {names.get(-code, f'signal {-code}')}"
-        return f"exited with code {code}"
+        return how_it_ended(self.process.returncode)
 
     def _started(self, stamp: float) -> None:
         """The next call began at this time."""
@@ -206,3 +202,11 @@ def machine_memory() -> int:
         with suppress(OSError, ValueError):  # ValueError: "max"
             sizes.append(int(Path("/sys/fs/cgroup", file).read_text()))
     return min(sizes)
+
+
+def how_it_ended(code: int | None) -> str:
+    """What an exit code says, in words."""
+    if code is not None and code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        return f"died of {names.get(-code, f'signal {-code}')}"
+    return f"exited with code {code}"

@@ -5,9 +5,7 @@ import time
 
 import pytest
 import torch
-from conftest import make_tokenizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
@@ -31,21 +29,6 @@ RAGGED = {
     "micro_batch_tokens": 56,
 }
 """Groups end at different steps, and go into several micro-batches."""
-
-
-@pytest.fixture(scope="module")
-def exact_model(tmp_path_factory):
-    """Every layer of it computes in float64 where it is asked to; Qwen3's norms do not."""
-    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), make_tokenizer()
-    sizes = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(vocab_size=len(tokenizer), **sizes, initializer_range=0.3, eos_token_id=1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(config)
-    model.generation_config.eos_token_id = [1, *range(10, 20)]  # one token in six
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def delayed(most, binary=False):
