@@ -59,7 +59,8 @@ from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling, 
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.queues import Order
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy, TailRound, is_long
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
+from lit_rlsched.scheduling.tail_round import TailRound
 from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
 
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
@@ -419,7 +420,7 @@ class RolloutDataModule(LightningDataModule):
         if self.selection:
             round.metrics |= selection_metrics(round, harvest)
         if isinstance(policy, TailRound):
-            round.metrics["tail_batching/long_round"] = float(is_long(plan))
+            round.metrics["tail_batching/long_round"] = float(policy.is_long(plan))
         if drafts:
             round.metrics |= harvest.drafts.metrics() | {"time/drafts": verifying}
         if self.max_num_gen_batches > 1:
@@ -497,7 +498,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _verify_drafts(self, groups: list[Group], salt: str) -> list[DraftAudit]:
         """Make completions of the policy's out of what earlier ones had drawn."""
-        if not self.round_policy.keeps_drafts or not is_long(groups):
+        if not any(completion.draft for group in groups for completion in group.completions):
             return []
         assert self.trainer is not None
         audit = self._drafts.verify(

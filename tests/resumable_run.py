@@ -62,6 +62,11 @@ SCHEDULES = {
         8,
         lambda: [TailBatching(race="completion", reuse="drafts"), MicroGroupSampling(slots=7)],
     ),
+    "losers go on": (
+        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        8,
+        lambda: [TailBatching(2.0, reuse="drafts", max_deferrals=2), MicroGroupSampling(slots=7)],
+    ),
     "selected": (
         {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},
         8,

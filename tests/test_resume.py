@@ -46,6 +46,11 @@ DRAFTS = [
     "step 2",  # at the start of its update
     "harvest 5",
 ]
+LOSERS = [
+    "harvest 1",  # while a round is drawn in which what lost the first one goes on
+    "round_end 3",
+    "harvest 5",
+]
 SELECTED = [
     "harvest 0",  # while the first round is drawn
     "step 1",
@@ -82,6 +87,7 @@ def run(folder, engine, model, schedule, *places):
         ("TransformersEngine", "tail", TAIL),
         ("TransformersEngine", "streamed", STREAMED),
         ("TransformersEngine", "drafts", DRAFTS),
+        ("TransformersEngine", "losers go on", LOSERS),
         ("TransformersEngine", "selected", SELECTED),
     ],
 )
@@ -107,9 +113,9 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
     assert (whole["num_discarded_tokens"] > 0) == (schedule != "partial")
     assert (max(whole["spans"]) > 1) == (schedule == "partial")
-    if schedule == "drafts":
+    if schedule in ("drafts", "losers go on"):
         assert whole["drafts"] and whole["recovered"] > 0
-    if schedule in ("tail", "drafts", "streamed"):
+    if schedule in ("tail", "drafts", "streamed", "losers go on"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
     if schedule in ("tail", "drafts"):
         assert whole["dropped"]["dropped/stopped"] > 0

@@ -6,12 +6,15 @@ Deterministic: drawn lengths go through the controller and the round policy of a
 simulated engine. 128 prompts of 8 completions, at most 16k tokens, the longest of a round some 25
 to 32 times the median (arXiv 2509.21009). What lost a race is drawn anew with another length, or
 goes on from what is kept of its draft by the rule of a run, to a length drawn from those that are
-longer. The next token's total variation distance between the policy of a
-draft and that of its long round is 0.003. The lengths of a prompt's completions are alike (half of
-the variance of their logarithm is the prompt's) or not at all. Means over 100 rounds, the long ones
+longer. The next token's total variation distance between the policy of a draft and that of the
+round which verifies it is 0.003. The lengths of a prompt's completions are alike (half of the
+variance of their logarithm is the prompt's) or not at all. Means over 100 rounds, the long ones
 included.
 
-A position of a forward pass over tokens that are known takes 25 microseconds, half of what a
+Seconds are of the paper's hardware, 16 engines (7 B parameters on as many GPUs) that share the
+completions evenly, 64 each of a synchronous round, and of one engine that has all of them. A decode
+step takes 10 ms, 50 microseconds for each completion that runs and 20 ns for each token in the
+cache. A position of a forward pass over tokens that are known takes 25 microseconds, half of what a
 running request adds to a decode step (7 B parameters at 560 TFLOP/s). A draft goes through the
 trainer once, one of which not all is kept three times; what is kept then goes through the engine.
 """
@@ -35,21 +38,16 @@ from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.rounds import (
-    FullRound,
-    Race,
-    Reuse,
-    RoundPolicy,
-    TailRound,
-    is_long,
-)
+from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 from lit_rlsched.scheduling.speculative import acceptance, num_accepted, prefix_weights
+from lit_rlsched.scheduling.tail_round import Race, Reuse, TailRound
 
 PROMPTS, GENERATIONS, LIMIT, EOS = 128, 8, 16384, 0
 NORMAL = NormalDist()
 MEDIAN, SIGMA = 550, 1.1
-PER_POSITION = 2.5e-5
-"""Seconds of a forward pass for each position."""
+PER_STEP, PER_POSITION = 0.01, 2.5e-5
+"""Seconds of a decode step, whatever runs, and of a forward pass for each position."""
+ENGINES = 16, 1
 RACES: list[tuple[str, tuple[float, float], Race]] = [
     ("prompts race", (1.25, 1.0), "prompt"),
     ("completions race as well", (1.25, 1.25), "completion"),
@@ -67,6 +65,12 @@ METHODS: dict[str, RoundPolicy] = {
         for reuse in REUSES
     },
     "completions race alone": TailRound(PROMPTS, GENERATIONS, 1.0, race="completion"),
+    **{
+        f"prompts race, {ratio}, losers go on": TailRound(
+            PROMPTS, GENERATIONS, ratio, reuse="drafts", max_deferrals=8
+        )
+        for ratio in (1.25, 1.5)
+    },
 }
 
 
@@ -161,6 +165,7 @@ class Figures(NamedTuple):
 
     long: bool
     seconds: float
+    """On one engine."""
     steps: int
     lengths: list[int]
     """Of every stay in a slot."""
@@ -171,11 +176,11 @@ class Figures(NamedTuple):
     """What was drawn for the first time."""
 
     @classmethod
-    def of(cls, drawn: Drawn, positions: int) -> "Figures":
+    def of(cls, drawn: Drawn, long: bool, positions: int) -> "Figures":
         """What the table needs."""
         trace, harvest = drawn.trace, drawn.harvest
         return cls(
-            is_long(drawn.plan),
+            long,
             trace.seconds + PER_POSITION * positions,
             trace.decode_steps,
             trace.spans["tokens"],
@@ -185,13 +190,23 @@ class Figures(NamedTuple):
             [a for a in harvest.ran if a.first],
         )
 
+    def seconds_on(self, engines: int) -> float:
+        """Where so many share the completions evenly: each takes every decode step."""
+        steps = PER_STEP * self.steps
+        return steps + (self.seconds - steps) / engines
+
 
 def rounds(
     policy: RoundPolicy, shared: float, slots: int, n: int, distance: float = 0.003
 ) -> list[Figures]:
     """The first rounds of a run."""
     lengths = Lengths(shared)
-    engine = SimulatedEngine(lengths=lengths, stream=False, per_prefill_token=PER_POSITION)
+    engine = SimulatedEngine(
+        lengths=lengths,
+        step_time_base=PER_STEP,
+        per_prefill_token=PER_POSITION,
+        stream=False,
+    )
     engine.start(EngineSpec("", slots=slots, max_model_len=LIMIT + 1, eos_token_ids=(EOS,)))
     verifier = Verifier(lengths, distance)
     worker = RolloutWorker(engine, Admission(slots))
@@ -207,13 +222,12 @@ def rounds(
         for p in count()
     )
     drawn = islice(draw_rounds(source, policy, controller, verifier), n)
-    return [Figures.of(d, verifier.positions) for d in drawn]
+    return [Figures.of(d, policy.is_long(d.plan), verifier.positions) for d in drawn]
 
 
-def row(name: str, drawn: Sequence[Figures], plain: float | None) -> tuple[str, float]:
-    """A method as Markdown, and its mean seconds."""
+def row(name: str, drawn: Sequence[Figures], plain: Sequence[Figures]) -> str:
+    """A method beside plain rounds, as Markdown."""
     kinds = ([d.steps for d in drawn if d.long == long] for long in (False, True))
-    seconds = fmean(d.seconds for d in drawn)
     tokens = sum(sum(d.lengths) for d in drawn)
     discarded = sum(d.discarded for d in drawn)
     drafts = sum((d.drafts for d in drawn), DraftAudit())
@@ -222,9 +236,11 @@ def row(name: str, drawn: Sequence[Figures], plain: float | None) -> tuple[str, 
     cells = [
         name,
         *(f"{fmean(steps):,.0f}" if steps else "" for steps in kinds),
-        f"{fmean(d.steps for d in drawn):,.0f}",
-        f"{seconds:.1f}",
-        "" if plain is None else f"{plain / seconds:.2f}x",
+        _beside([d.steps for d in drawn], [d.steps for d in plain], ",.0f"),
+        *(
+            _beside([d.seconds_on(n) for d in drawn], [d.seconds_on(n) for d in plain], ".1f")
+            for n in ENGINES
+        ),
         f"{1 - discarded / tokens:.0%}",
         f"{drafts.accepted_tokens / drafts.tokens:.0%}" if drafts.tokens else "",
         f"{drafts.accepted_tokens / (drafts.accepted_tokens + discarded):.0%}"
@@ -232,26 +248,31 @@ def row(name: str, drawn: Sequence[Figures], plain: float | None) -> tuple[str, 
         else "",
         f"{length_bias(trained, first):.2f}",
     ]
-    return f"| {' | '.join(cells)} |", seconds
+    return f"| {' | '.join(cells)} |"
+
+
+def _beside(figures: Sequence[float], plain: Sequence[float], form: str) -> str:
+    ratio = fmean(plain) / fmean(figures)
+    return f"{fmean(figures):{form}}" + ("" if figures == plain else f" ({ratio:.2f}x)")
 
 
 def table(shared: float, slots: int, n: int, distance: float) -> str:
     """All methods, as Markdown."""
     lines = [
-        "| | decode steps of a short round | of a long one | mean | seconds | faster "
-        "| useful tokens | kept of drafts | recovered of all waste | trained over drawn length |",
+        "| | decode steps of a short round | of a long one | mean | seconds, 16 engines "
+        "| one engine | useful tokens | kept of drafts | recovered of all waste "
+        "| trained over drawn length |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    plain = None
+    plain: list[Figures] = []
     for name, policy in METHODS.items():
         drawn = rounds(policy, shared, slots, n, distance)
-        line, seconds = row(name, drawn, plain)
-        if plain is None:
-            plain = seconds
+        if not plain:
+            plain = drawn
             spread = fmean(max(d.lengths) / median(d.lengths) for d in drawn)
             head = f"{slots} slots, {shared:.0%} of the variance the prompt's; longest over median"
             lines.insert(0, f"{head} {spread:.0f}\n")
-        lines.append(line)
+        lines.append(row(name, drawn, plain))
     return "\n".join(lines)
 
 

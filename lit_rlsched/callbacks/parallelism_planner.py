@@ -13,7 +13,6 @@ from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.rollout.types import Group
 from lit_rlsched.scheduling.parallelism import RoundKind, TensorParallelPlanner, check_size
-from lit_rlsched.scheduling.rounds import is_long
 
 
 class ParallelismPlanner(RolloutCallback):
@@ -126,9 +125,10 @@ class ParallelismPlanner(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:
         """Start the engine anew if rounds of this kind want another size."""
-        session = rollout_datamodule(trainer, self).session
+        datamodule = rollout_datamodule(trainer, self)
+        session = datamodule.session
         assert self.planner is not None and session is not None
-        self._kind = "long" if is_long(plan) else "short"
+        self._kind = "long" if datamodule.round_policy.is_long(plan) else "short"
         size, self._restart_seconds = self.planner.size(self._kind), 0.0
         if size != session.engine.tensor_parallel_size:
             started = time.perf_counter()

@@ -1,7 +1,7 @@
 """RollPacker's tail batching: most rounds do not wait for the longest completions."""
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 from lightning import LightningModule, Trainer
 
@@ -9,7 +9,7 @@ from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.data.settings import check_drafts
 from lit_rlsched.scheduling.domains import DomainTailRound
-from lit_rlsched.scheduling.rounds import Race, Reuse, TailRound
+from lit_rlsched.scheduling.tail_round import Race, Reuse, TailRound
 
 
 class TailBatching(RolloutCallback):
@@ -46,17 +46,26 @@ class TailBatching(RolloutCallback):
     in the prompts that win; that what lost did so under an earlier policy; and the rounding between
     the engine, whose log-probs stand for `q`, and the trainer, which also shortens what is kept.
 
+    With `max_deferrals=8` beside it losers do not wait for a long round: they go on, as far as
+    their drafts are kept, in every round until they win, beside as many fresh prompts as are
+    lacking. So all rounds are about as long as a short one. Only where a prompt has lost
+    `max_deferrals` races is a round long: it does not end before all that waited are scored. So
+    nobody starves, however little is kept. The price is that all that waits is verified in each
+    round: it pays where engines run out of completions to decode, not where one is busy with
+    hundreds. And whatever is cut of a draft gets another chance to be short in each race.
+
     For each version that has drafts a copy of the trainable weights (of the adapters, with LoRA) is
     in the CPU's memory and in checkpoints: one for each short round between two long ones, and one
-    more where prompts wait on. Each long round logs `drafts/tokens`, `drafts/accepted_tokens`,
-    `drafts/accepted_share`, `drafts/completed` (kept as a whole), `drafts/distance` (mean total
-    variation distance of the two policies' next token) and `time/drafts`; and, since the last one,
-    `pool/recovered_token_share`: what drafts recovered of all that would have been thrown away.
-    Until then tokens of drafts count as useful. A draft with a log-prob that is not finite is
-    dropped and drawn anew, and counted in `dropped/nonfinite_draft`.
+    more where prompts wait on; a single one with `max_deferrals`. Each round that has some logs
+    `drafts/tokens`, `drafts/accepted_tokens`, `drafts/accepted_share`, `drafts/completed` (kept as
+    a whole), `drafts/distance` (mean total variation distance of the two policies' next token) and
+    `time/drafts`; and, since the last one, `pool/recovered_token_share`: what drafts recovered of
+    all that would have been thrown away. Until then tokens of drafts count as useful. A draft with
+    a log-prob that is not finite is dropped and drawn anew, and counted in
+    `dropped/nonfinite_draft`.
 
     Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (what waits for a
-    long one), `rollout/discarded_tokens`, `rollout/useful_token_share` and
+    later one), `rollout/discarded_tokens`, `rollout/useful_token_share` and
     `rollout/score_wait_seconds`. Hooks: `on_completion_end` and `on_group_end` also fire for what
     is scored and then put off.
 
@@ -66,13 +75,16 @@ class TailBatching(RolloutCallback):
         completion_ratio: With `race="completion"`: completions of a fresh prompt that are begun,
             as a multiple of `num_generations`, rounded up.
         race: Whether whole prompts race, or also the completions of each prompt.
-        reuse: `drafts` keeps what losers had drawn for the long round to verify; by default it is
+        reuse: `drafts` keeps what losers had drawn for a later round to verify; by default it is
             thrown away.
         per_domain: Share of each domain in the update of a short round, such as `{"math": 0.5,
             "code": 0.5}`: prompts race inside their domain, which their column `domain` names, for
             its quota of `prompts_per_round`. Long rounds take the oldest, whatever their domain.
             By default all race together, and short rounds have few prompts of a domain whose
             completions are long.
+        max_deferrals: With `reuse="drafts"`: losers go on beside fresh prompts, and none loses more
+            than so many races (where `prompt_ratio` is 2 or less). By default they wait for a long
+            round.
 
     Raises:
         ValueError: an argument is out of range, or the data holds too few prompts, or the log-probs
@@ -81,6 +93,7 @@ class TailBatching(RolloutCallback):
     Example::
 
         Trainer(callbacks=[TailBatching(), MicroGroupSampling(slots=64)])
+        Trainer(callbacks=[TailBatching(1.5, reuse="drafts", max_deferrals=8)])
     """
 
     sets = "when a round ends"
@@ -92,6 +105,7 @@ class TailBatching(RolloutCallback):
         race: Race = "prompt",
         reuse: Reuse | None = None,
         per_domain: dict[str, float] | None = None,
+        max_deferrals: int | None = None,
     ) -> None:
         for name, value in (("prompt_ratio", prompt_ratio), ("completion_ratio", completion_ratio)):
             if not isinstance(value, int | float) or not 1 <= value < math.inf:
@@ -105,11 +119,14 @@ class TailBatching(RolloutCallback):
             raise ValueError(f"`TailBatching({reuse=})` is unknown. Use 'drafts', or leave it out.")
         if per_domain is not None:
             _check_shares(per_domain)
+        if max_deferrals is not None:
+            _check_deferrals(max_deferrals, reuse)
         self.prompt_ratio = prompt_ratio
         self.completion_ratio = completion_ratio
         self.race: Race = race
         self.reuse: Reuse | None = reuse
         self.per_domain = per_domain
+        self.max_deferrals = max_deferrals
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the round policy to the data module."""
@@ -123,10 +140,26 @@ class TailBatching(RolloutCallback):
             self.completion_ratio,
             self.race,
         )
+        losers: dict[str, Any] = {"reuse": self.reuse, "max_deferrals": self.max_deferrals}
         if self.per_domain is None:
-            datamodule.round_policy = TailRound(*settings, reuse=self.reuse)
+            datamodule.round_policy = TailRound(*settings, **losers)
         else:
-            datamodule.round_policy = DomainTailRound(self.per_domain, *settings, reuse=self.reuse)
+            datamodule.round_policy = DomainTailRound(self.per_domain, *settings, **losers)
+
+
+def _check_deferrals(max_deferrals: int, reuse: Reuse | None) -> None:
+    """Refuse races that a prompt would never win, or only once it is drawn short."""
+    if not isinstance(max_deferrals, int) or max_deferrals < 1:
+        raise ValueError(
+            f"`TailBatching({max_deferrals=})`: must be a whole number from 1 on, such as 8: who "
+            "races may lose. Leave it out for long rounds."
+        )
+    if reuse is None:
+        raise ValueError(
+            f"`TailBatching({max_deferrals=})` without `reuse='drafts'`: what lost would be drawn "
+            "anew until it is short enough to win. Add `reuse='drafts'`, or leave `max_deferrals` "
+            "out: long rounds run the losers to their end."
+        )
 
 
 def _check_shares(per_domain: dict[str, float]) -> None:

@@ -92,7 +92,7 @@ class RolloutController:
         self._undecoded: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._decoded_at: dict[str, tuple[int, int]] = {}
-        self._state = RoundState(0, 0)
+        self._state = RoundState([], 0)
         self._version = 0
         self._salt = ""
         self._probe = 0
@@ -135,12 +135,7 @@ class RolloutController:
         if lengths is not None:
             lengths.start_round()
         rows = [Row(g, c) for g in groups for c in g.completions]
-        self._state = RoundState(
-            len(groups),
-            len(rows),
-            patient=policy.patience is not None,
-            deferred=any(group.deferred for group in groups),
-        )
+        self._state = RoundState(list(groups), len(rows), patient=policy.patience is not None)
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
         try:
@@ -153,6 +148,7 @@ class RolloutController:
                 turns=not policy.discards(self._state), ahead=not self._intervenes(waits)
             )
             self._submit(rows)
+            yield from self._race()  # drafts that were kept whole may be enough
             while self._live and not policy.done(self._state):
                 events = self.worker.step()
                 self._state.final = len(self._state.decoded)  # who comes now comes after them
@@ -205,7 +201,7 @@ class RolloutController:
         self._on_group(group)
         another = self._feedback.more and self._feedback.more(group)
         if another:
-            self._state.groups += 1
+            self._state.planned.append(another)
             self._state.completions += len(another.completions)
             self._undecoded[another.id] = len(another.completions)
             self._places[another.id] = len(self._places)

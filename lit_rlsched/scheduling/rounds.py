@@ -4,18 +4,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Literal
 
 from lit_rlsched.rollout.types import Completion, Group, Prompt
 
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
-Race = Literal["prompt", "completion"]
-Reuse = Literal["drafts"]
-
-PATIENCE = 5.0
-"""Seconds of a round for which a race waits for scores before others may overtake."""
 
 
 @dataclass(slots=True)
@@ -26,7 +21,7 @@ class RoundState:
     functions take: when a round ends follows from its seeds and its schedule alone.
     """
 
-    groups: int
+    planned: list[Group]
     completions: int
     decoded: list[Group] = field(default_factory=list)
     """Groups of which all is decoded, in the order of the steps in which they were, then of the
@@ -41,8 +36,6 @@ class RoundState:
     final: int = 0
     """How many of `decoded`, the first ones, nothing can come before any more: those of earlier
     steps."""
-    deferred: bool = False
-    """Whether the round was planned with what earlier ones have put off."""
 
 
 class RoundPolicy(ABC):
@@ -88,6 +81,10 @@ class RoundPolicy(ABC):
         Raises:
             ValueError: names a prompt or a domain, and the fix.
         """
+
+    def is_long(self, planned: Sequence[Group]) -> bool:
+        """Whether a round waits for prompts that earlier ones did not wait for."""
+        return False
 
     def launched(self, num_generations: int) -> int:
         """Completions of a fresh prompt that are begun."""
@@ -254,7 +251,7 @@ class SortedRound(RoundPolicy):
         if self.unit == "completion":
             more = state.completions > self.update_prompts * self.num_generations
         else:
-            more = state.groups > self.update_prompts
+            more = len(state.planned) > self.update_prompts
         return more and self.max_staleness == 0
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
@@ -269,167 +266,6 @@ class SortedRound(RoundPolicy):
             if rest:
                 left.append(replace(group, completions=rest))
         return trained, left
-
-
-class TailRound(RoundPolicy):
-    """Short rounds race more prompts than they train on, long rounds run those that lost.
-
-    RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds
-    enough prompts that lost a race: the oldest of them are then run to their end, nothing beside
-    them. Any other is short: it takes fresh prompts only, more than it needs, and is over once
-    `update_prompts` of them are scored. The losers' tokens are thrown away, or kept as drafts.
-
-    Args:
-        update_prompts: Prompts of an update.
-        num_generations: Completions of a prompt that are trained on.
-        prompt_ratio: Prompts of a short round, as a multiple of `update_prompts`.
-        completion_ratio: Completions of a fresh prompt that are begun, as a multiple of
-            `num_generations`, if single completions race.
-        race: Whether only prompts race, each with all its completions, or also the completions of
-            a prompt, of which the first `num_generations` are kept.
-        patience: See `RoundPolicy`.
-        reuse: Whether what losers had drawn is kept for the long round to verify.
-    """
-
-    def __init__(
-        self,
-        update_prompts: int,
-        num_generations: int,
-        prompt_ratio: float = 1.25,
-        completion_ratio: float = 1.25,
-        race: Race = "prompt",
-        patience: float = PATIENCE,
-        reuse: Reuse | None = None,
-    ) -> None:
-        self.update_prompts = update_prompts
-        self.num_generations = num_generations
-        self.patience = patience
-        self.keeps_drafts = reuse == "drafts"
-        self._raced = at_least(prompt_ratio, update_prompts)
-        self._ratio = completion_ratio if race == "completion" else 1.0
-        self._begun = self.launched(num_generations)
-        self.stops_groups = self._begun > num_generations
-        self.ends_early = self._raced > update_prompts
-        self.most_deferred = update_prompts - 1 if self.ends_early else 0
-
-    def fresh_prompts(self, pool: Sequence[Group]) -> int:
-        """Those of a short round, unless enough wait for a long one."""
-        lost = sum(group.deferred > 0 for group in pool)
-        return 0 if lost >= self.update_prompts else max(0, self._raced - (len(pool) - lost))
-
-    def launched(self, num_generations: int) -> int:
-        """More than are trained on, where they race."""
-        return at_least(self._ratio, num_generations)
-
-    def most_prompts(self) -> int:
-        """Those of a short round."""
-        return self._raced
-
-    def check_enough(self, prompts: int) -> None:
-        """Refuse a data set that cannot fill a short round while others wait for a long one."""
-        super().check_enough(prompts)
-        most = self._raced + self.most_deferred
-        if prompts < most:
-            raise ValueError(
-                f"`TailBatching` has up to {most} prompts waiting, {self._raced} of them in a "
-                f"short round, and `train_data` holds {prompts}. Use a lower `prompts_per_round` "
-                "or `prompt_ratio`."
-            )
-
-    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """The oldest that lost, where there are enough; else the fresh ones."""
-        lost = [group for group in pool if group.deferred]
-        if len(lost) >= self.update_prompts:
-            return lost[: self.update_prompts]
-        return [group for group in pool if not group.deferred][: self._raced]
-
-    def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
-        """After a long round, more or less: some that lost may wait for the next one."""
-        return not left or is_long(planned)
-
-    def done(self, state: RoundState) -> bool:
-        """When an update's worth is scored, and can be trained on."""
-        ahead = self._enough_ahead(state)
-        return bool(ahead) and all(group.complete for group in ahead)
-
-    def discards(self, state: RoundState) -> bool:
-        """Where there is a race."""
-        return state.groups > self.update_prompts
-
-    def certain(self, state: RoundState) -> Sequence[Group]:
-        """An update's worth of those that were decoded first."""
-        final = state.decoded[: state.final]
-        return self._first((group for group in final if not _useless(group)), state)
-
-    def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
-        """The first that are scored, as many as are trained on, where they race."""
-        ahead = self._ahead_of(group.id, state)
-        if len(ahead) < self.num_generations or not all(c.scored for c in ahead):
-            return None
-        return sorted(ahead, key=lambda c: c.index)
-
-    def awaits(self, state: RoundState) -> bool:
-        """Where those that are ahead are not scored."""
-        if not all(group.complete for group in self._enough_ahead(state)):
-            return True
-        races = (self._ahead_of(group_id, state) for group_id in state.finished)
-        return any(
-            len(ahead) == self.num_generations and not all(c.scored for c in ahead)
-            for ahead in races
-        )
-
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        """An update's worth of those that were ready first, and what nothing can be trained on of.
-
-        The others stay in the pool, with as many completions as are trained on.
-        """
-        won = {group.id for group in self._ahead(state) if group.complete}
-        trained, left = [], []
-        for group in groups:
-            if group.id in won or _useless(group):
-                trained.append(group)
-            else:
-                begun = [*group.completions, *state.stopped.get(group.id, ())]
-                kept = sorted(begun, key=lambda c: c.index)[: self.num_generations]
-                left.append(replace(group, completions=kept, deferred=group.deferred + 1))
-        return trained, left
-
-    def _ahead(self, state: RoundState) -> list[Group]:
-        """An update's worth of what is decoded, or, once patience is over, of what is scored."""
-        decoded = state.decoded
-        able = (g for g in decoded if (state.patient or g.complete) and not _useless(g))
-        return self._first(able, state)
-
-    def _enough_ahead(self, state: RoundState) -> list[Group]:
-        """The same where they are an update's worth, else nothing."""
-        if len(state.decoded) < self.update_prompts:
-            return []  # asked in every step
-        ahead = self._ahead(state)
-        return ahead if len(ahead) == self.update_prompts else []
-
-    def _first(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
-        """As many as an update has."""
-        return list(islice(groups, self.update_prompts))
-
-    def _ahead_of(self, group_id: str, state: RoundState) -> list[Completion]:
-        """The same of a group's completions, where they race."""
-        if self._begun == self.num_generations:
-            return []
-        finished = state.finished.get(group_id, [])
-        if len(finished) < self.num_generations:
-            return []  # asked in every step
-        able = (c for c in finished if (state.patient or c.scored) and not c.dropped)
-        return list(islice(able, self.num_generations))
-
-
-def is_long(planned: Sequence[Group]) -> bool:
-    """Whether a round of `TailRound` runs what lost in earlier ones."""
-    return any(group.deferred for group in planned)
-
-
-def _useless(group: Group) -> bool:
-    """Whether nothing of it can be trained on: it was filtered, or every completion is bad."""
-    return group.complete and all(c.dropped for c in group.completions)
 
 
 def at_least(ratio: float, n: int) -> int:

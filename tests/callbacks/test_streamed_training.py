@@ -129,6 +129,7 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
         lambda: [DownSampling(2, advantage_scope="full")],
         lambda: [DynamicSampling()],
         lambda: [TailBatching(1.5, 2.0, race="completion", reuse="drafts")],
+        lambda: [TailBatching(1.5, reuse="drafts", max_deferrals=2)],
         lambda: [
             TailBatching(1.5),
             DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
@@ -142,6 +143,7 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
         "full scope",
         "dynamic",
         "drafts",
+        "losers go on",
         "early stop",
     ],
 )

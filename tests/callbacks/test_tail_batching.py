@@ -22,7 +22,7 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.engines import SimulatedEngine, VLLMEngine
-from lit_rlsched.scheduling.rounds import TailRound
+from lit_rlsched.scheduling.tail_round import TailRound
 
 SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens": 256}
 """Four prompts of two completions, about half of which end by themselves."""
@@ -187,6 +187,70 @@ def test_what_lost_is_verified_in_the_long_round(fit, race):
         for row in r.rows:
             assert row.completion.draft is None
             assert len(row.completion.logprobs) == len(row.completion.token_ids)
+
+
+def check_races(recorder, update=4, raced=5, most=8):
+    """Whole updates of the newest policy; what lost goes on until it wins, nothing twice."""
+    waiting, seen = [], set()
+    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
+        ids, won = [g.id for g in plan], [g.id for g in r.groups]
+        assert len(ids) == raced and ids[: len(waiting)] == waiting
+        assert not set(ids[len(waiting) :]) & seen
+        lost = {g.id: g.deferred for g in plan if g.deferred}
+        due = lost.keys() if max(lost.values(), default=0) >= most else set()
+        assert r.metrics["tail_batching/long_round"] == bool(due) and set(won) >= due
+        assert len(won) == update and [i for i in ids if i in won] == won
+        waiting = [g.id for g in pool]
+        assert waiting == [i for i in ids if i not in won]
+        assert r.metrics["rollout/pool_prompts"] == len(waiting) == raced - update
+        seen |= set(ids)
+        assert {d.version for d in drafts_of(plan)} <= {r.version - 1}
+        assert ("drafts/tokens" in r.metrics) == bool(drafts_of(plan))
+        for c in r.completions:
+            assert c.finished and c.scored and c.draft is None
+            assert c.version_spans == [(r.version, len(c.token_ids))]
+            assert len(c.logprobs) == len(c.token_ids)
+    assert len(recorder.trained) == len(set(recorder.trained))
+
+
+@races
+@pytest.mark.parametrize("most", [1, 8])
+def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
+    recorder = Recorder()
+    tail = TailBatching(1.5, race=race, reuse="drafts", max_deferrals=most)
+    callbacks = [recorder, tail, MicroGroupSampling(slots=9), LengthPrediction()]
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **SMALL)
+    check_races(recorder, raced=6, most=most)
+    assert data._drafts.weights.keys() == {7}  # of one version alone
+    deferred = max(g.deferred for plan in recorder.plans for g in plan)
+    assert deferred == 1 if most == 1 else 1 < deferred <= 8
+    assert sum(recorder.long) == (7 if most == 1 else 0)
+    metrics = [r.metrics for r in recorder.rounds[1:]]
+    assert all(m["pool/recovered_token_share"] > 0 and m["pool/rounds"] == 1 for m in metrics)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_what_lost_goes_on_with_vllm(fit):
+    recorder = Recorder()
+    callbacks = [recorder, TailBatching(1.5, reuse="drafts", max_deferrals=8)]
+    fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 4}, **SMALL)
+    check_races(recorder, raced=6)
+    assert sum(r.metrics.get("drafts/accepted_tokens", 0) for r in recorder.rounds) > 0
+
+
+def test_prompts_that_teach_nothing_are_replaced_where_losers_go_on(fit):
+    recorder = Recorder()
+    tail = TailBatching(1.5, reuse="drafts", max_deferrals=3)
+    settings = {**SMALL, "reward_funcs": [sometimes()]}
+    fit(callbacks=[recorder, tail, DynamicSampling(4)], trainer={"max_epochs": 8}, **settings)
+    dropped = 0
+    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
+        useful = [g for g in r.groups if not all(c.dropped for c in g.completions)]
+        dropped += len(r.groups) - len(useful)
+        assert len(plan) == 6 and len(useful) <= 4 and len(pool) <= 6
+        assert len(useful) == 4 or not pool
+    assert dropped > 0
+    assert len(recorder.trained) == len(set(recorder.trained))
 
 
 def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
@@ -635,6 +699,17 @@ def test_a_ratio_that_cannot_work(name, value):
 def test_a_race_that_is_unknown():
     with pytest.raises(ValueError, match=r"race='group'\)` is unknown.*\('prompt', 'completion'\)"):
         TailBatching(race="group")
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.5])
+def test_a_number_of_deferrals_that_is_none(most):
+    with pytest.raises(ValueError, match=r"max_deferrals=.*must be a whole number from 1 on"):
+        TailBatching(reuse="drafts", max_deferrals=most)
+
+
+def test_losers_that_go_on_without_their_tokens():
+    with pytest.raises(ValueError, match=r"without `reuse='drafts'`.*until it is short enough"):
+        TailBatching(max_deferrals=8)
 
 
 def test_a_reuse_that_is_unknown():

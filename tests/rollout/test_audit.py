@@ -19,7 +19,8 @@ from lit_rlsched.rollout.audit import (
 )
 from lit_rlsched.rollout.trace import RolloutTrace, Step
 from lit_rlsched.rollout.types import Completion, Draft, Event, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound, TailRound
+from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound
+from lit_rlsched.scheduling.tail_round import TailRound
 
 attempts = st.builds(Attempt, st.integers(1, 12), st.booleans())
 
@@ -147,7 +148,7 @@ def harvested(mode, unit="group"):
     groups = [group("a", *half), group("b", *done), group("c", Completion(0), Completion(1))]
     half[0].scores, half[0].text, half[0].extra = [1.0], "text", {"column": 1}
     policy = SortedRound(1, 3, 2, unit, mode)
-    return groups, settle(groups, policy, RoundState(0, 0), [Attempt(9, False)])
+    return groups, settle(groups, policy, RoundState([], 0), [Attempt(9, False)])
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
@@ -188,7 +189,7 @@ def test_on_policy_throws_nothing_away_that_is_trained_alone():
 
 def test_a_full_round_leaves_and_discards_nothing():
     groups = [group("a", completion(0, (0, 3), reason="stop"))]
-    assert settle(groups, FullRound(1), RoundState(0, 0), []) == Harvest(
+    assert settle(groups, FullRound(1), RoundState([], 0), []) == Harvest(
         groups, [], [Attempt(3, True)], []
     )
 
@@ -265,7 +266,7 @@ def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
     for c in won.completions:
         c.scores = [1.0]
     policy = TailRound(1, 3, 2.0, reuse="drafts" if keeps else None)
-    state = RoundState(2, 6, decoded=[won], patient=True)
+    state = RoundState([lost, won], 6, decoded=[won], patient=True)
     harvest = settle([lost, won], policy, state, [])
     attempts = [Attempt(3, True), Attempt(2, False)]
     assert (harvest.drafted, harvest.unfinished) == ((attempts, []) if keeps else ([], attempts))

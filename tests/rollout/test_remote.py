@@ -23,7 +23,8 @@ from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.lengths import SiblingMax
-from lit_rlsched.scheduling.rounds import FullRound, SortedRound, TailRound
+from lit_rlsched.scheduling.rounds import FullRound, SortedRound
+from lit_rlsched.scheduling.tail_round import TailRound
 
 PROMPTS, GENERATIONS, LIMIT = 6, 3, 400
 POLICIES = {

@@ -21,7 +21,8 @@ from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stabl
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.domains import DomainTailRound, quotas
-from lit_rlsched.scheduling.rounds import PATIENCE, FullRound, RoundState, TailRound, is_long
+from lit_rlsched.scheduling.rounds import FullRound, RoundState
+from lit_rlsched.scheduling.tail_round import PATIENCE, TailRound
 
 SEED = 1
 
@@ -46,6 +47,7 @@ class Case:
     haste: int = 0
     """Another one, other latencies."""
     reuse: str | None = None
+    max_deferrals: int | None = None
     bad: int = 0
     """One in so many completions has a log-prob that is not finite."""
 
@@ -59,6 +61,7 @@ class Case:
             self.race,
             self.patience,
             self.reuse,
+            self.max_deferrals,
         )
 
     @property
@@ -87,8 +90,16 @@ def cases(draw, **fixed):
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
         "reuse": draw(st.sampled_from([None, "drafts"])),
+        "max_deferrals": None,
     }
     return Case(**{**drawn, **fixed})
+
+
+@st.composite
+def any_cases(draw, **fixed):
+    """Also those in which what lost goes on beside fresh prompts."""
+    case = draw(cases(**fixed))
+    return replace(case, max_deferrals=draw(st.sampled_from([None, 1, 2, 5])))
 
 
 class Stopped(Exception):
@@ -185,12 +196,9 @@ class Drawn:
     yielded: list[str]
     before: int
     """Prompts that had lost and waited when it began."""
-    replaced: int = 0
+    long: bool
+    replaced: int
     """Tokens that were drawn in place of rejected ones."""
-
-    @property
-    def long(self):
-        return is_long(self.plan)
 
     @property
     def useful(self):
@@ -212,7 +220,7 @@ class Run:
         case = self.case
         self.policy = self.policy or case.policy
         n = case.policy.most_prompts() + case.policy.most_deferred + case.spare
-        domains = list(getattr(self.policy, "quotas", "x"))
+        domains = [d or "x" for d in getattr(self.policy, "quotas", "x")]
         prompts = [
             Prompt(f"{d}{i:03}", f"prompt {d}{i}", (4 + i % 10, 5), {"domain": d})
             for i in range(n)
@@ -259,7 +267,16 @@ class Run:
         self.version += 1
         left = copy.deepcopy(list(self.pool))
         return Drawn(
-            self.version - 1, planned, trained, left, harvest, trace, yielded, before, replaced
+            self.version - 1,
+            planned,
+            trained,
+            left,
+            harvest,
+            trace,
+            yielded,
+            before,
+            self.policy.is_long(planned),
+            replaced,
         )
 
     def rounds(self, n=12):
@@ -306,7 +323,7 @@ def ended_at(round, group):
 
 
 @settings_of(30)
-@given(cases())
+@given(any_cases())
 def test_every_prompt_is_trained_on_once_a_pass(case):
     run = Run(case)
     trained, seen = [], set()
@@ -320,7 +337,7 @@ def test_every_prompt_is_trained_on_once_a_pass(case):
 
 
 @settings_of(30)
-@given(cases())
+@given(any_cases())
 def test_each_update_is_as_large_as_the_synchronous_one(case):
     run = Run(case)
     for r in run.rounds():
@@ -385,7 +402,7 @@ def test_with_drafts_only_what_is_rejected_is_decoded_for_nothing(case):
 
 
 @settings_of(30)
-@given(cases(), st.integers(2, 4))
+@given(any_cases(), st.integers(2, 4))
 def test_with_completions_that_are_bad(case, bad):
     run = Run(replace(case, bad=bad))
     trained, seen = [], set()
@@ -445,6 +462,68 @@ def test_with_the_default_every_fifth_round_is_long():
         assert [len(r.left) for r in rounds[4::5]] == [0, 0, 0]
 
 
+# Without a queue for long rounds.
+
+
+def due_of(plan, case):
+    """What a round waits for: all that lost, if one has lost so often."""
+    lost = [g for g in plan if g.deferred]
+    most = max((g.deferred for g in lost), default=0)
+    return {g.id for g in lost} if most >= case.max_deferrals else set()
+
+
+@settings_of(60)
+@given(any_cases(prompt_ratio=1.6, update=4).filter(lambda case: case.max_deferrals))
+def test_what_lost_goes_on_beside_fresh_prompts(case):
+    waiting = []
+    for r in Run(case).rounds():
+        ids = [g.id for g in r.plan]
+        assert ids[: len(waiting)] == waiting  # the oldest first
+        assert len(ids) == 7 and not any(g.deferred for g in r.plan[len(waiting) :])
+        waiting = [g.id for g in r.left]
+        assert len(waiting) == 3 and set(waiting) < set(ids)
+        due = due_of(r.plan, case)
+        assert r.long == bool(due) and due <= {g.id for g in r.trained}
+        assert all(1 <= g.deferred <= case.max_deferrals for g in r.left)
+
+
+@settings_of(30)
+@given(
+    any_cases(race="prompt", reuse="drafts", patience=PATIENCE, slots=1000).filter(
+        lambda case: case.max_deferrals
+    )
+)
+def test_a_race_is_over_once_it_has_enough_and_all_that_may_not_lose(case):
+    for r in Run(case).rounds():
+        due = due_of(r.plan, case)
+        spans, steps = r.trace.spans, r.trace.decode_steps
+        at = dict(zip(spans["request"], spans["end_step"], strict=True))
+        # what a draft was all of did not run
+        ends = {g.id: max(at.get(f"{g.id}/{c.index}", 0) for c in g.completions) for g in r.plan}
+        if len(due) > case.update:  # more than two updates race
+            continue
+        assert due <= {g.id for g in r.trained}
+        others = sorted(n for name, n in ends.items() if name not in due)
+        needed = others[case.update - len(due) - 1] if len(due) < case.update else 0
+        assert steps == max([needed, *(ends[name] for name in due)])
+
+
+def test_a_prompt_goes_on_from_what_it_had():
+    """In every round until it wins: nothing waits without progress."""
+    case = Tailed(8, 4, prompt_ratio=1.5, limit=2000, reuse="drafts", max_deferrals=3, spare=40)
+    drafted = {}
+    for r in Run(case).rounds(20):
+        for g in (g for g in r.plan if g.deferred):
+            assert [c.draft and len(c.draft.token_ids) for c in g.completions] == drafted[g.id]
+        drafted = {
+            g.id: [c.draft and len(c.draft.token_ids) for c in g.completions] for g in r.left
+        }
+        assert all(map(all, drafted.values()))
+        assert r.harvest.drafts.tokens == sum(
+            len(c.draft.token_ids) for g in r.plan for c in g.completions if c.draft
+        )
+
+
 # When a round ends.
 
 
@@ -480,7 +559,7 @@ def test_the_first_completions_of_a_prompt_are_kept(case):
 
 
 @settings_of(30)
-@given(cases(patience=PATIENCE), st.integers(0, 30), st.integers(1, 3))
+@given(any_cases(patience=PATIENCE), st.integers(0, 30), st.integers(1, 3))
 def test_what_wins_does_not_depend_on_how_long_scores_take(case, latency, haste):
     run, twin = Run(case), Run(replace(case, latency=latency, haste=haste))
     for r, other in zip(run.rounds(), twin.rounds(), strict=True):
@@ -525,7 +604,7 @@ def test_where_fewer_than_an_update_are_left_slow_scores_are_waited_for():
 
 
 @settings_of(30)
-@given(cases(prompt_ratio=1.0, race="prompt"))
+@given(any_cases(prompt_ratio=1.0, race="prompt"))
 def test_without_a_race_rounds_are_the_plain_ones(case):
     run, plain = Run(case), Run(case, policy=FullRound(case.update))
     for _ in range(6):
@@ -551,7 +630,7 @@ def test_completions_without_rivals_do_not_race(case):
 
 @settings_of(30)
 @given(
-    cases(patience=PATIENCE),
+    any_cases(patience=PATIENCE),
     st.booleans(),
     st.lists(st.tuples(st.booleans(), st.integers(1, 6)), max_size=6),
 )
@@ -577,7 +656,7 @@ def test_a_round_cut_short_is_drawn_again_as_a_whole(case, stream, stops):
 
 
 @settings_of(30)
-@given(cases(patience=PATIENCE), st.integers(1, 4))
+@given(any_cases(patience=PATIENCE), st.integers(1, 4))
 def test_how_an_engine_tells_does_not_matter(case, max_jump):
     run, twin = Run(case), Run(replace(case, stream=True))
     twin.engine.max_jump = max_jump
@@ -588,7 +667,7 @@ def test_how_an_engine_tells_does_not_matter(case, max_jump):
 
 
 @settings_of(30)
-@given(cases(patience=PATIENCE))
+@given(any_cases(patience=PATIENCE))
 def test_a_run_goes_on_after_a_checkpoint(case):
     run, rounds = Run(case), Run(case).rounds(10)
     for expected in rounds:
@@ -602,7 +681,7 @@ def test_a_run_goes_on_after_a_checkpoint(case):
         resumed.source.load_state_dict(source)
         resumed.pool.load_state_dict(pool, resumed.prompts.__getitem__)
         assert list(resumed.pool) == list(run.pool)
-        assert [g.deferred for g in resumed.pool] == [1] * len(expected.left)
+        assert [g.deferred for g in resumed.pool] == [g.deferred for g in expected.left]
         run = resumed
 
 
@@ -628,6 +707,16 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(race):
     assert steps["tail"] < 0.75 * steps["full"], steps
 
 
+def test_rounds_are_shorter_still_where_losers_go_on():
+    """Even where only half of each draft is kept."""
+    case = Tailed(8, 4, limit=2000, latency=0, spare=40, reuse="drafts")
+    steps = []
+    for most in (None, 8):
+        rounds = Run(replace(case, max_deferrals=most)).rounds(100)
+        steps.append(fmean(r.trace.decode_steps for r in rounds))
+    assert steps[1] < 0.95 * steps[0], steps
+
+
 # Quotas of domains.
 
 
@@ -643,7 +732,7 @@ def shares(draw, update):
 
 def domain_policy(case, per_domain):
     ratios = case.prompt_ratio, case.completion_ratio
-    settings = (*ratios, case.race, case.patience, case.reuse)
+    settings = (*ratios, case.race, case.patience, case.reuse, case.max_deferrals)
     return DomainTailRound(per_domain, case.update, case.size, *settings)
 
 
@@ -672,8 +761,20 @@ def test_each_domain_has_its_quota_of_every_short_round(case, data):
     check_passes(run, seen)
 
 
+@settings_of(60)
+@given(any_cases(prompt_ratio=1.7).filter(lambda case: case.max_deferrals), st.data())
+def test_each_domain_has_its_quota_where_losers_go_on(case, data):
+    policy = domain_policy(case, data.draw(shares(case.update)))
+    raced = {d: math.ceil(round(1.7 * n, 6)) for d, n in policy.quotas.items()}
+    for r in Run(case, policy).rounds():
+        for groups, expected in ((r.trained, policy.quotas), (r.plan, raced)):
+            domains = [g.prompt.columns["domain"] for g in groups]
+            assert {d: domains.count(d) for d in policy.quotas} == expected
+        assert all(g.deferred <= case.max_deferrals for g in r.left)
+
+
 @settings_of(20)
-@given(cases(), st.data())
+@given(any_cases(), st.data())
 def test_one_domain_is_none(case, data):
     run, twin = Run(case), Run(case, domain_policy(case, {"x": 1.0}))
     for r, t in zip(run.rounds(6), twin.rounds(6), strict=True):
@@ -701,7 +802,7 @@ def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
         return Group(f"{name}@0", prompt, Sampling(8), [completion])
 
     decoded = [done("a1", "uninformative"), done("b1"), done("b2")]
-    state = RoundState(4, 4, decoded, 3, patient=True, final=3)
+    state = RoundState(decoded, 4, decoded, 3, patient=True, final=3)
     assert not policy.done(state) and [g.id for g in policy.certain(state)] == ["b1@0"]
     state.decoded.append(done("a2"))
     assert policy.done(state)

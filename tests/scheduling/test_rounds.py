@@ -15,7 +15,7 @@ def group(name, *reasons):
 
 
 A = group("a", "stop")
-NOTHING = RoundState(0, 0)
+NOTHING = RoundState([], 0)
 
 
 def names(groups):
@@ -52,7 +52,7 @@ def test_prompts_trained_on_in_part_make_room_for_others():
     [("group", 3, 6, True), ("group", 2, 4, False), ("completion", 3, 4, False)],
 )
 def test_what_the_end_of_a_round_throws_away(unit, groups, completions, discards):
-    state = RoundState(groups, completions)
+    state = RoundState([A] * groups, completions)
     assert SortedRound(2, 8, 2, unit).discards(state) == discards
     assert not SortedRound(2, 8, 2, unit, "partial").discards(state)
     assert not FullRound(2).discards(state)
@@ -61,17 +61,17 @@ def test_what_the_end_of_a_round_throws_away(unit, groups, completions, discards
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_a_group_policy_waits_for_groups(mode):
     policy = SortedRound(2, 8, 3, "group", mode)
-    assert not policy.done(RoundState(8, 24, decoded=[A] * 1, completions_decoded=20))
-    assert policy.done(RoundState(8, 24, decoded=[A] * 2, completions_decoded=6))
-    assert policy.done(RoundState(8, 24, decoded=[A] * 5, completions_decoded=15))
+    assert not policy.done(RoundState([A] * 8, 24, decoded=[A] * 1, completions_decoded=20))
+    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 2, completions_decoded=6))
+    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 5, completions_decoded=15))
 
 
 def test_a_completion_policy_counts_completions():
     policy = SortedRound(2, 8, 3, "completion")
-    assert not policy.done(RoundState(8, 24, decoded=[A] * 0, completions_decoded=5))
-    assert not policy.done(RoundState(8, 24, decoded=[A] * 8, completions_decoded=5))
-    assert policy.done(RoundState(8, 24, decoded=[A] * 0, completions_decoded=6))
-    assert policy.done(RoundState(8, 24, decoded=[A] * 0, completions_decoded=9))
+    assert not policy.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=5))
+    assert not policy.done(RoundState([A] * 8, 24, decoded=[A] * 8, completions_decoded=5))
+    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=6))
+    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=9))
 
 
 def test_the_modes_differ_in_how_old_a_token_may_be():
@@ -135,5 +135,5 @@ def test_a_full_round_keeps_nothing():
     policy, groups = FullRound(3), [group(name, "stop") for name in "abc"]
     assert [policy.fresh_prompts([A] * n) for n in (0, 2, 3, 5)] == [3, 1, 0, 0]
     assert policy.most_prompts() == 3 and policy.plan(groups * 2) == groups
-    assert not policy.done(RoundState(3, 3, decoded=[A] * 3, completions_decoded=3))
+    assert not policy.done(RoundState([A] * 3, 3, decoded=[A] * 3, completions_decoded=3))
     assert policy.settle(groups, NOTHING) == (groups, [])

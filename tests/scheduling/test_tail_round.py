@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import PATIENCE, RoundState, TailRound, is_long
+from lit_rlsched.scheduling.rounds import RoundState
+from lit_rlsched.scheduling.tail_round import PATIENCE, TailRound
 
 
 def group(name, *scores, deferred=0, dropped=()):
@@ -37,7 +38,7 @@ def ready(names, **settings):
 
 def state_of(decoded, patient=True, finished=None, groups=5):
     done = sum(len(g.completions) for g in decoded)
-    return RoundState(groups, 2 * groups, decoded, done, finished or {}, patient=patient)
+    return RoundState(fresh(groups), 2 * groups, decoded, done, finished or {}, patient=patient)
 
 
 def names(groups):
@@ -99,13 +100,53 @@ def test_the_oldest_that_lost_come_first():
     pool = [*fresh(1), *lost(5)]
     assert names(policy.plan(pool)) == "l00l01l02"
     assert names(policy.plan(pool[4:] + pool[1:4])) == "l03l04l00"  # the order of the pool
-    assert is_long(policy.plan(pool)) and not is_long(policy.plan(pool[:3]))
-    assert not is_long([])
+    assert policy.is_long(policy.plan(pool)) and not policy.is_long(policy.plan(pool[:3]))
+    assert not policy.is_long([])
 
 
 def test_how_often_a_prompt_lost_changes_nothing():
     pool = [group(name, None, deferred=n) for name, n in zip("abcd", (1, 7, 2, 3), strict=True)]
     assert names(TailRound(3, 2).plan(pool)) == "abc"
+
+
+def test_with_a_limit_of_deferrals_losers_race_again():
+    policy = TailRound(3, 2, 1.5, reuse="drafts", max_deferrals=3)
+    pool = [*lost(2), *fresh(3)]  # one has lost once, the other twice
+    assert names(policy.plan(pool)) == "l00l01f00f01f02"
+    assert policy.fresh_prompts(pool) == 0 and policy.fresh_prompts(lost(2)) == 3
+    assert policy.most_deferred == 0 and policy.ends_cycle(pool, lost(2))
+    assert not policy.is_long(lost(2)) and policy.is_long(lost(3))
+    policy.check_enough(5)
+    with pytest.raises(ValueError, match="has up to 5 prompts waiting, 5 of them"):
+        policy.check_enough(4)
+
+
+def test_all_that_lost_has_a_place_where_one_has_lost_too_often():
+    policy = TailRound(3, 2, 2.0, reuse="drafts", max_deferrals=2)
+    late, again = ready(["late"], deferred=2) + ready(["again"], deferred=1)
+    first, second = ready("ab")
+    planned = [late, again, first, second, *fresh(2)]
+    state = RoundState(planned, 12, [first, second], 4, patient=True, final=2)
+    assert not policy.done(state) and policy.certain(state) == [first]
+    state.decoded.append(late)
+    assert not policy.done(state)
+    state.decoded.append(again)
+    state.final = 4
+    assert policy.done(state) and policy.certain(state) == [first, late, again]
+    trained, left = policy.settle(planned, state)
+    assert names(trained) == "lateagaina"
+    assert [(g.prompt.uid, g.deferred) for g in left] == [("b", 1), ("f00", 1), ("f01", 1)]
+    late.deferred = 1  # none too often: a race like any other
+    state = RoundState(planned, 12, [first, second, late], 6, patient=True, final=3)
+    assert policy.done(state) and policy.certain(state) == [first, second, late]
+
+
+def test_a_place_that_nothing_can_be_trained_on_is_free_again():
+    policy = TailRound(2, 2, 2.0, reuse="drafts", max_deferrals=1)
+    (late,) = ready(["late"], deferred=1, dropped=(0, 1))
+    decoded = [late, *ready("ab")]
+    state = RoundState([late, *decoded[1:]], 6, decoded, 6, patient=True, final=3)
+    assert policy.done(state) and names(policy.certain(state)) == "ab"
 
 
 def test_a_cycle_ends_with_a_long_round():
@@ -117,7 +158,8 @@ def test_a_cycle_ends_with_a_long_round():
 
 def test_only_a_race_throws_something_away():
     policy = TailRound(4, 2)
-    assert policy.discards(RoundState(5, 10)) and not policy.discards(RoundState(4, 8))
+    assert policy.discards(RoundState(fresh(5), 10))
+    assert not policy.discards(RoundState(fresh(4), 8))
     assert policy.max_staleness == 0 and not policy.off_policy
     assert policy.patience == PATIENCE > 0
 
