@@ -34,6 +34,18 @@ VARIANTS = {
         "TailBatching, StreamedTraining, AdaptiveTimeouts",
         (*OWN_PROCESS, *TAIL, *STREAMED, *TIMEOUTS),
     ),
+    "losers": Variant(
+        "the same, losers go on",
+        (
+            *OWN_PROCESS,
+            *TAIL,
+            "--trainer.callbacks.prompt_ratio=1.5",
+            "--trainer.callbacks.reuse=drafts",
+            "--trainer.callbacks.max_deferrals=8",
+            *STREAMED,
+            *TIMEOUTS,
+        ),
+    ),
     "tail": Variant("TailBatching", TAIL),
     "streamed": Variant("StreamedTraining", (*OWN_PROCESS, *STREAMED)),
 }

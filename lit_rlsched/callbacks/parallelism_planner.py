@@ -5,11 +5,13 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import log_now
 from lit_rlsched.rollout.round import Round
+from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.rollout.types import Group
 from lit_rlsched.scheduling.parallelism import RoundKind, TensorParallelPlanner, check_size
@@ -28,7 +30,8 @@ class ParallelismPlanner(RolloutCallback):
     A new size is a new start of the engine before the round's rollout, which costs what a start
     does: with `TailBatching` and two sizes that is twice in five rounds. Weights come with the
     rollout, as ever, and are verified. Nothing that is drawn depends on it but rounding: log-probs
-    differ by about 1e-6 in fp32, so that a run with other sizes is another run.
+    differ by about 1e-6 in fp32, so that a run with other sizes is another run. Where the engine
+    does not start with a new size, the run goes on with the one it had and tries none beyond it.
 
     The rule goes by preemptions alone. It does not know that a split model decodes slower where
     nothing is preempted, and takes whatever preempts to be short of cache.
@@ -132,9 +135,23 @@ class ParallelismPlanner(RolloutCallback):
         size, self._restart_seconds = self.planner.size(self._kind), 0.0
         if size != session.engine.tensor_parallel_size:
             started = time.perf_counter()
-            session.restart(size)
+            self._restart(session, size)
             self._restart_seconds = time.perf_counter() - started
             self._restarts += 1
+
+    def _restart(self, session: RolloutSession, size: int) -> None:
+        """Start the engine with another size, or go on with the one it had if it does not start."""
+        assert self.planner is not None
+        working = session.engine.tensor_parallel_size
+        try:
+            session.restart(size)
+        except Exception as error:
+            rank_zero_warn(
+                f"The engine does not start with `tensor_parallel_size={size}`: {error!r}. The run "
+                f"goes on with {working}, and `ParallelismPlanner` tries no size beyond it again."
+            )
+            self.planner.exclude(size, working)
+            session.restart(working)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Learn from its preemptions."""

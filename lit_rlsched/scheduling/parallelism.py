@@ -93,6 +93,17 @@ class TensorParallelPlanner:
             if state.size > self.minimum:
                 self._change(state, state.size // 2, average=0.0)
 
+    def exclude(self, size: int, working: int) -> None:
+        """A size turned out not to work: from now on all sizes are on the side of one that does."""
+        if size > working:
+            self.maximum = working
+        else:
+            self.minimum = working
+        for state in self._kinds.values():
+            within = min(max(state.size, self.minimum), self.maximum)
+            if state.size != within:
+                self._change(state, within, average=None)
+
     def _double(self, state: _Kind) -> None:
         if state.size == self.maximum:
             return

@@ -191,14 +191,81 @@ def test_a_second_fit_goes_on_with_what_is_known(fit):
     assert (first.sizes, second.sizes) == ([1], [2])
 
 
-@needs_workers
-def test_on_vllm(fit, tmp_path, tiny_model):
-    config = AutoConfig.from_pretrained(tiny_model, num_key_value_heads=2)
+class Fragile(Divisible):
+    """Does not start with some sizes."""
+
+    broken = ()
+
+    def start(self, spec):
+        super().start(spec)
+        if self.tensor_parallel_size in self.broken:
+            raise RuntimeError("no such device")
+
+
+def test_a_size_that_does_not_start_is_not_tried_again(fit):
+    engine = Fragile({1: 2})
+    engine.broken = (2,)
+    with pytest.warns(UserWarning, match="not start with `tensor_parallel_size=2`.*no such device"):
+        recorder, data = train(fit, engine, epochs=4)
+    assert recorder.sizes == [1] * 4 and engine.starts == [1, 2, 1]
+    assert recorder.restarts == [0, 1, 1, 1]
+    assert data.counters["num_completions"] == 4 * 16
+
+
+def test_a_model_that_fits_no_smaller_size_stays_split(fit):
+    engine = Fragile({}, size=2)
+    engine.broken = (1,)
+    with pytest.warns(UserWarning, match="does not start with `tensor_parallel_size=1`"):
+        recorder, _ = train(fit, engine, epochs=10)
+    assert recorder.sizes == [2] * 10 and engine.starts == [2, 1, 2]
+
+
+def test_an_engine_that_starts_no_more_stops_the_run(fit):
+    class Lost(Fragile):
+        def start(self, spec):
+            self.broken = (1, 2) if self.starts else ()
+            super().start(spec)
+
+    with pytest.raises(RuntimeError, match="no such device"), pytest.warns(UserWarning):
+        train(fit, Lost({1: 2}), epochs=4)
+
+
+def with_heads(tiny_model, folder, **heads):
+    """The same model with other heads, and six blocks of cache in GiB, for 16 completions."""
+    config = AutoConfig.from_pretrained(tiny_model, **heads)
+    model = str(folder / "model")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
-    cache = 6 * 32 * 2 * 2 * 2 * 32 * 4 / 2**30  # six blocks of both heads, and 16 completions
+        AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(model)
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return model, 6 * 32 * token / 2**30
+
+
+@needs_workers
+def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
+    class Hopeful(VLLMEngine):
+        def max_tensor_parallel_size(self, spec):
+            return 2  # of three attention heads
+
+    model, cache = with_heads(tiny_model, tmp_path, num_attention_heads=3, num_key_value_heads=1)
+    with pytest.warns(UserWarning, match="does not start with `tensor_parallel_size=2`"):
+        recorder, data = train(
+            fit,
+            Hopeful(kv_cache_gib=cache),
+            module=GRPOModule(model, learning_rate=1e-3),
+            epochs=3,
+            max_completion_length=40,
+        )
+    assert recorder.sizes == [1] * 3 and recorder.preemptions[0] > 0
+    assert all(difference < 1e-4 for difference in recorder.differences)
+    assert data.counters["num_completions"] == 3 * 16
+    assert not [c for c in psutil.Process().children() if "Worker_TP" in c.name()]
+
+
+@needs_workers
+def test_on_vllm(fit, tmp_path, tiny_model):
+    model, cache = with_heads(tiny_model, tmp_path, num_key_value_heads=2)
     workers = []
 
     class Workers(RolloutCallback):
@@ -210,7 +277,7 @@ def test_on_vllm(fit, tmp_path, tiny_model):
         fit,
         VLLMEngine(kv_cache_gib=cache),
         Workers(),
-        module=GRPOModule(str(tmp_path / "model"), learning_rate=1e-3),
+        module=GRPOModule(model, learning_rate=1e-3),
         epochs=3,
         max_completion_length=40,
     )

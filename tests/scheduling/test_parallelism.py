@@ -166,3 +166,16 @@ def test_a_state_of_other_limits_is_brought_within_these():
 def test_sizes_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         TensorParallelPlanner(**settings)
+
+
+@pytest.mark.parametrize(("size", "working", "left"), [(8, 4, {1, 2, 4}), (1, 2, {2, 4, 8})])
+def test_a_size_that_does_not_work_bounds_all_that_come(size, working, left):
+    planner = TensorParallelPlanner(size, 8)
+    planner.observe("short", 5 if size < working else 0)
+    planner.exclude(size, working)
+    assert planner.size("long") == planner.size("short") == working
+    seen = set()
+    for preemptions in [*(4**i for i in range(20)), *[0] * 200]:
+        seen.add(planner.size("long"))
+        planner.observe("long", preemptions)
+    assert seen == left
