@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from math import exp, log, sqrt
 from statistics import NormalDist, fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,12 +42,13 @@ from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
 from lit_rlsched.scheduling.speculative import acceptance, num_accepted, prefix_weights
 from lit_rlsched.scheduling.tail_round import Race, Reuse, TailRound
 
-PROMPTS, GENERATIONS, LIMIT, EOS = 128, 8, 16384, 0
+GENERATIONS, LIMIT, EOS = 8, 16384, 0
 NORMAL = NormalDist()
 MEDIAN, SIGMA = 550, 1.1
 PER_STEP, PER_POSITION = 0.01, 2.5e-5
 """Seconds of a decode step, whatever runs, and of a forward pass for each position."""
-ENGINES = 16, 1
+PER_ENGINE = 64
+"""Completions of a synchronous round that an engine has in the paper."""
 RACES: list[tuple[str, tuple[float, float], Race]] = [
     ("prompts race", (1.25, 1.0), "prompt"),
     ("completions race as well", (1.25, 1.25), "completion"),
@@ -55,23 +56,27 @@ RACES: list[tuple[str, tuple[float, float], Race]] = [
 ]
 """With `prompt_ratio` and `completion_ratio`."""
 REUSES: tuple[Reuse | None, ...] = (None, "drafts")
-METHODS: dict[str, RoundPolicy] = {
-    "synchronous": FullRound(PROMPTS),
-    **{
-        f"{name}{', drafts' if reuse else ''}": TailRound(
-            PROMPTS, GENERATIONS, *ratios, race, reuse=reuse
-        )
-        for name, ratios, race in RACES
-        for reuse in REUSES
-    },
-    "completions race alone": TailRound(PROMPTS, GENERATIONS, 1.0, race="completion"),
-    **{
-        f"prompts race, {ratio}, losers go on": TailRound(
-            PROMPTS, GENERATIONS, ratio, reuse="drafts", max_deferrals=8
-        )
-        for ratio in (1.25, 1.5)
-    },
-}
+
+
+def methods(prompts: int) -> dict[str, RoundPolicy]:
+    """What is compared, for rounds of so many prompts."""
+
+    def tail(of_prompts: float, of_completions: float = 1.0, **more: Any) -> TailRound:
+        return TailRound(prompts, GENERATIONS, of_prompts, of_completions, **more)
+
+    return {
+        "synchronous": FullRound(prompts),
+        **{
+            f"{name}{', drafts' if reuse else ''}": tail(*ratios, race=race, reuse=reuse)
+            for name, ratios, race in RACES
+            for reuse in REUSES
+        },
+        "completions race alone": tail(1.0, race="completion"),
+        **{
+            f"prompts race, {ratio}, losers go on": tail(ratio, reuse="drafts", max_deferrals=8)
+            for ratio in (1.25, 1.5, 2.0)
+        },
+    }
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,9 @@ def rounds(
     return [Figures.of(d, policy.is_long(d.plan), verifier.positions) for d in drawn]
 
 
-def row(name: str, drawn: Sequence[Figures], plain: Sequence[Figures]) -> str:
+def row(
+    name: str, drawn: Sequence[Figures], plain: Sequence[Figures], engines: Sequence[int]
+) -> str:
     """A method beside plain rounds, as Markdown."""
     kinds = ([d.steps for d in drawn if d.long == long] for long in (False, True))
     tokens = sum(sum(d.lengths) for d in drawn)
@@ -239,7 +246,7 @@ def row(name: str, drawn: Sequence[Figures], plain: Sequence[Figures]) -> str:
         _beside([d.steps for d in drawn], [d.steps for d in plain], ",.0f"),
         *(
             _beside([d.seconds_on(n) for d in drawn], [d.seconds_on(n) for d in plain], ".1f")
-            for n in ENGINES
+            for n in engines
         ),
         f"{1 - discarded / tokens:.0%}",
         f"{drafts.accepted_tokens / drafts.tokens:.0%}" if drafts.tokens else "",
@@ -256,23 +263,24 @@ def _beside(figures: Sequence[float], plain: Sequence[float], form: str) -> str:
     return f"{fmean(figures):{form}}" + ("" if figures == plain else f" ({ratio:.2f}x)")
 
 
-def table(shared: float, slots: int, n: int, distance: float) -> str:
+def table(prompts: int, shared: float, slots: int, n: int, distance: float) -> str:
     """All methods, as Markdown."""
-    lines = [
-        "| | decode steps of a short round | of a long one | mean | seconds, 16 engines "
-        "| one engine | useful tokens | kept of drafts | recovered of all waste "
-        "| trained over drawn length |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    engines = sorted({prompts * GENERATIONS // PER_ENGINE, 1} - {0}, reverse=True)
+    names = [
+        *("", "decode steps of a short round", "of a long one", "mean"),
+        *(f"seconds, {n} engine{'s' if n > 1 else ''}" for n in engines),
+        *("useful tokens", "kept of drafts", "recovered of all waste", "trained over drawn length"),
     ]
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     plain: list[Figures] = []
-    for name, policy in METHODS.items():
+    for name, policy in methods(prompts).items():
         drawn = rounds(policy, shared, slots, n, distance)
         if not plain:
             plain = drawn
             spread = fmean(max(d.lengths) / median(d.lengths) for d in drawn)
-            head = f"{slots} slots, {shared:.0%} of the variance the prompt's; longest over median"
-            lines.insert(0, f"{head} {spread:.0f}\n")
-        lines.append(row(name, drawn, plain))
+            head = f"{prompts} prompts, {slots} slots, {shared:.0%} of the variance the prompt's"
+            lines.insert(0, f"{head}; longest over median {spread:.0f}\n")
+        lines.append(row(name, drawn, plain, engines))
     return "\n".join(lines)
 
 
@@ -284,7 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--slots", type=int, nargs="+", default=[1600])
+    parser.add_argument("--prompts", type=int, default=128, help="of a round")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2048])
     parser.add_argument("--shared", type=float, nargs="+", default=[0.5, 0.0])
     parser.add_argument(
         "--distance", type=float, default=0.003, help="of the next token under two policies"
@@ -292,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for slots in options.slots:
         for shared in options.shared:
-            print(table(shared, slots, options.rounds, options.distance), end="\n\n", flush=True)
+            args = options.prompts, shared, slots, options.rounds, options.distance
+            print(table(*args), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

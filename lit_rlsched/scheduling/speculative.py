@@ -6,6 +6,10 @@ drawn after it so that the whole is distributed as `p`, whatever `q` is. Judging
 rejected, so that little is left of a thousand tokens. What is judged here is the prefix: a token
 that `p` likes less is made up for by others, and what counts is how far the two probabilities of
 the sequence drift apart, which grows with the root of its length. No exact rule keeps more.
+
+A prefix of `i` tokens or more is kept with probability `w[i]`, whatever comes after it. So it does
+not matter where a draft is cut, even if that depends on what was kept of an earlier one: what loses
+race after race, verified each time, is a draw of the last policy.
 """
 
 import torch

@@ -65,17 +65,26 @@ def verified(logp, draft, probability, logq):
     return out
 
 
-def completed(logp, begun, limit):
-    """They go on under the policy that verified them."""
+def completed(logp, begun, limit, steps=None):
+    """They go on under the policy that verified them, to their end or for some steps."""
+    for _ in range(limit if steps is None else steps):
+        out = defaultdict(float)
+        for prefix, probability in begun.items():
+            if len(prefix) == limit or (prefix and prefix[-1] == EOS):
+                out[prefix] += probability
+                continue
+            for token, of_token in enumerate(logp[prefix].exp().tolist()):
+                out[(*prefix, token)] += probability * of_token
+        begun = out
+    return begun
+
+
+def all_verified(logp, drafts, logq):
+    """What becomes of drafts, given the probability of each."""
     out = defaultdict(float)
-    while begun:
-        prefix, probability = begun.popitem()
-        if len(prefix) == limit or (prefix and prefix[-1] == EOS):
-            out[prefix] += probability
-            continue
-        for token, of_token in enumerate(logp[prefix].exp().tolist()):
-            longer = (*prefix, token)
-            begun[longer] = begun.get(longer, 0.0) + probability * of_token
+    for draft, probability in drafts.items():
+        for sequence, of_sequence in verified(logp, draft, probability, logq).items():
+            out[sequence] += of_sequence
     return out
 
 
@@ -89,14 +98,23 @@ def test_what_comes_out_is_a_draw_of_the_policy_that_verifies(vocab, spread, cut
     drafts = defaultdict(float)
     for sequence, probability in sequences(logq, limit).items():
         drafts[sequence[:cut]] += probability
-    begun = defaultdict(float)
-    for draft, probability in drafts.items():
-        for sequence, of_sequence in verified(logp, draft, probability, logq).items():
-            begun[sequence] += of_sequence
+    begun = all_verified(logp, drafts, logq)
     found, expected = completed(logp, begun, limit), sequences(logp, limit)
     assert found.keys() == expected.keys()
     assert max(abs(found[s] - expected[s]) for s in expected) < 1e-12
     assert sum(expected.values()) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("steps", [(1, 1, 1), (2, 1, 1), (1, 0, 2), (3, 2, 1)])
+def test_what_loses_race_after_race_is_a_draw_of_the_last_policy(steps):
+    """Exactly: each draft is cut some tokens after what was kept of the one before."""
+    limit, drafts = 4, {(): 1.0}
+    policies = [policy(3, limit, seed, 1.0) for seed in range(len(steps) + 1)]
+    for n, logq, logp in zip(steps, policies, policies[1:], strict=False):
+        drafts = all_verified(logp, completed(logq, drafts, limit, n), logq)
+    found, expected = completed(policies[-1], drafts, limit), sequences(policies[-1], limit)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[s] - expected[s]) for s in expected) < 1e-12
 
 
 def kept(rule, logp, logq, limit):
