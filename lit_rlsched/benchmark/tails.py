@@ -71,7 +71,7 @@ def methods(prompts: int) -> dict[str, RoundPolicy]:
             for name, ratios, race in RACES
             for reuse in REUSES
         },
-        "completions race alone": tail(1.0, race="completion"),
+        "completions race alone": tail(1.0, 1.25, race="completion"),
         **{
             f"prompts race, {ratio}, losers go on": tail(ratio, reuse="drafts", max_deferrals=8)
             for ratio in (1.25, 1.5, 2.0)
