@@ -1,7 +1,6 @@
 """The data module: owns prompts, pool, engine and rewards, and turns them into optimizer steps."""
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from lit_rlsched.callbacks.rollout_callback import fire
-from lit_rlsched.data.batching import OptimizerStep, split_steps
+from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.settings import (
@@ -23,6 +22,8 @@ from lit_rlsched.data.settings import (
     check_lengths,
     check_logprobs,
     check_probe,
+    check_resumed,
+    check_resumed_pool,
     check_sampling,
     check_settings,
     check_siblings,
@@ -30,37 +31,25 @@ from lit_rlsched.data.settings import (
 )
 from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
-from lit_rlsched.engines.process import ProcessEngine
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.audit import Attempt, DraftAudit, PoolAudit, restart_stale, settle
-from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
-from lit_rlsched.rollout.controller import Feedback
-from lit_rlsched.rollout.drafts import Drafts
+from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.drawing import RoundDrawer
 from lit_rlsched.rollout.learner import Learner, PlainLearner
-from lit_rlsched.rollout.metrics import measure, staleness_metrics
-from lit_rlsched.rollout.round import Round, check_rewards, score_round, set_advantages
+from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.selection import (
-    Selection,
-    Stop,
-    count_drops,
-    drop,
-    group_rewards,
-    informative,
-    selection_metrics,
-)
+from lit_rlsched.rollout.selection import Selection
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.rollout.streaming import GradientStream, Streaming
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling, stable_hash
+from lit_rlsched.rollout.streaming import Streaming
+from lit_rlsched.rollout.types import Prompt, Sampling
+from lit_rlsched.rollout.update import Update
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.queues import Order
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
-from lit_rlsched.scheduling.tail_round import TailRound
 from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
 
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
@@ -217,8 +206,7 @@ class RolloutDataModule(LightningDataModule):
         worth the same is replaced by another; set by `DynamicSampling`."""
 
         self.pool = RolloutBuffer()
-        self._audit = PoolAudit()
-        self._drafts = Drafts()
+        self._drawer = RoundDrawer(self.pool, self.sampling, num_generations)
         self.current: Round | None = None
         """The round that is being trained on."""
         self.num_rounds = 0
@@ -230,10 +218,7 @@ class RolloutDataModule(LightningDataModule):
         self._resumed: dict[str, Any] | None = None
         self._run: Trainer | None = None
         """Whose policy versions the round and the pool have."""
-        self._runs = 0
-        """Trainers before that one."""
         self._session: RolloutSession | None = None
-        self._source: DomainSource | None = None
         self._prompts = PromptSets([], {})
         self._tokenizer: Any = None
         self._rows: dict[str, list[dict[str, Any]]] = {}
@@ -326,7 +311,7 @@ class RolloutDataModule(LightningDataModule):
             self.current = None
         round = self.current or self._roll_out()
         for index in range(self._cursor, self._steps_of_epoch):
-            step = self._optimizer_step(round, index)
+            step = self._update.step(round, index)
             if not len(step) and self.trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning will not see it, so will not count it
             yield step
@@ -353,7 +338,7 @@ class RolloutDataModule(LightningDataModule):
         """Completions of the current round in steps after the first `taken`, dropped."""
         assert self.current is not None
         steps = range(taken, self.steps_per_round)
-        dropped = sum(len(self._optimizer_step(self.current, i).rows) for i in steps)
+        dropped = sum(len(self._update.step(self.current, i).rows) for i in steps)
         return Counter({f"dropped/{why}": dropped} if dropped else {})
 
     def _leave_run(self, trainer: Trainer) -> None:
@@ -366,244 +351,41 @@ class RolloutDataModule(LightningDataModule):
             self.counters += self._untrained(taken, "new_trainer")
             self.num_rounds += 1
         self.current, self._round_start, self._empty_steps = None, 0, 0
-        self._audit = PoolAudit()
-        self._runs += 1  # versions come again, and noise that chose what is left must not
-        for completion in (c for group in self.pool for c in group.completions):
-            drafted = 0 if completion.draft is None else len(completion.draft.token_ids)
-            self.counters["num_discarded_tokens"] += len(completion.token_ids) + drafted
-            completion.restart()
-            completion.attempts = 0
-        self._drafts = Drafts()
+        self.counters["num_discarded_tokens"] += self._drawer.leave_run()
 
     def _roll_out(self) -> Round:
-        """Draw a round; until all of it is drawn and valued, its prompts stay in the pool."""
-        started = time.perf_counter()
-        trainer, session, learner = self.trainer, self._ensure_session(), self.learner
+        """Draw a round, and tell what it took."""
+        trainer, session = self.trainer, self._ensure_session()
         assert trainer is not None
-        policy, version = self.round_policy, trainer.global_step
-        plan = self._plan(policy)
-        stale = restart_stale(plan, version, policy)
-        fire(trainer, "on_round_start", plan)
-        before = self._failures(session)
-        salt = f"run {self._runs}" if self._runs else ""
-        began = time.perf_counter()
-        drafts = self._verify_drafts(plan, salt)
-        verifying = time.perf_counter() - began
-        feedback = self._feedback(plan, stale, drafts, salt)
-        stream = self._gradient_stream(version)
-        for _ in session.rollout(plan, version, policy, salt, predict=True, feedback=feedback):
-            if stream:
-                stream.advance(session.controller.state, session.trace)
-        learned = {} if self.lengths is None else self.lengths.end_round()
-        harvest = settle(plan, policy, session.controller.state, stale)
-        harvest.drafts = sum(drafts, DraftAudit())
-        round = Round(self.num_rounds, version, harvest.trained, session.trace)
-        drawn = time.perf_counter()
-        check_rewards(round, self.rewards.weights, policy.update_prompts * self.num_generations)
-        streamed = stream.streamed if stream else set()
-        self._value(version, [group for group in round.groups if group.id not in streamed])
-        if stream:
-            stream.finish()
-            round.accumulated = stream.parts
-            rows = sum(len(part.rows) for part in stream.parts)
-            round.metrics["streamed_training/streamed_share"] = rows / len(round.completions)
-            round.metrics["streamed_training/gradient_seconds"] = session.trace.work_seconds
-            round.metrics["streamed_training/overlap_seconds"] = session.trace.overlap_seconds
-        steps = [self._optimizer_step(round, i) for i in range(self.steps_per_round)]
-        round.metrics |= measure(
-            round, harvest, self.rewards.names, self.rewards.weights, steps, learner.needs_group
+        plan = self._drawer.plan(self.num_rounds, trainer.global_step, self.round_policy)
+        fire(trainer, "on_round_start", plan.groups)
+        round, counts = self._drawer.draw(
+            plan, session, self._update, self.streaming, self.max_num_gen_batches
         )
-        round.metrics |= learned
-        if policy.off_policy:
-            trained = [row for row in round.rows if not row.completion.dropped]
-            round.metrics |= staleness_metrics(trained, version)
-        if self.selection:
-            round.metrics |= selection_metrics(round, harvest)
-        if isinstance(policy, TailRound):
-            round.metrics["tail_batching/long_round"] = float(policy.is_long(plan))
-        if drafts:
-            round.metrics |= harvest.drafts.metrics() | {"time/drafts": verifying}
-        if self.max_num_gen_batches > 1:
-            round.metrics["dynamic_sampling/num_gen_batches"] = len(plan) / policy.update_prompts
-        empty = [not self._optimizer_step(round, i).rows for i in range(self.steps_per_epoch)]
-        round.metrics["batch/empty_steps"] = float(sum(empty))
-        if feedback.stop or feedback.more or policy.patience is not None:
-            round.metrics["rollout/score_wait_seconds"] = session.controller.waited
-        if isinstance(self.engine, ProcessEngine):
-            round.metrics["rollout/engine_restarts"] = self.engine.restarts
-            round.metrics["rollout/ahead_steps"] = session.controller.worker.ahead_steps
-        if session.max_logp_diff is not None:
-            round.metrics["sync/max_logp_diff"] = session.max_logp_diff
-        round.metrics["time/rollout"] = drawn - started
-        round.metrics["time/score"] = time.perf_counter() - drawn
-
-        self.pool.settle(plan, harvest.left)
-        self._drafts.keep(self._policy, version, self.pool)
-        round.metrics["rollout/pool_prompts"] = len(self.pool)
-        self._audit.add(harvest, session.trace)
-        if policy.ends_cycle(plan, list(self.pool)):
-            round.metrics |= self._audit.metrics()
-            self._audit = PoolAudit()
-        self.current, self._round_start, self._empty_steps = round, version, 0
-        self.counters["num_completions"] += len(round.completions)
-        self.counters["num_tokens"] += sum(map(len, round.rows))
-        self.counters["num_discarded_tokens"] += int(round.metrics["rollout/discarded_tokens"])
-        self.counters += self._failures(session) - before + count_drops(round)
-        self.counters += Counter({"dropped/stopped": len(harvest.stopped)})
-        self.counters += Counter({"dropped/nonfinite_draft": harvest.drafts.nonfinite})
+        self.current, self._round_start, self._empty_steps = round, round.version, 0
+        self.counters += counts
         round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
         return round
 
-    def _value(self, version: int, groups: list[Group]) -> None:
-        """Select among a round's groups, or among some of them, and give them advantages."""
-        trainer, learner = self.trainer, self.learner
-        policy, selection = self.round_policy, self.selection
-        assert trainer is not None
-        if not groups:
-            return
-        part = Round(self.num_rounds, version, groups)
-        if selection and not selection.full_scope:
-            self._select(part, selection)
-        # the only step of a round needs none: its own forward pass gives the old log-probs
-        several = self.steps_per_epoch > 1 and not learner.needs_engine_logprobs(policy.off_policy)
-        plain = isinstance(learner, PlainLearner) and policy.off_policy
-        if several or plain or learner.needs_reference:
-            context = trainer.precision_plugin.forward_context
-            score_round(part, learner, self.micro_batch_tokens, context)
-        set_advantages(part, learner, self.rewards.weights)
-        if selection and selection.full_scope:
-            self._select(part, selection)
-
-    def _gradient_stream(self, version: int) -> GradientStream | None:
-        """What computes gradients while the round decodes."""
-        if self.streaming is None:
-            return None
-        sequences = self.round_policy.update_prompts * self.num_generations
-        divisor = sequences, sequences * self.sampling.max_completion_length
-
-        def part(groups: list[Group]) -> OptimizerStep:
-            return self._step_of(groups, version, divisor=divisor)
-
-        return GradientStream(
-            self.streaming,
+    @property
+    def _update(self) -> Update:
+        """As callbacks have set it by now."""
+        assert self.trainer is not None
+        return Update(
             self.learner,
             self.round_policy,
-            lambda groups: self._value(version, groups),
-            part,
-            self.micro_batch_tokens,
-            self.rewards.turn,
-        )
-
-    def _verify_drafts(self, groups: list[Group], salt: str) -> list[DraftAudit]:
-        """Make completions of the policy's out of what earlier ones had drawn."""
-        if not any(completion.draft for group in groups for completion in group.completions):
-            return []
-        assert self.trainer is not None
-        audit = self._drafts.verify(
-            groups,
-            self._policy,
-            self.trainer.global_step,
+            self.selection,
+            self.rewards.weights,
             seed=self.seed,
-            salt=salt,
-            eos_token_ids=self._ensure_session().spec.eos_token_ids,
+            runs=self._drawer.runs,
+            steps_per_round=self.steps_per_round,
+            num_iterations=self.num_iterations,
             micro_batch_tokens=self.micro_batch_tokens,
-            forward_context=self.trainer.precision_plugin.forward_context,
-        )
-        return [audit]
-
-    def _feedback(
-        self, plan: list[Group], stale: list[Attempt], drafts: list[DraftAudit], salt: str
-    ) -> Feedback:
-        """What scores change in a round.
-
-        Args:
-            plan: Its groups; one that replaces another is added.
-            stale: What was begun anew; so is what is stale of those.
-            drafts: What became of drafts; those of such a group are verified as well.
-            salt: Keeps the noise of that apart from other Trainers'.
-        """
-        assert self.trainer is not None
-        version, policy = self.trainer.global_step, self.round_policy
-        selection, weights = self.selection, self.rewards.weights
-        stop = Stop(selection, weights) if selection and selection.reward_range else None
-        most = self.max_num_gen_batches * policy.update_prompts
-
-        def replace_uninformative(group: Group) -> Group | None:
-            rewards = group_rewards(group, weights)
-            if informative(rewards):
-                return None
-            drop(group, rewards, "uninformative")
-            if len(plan) >= most:
-                return None
-            # one that a round cut short had drawn, or the next of the data
-            planned, late = {g.id for g in plan}, group.deferred > 0
-            domain = policy.domain_of(group.prompt)
-            waiting = [
-                g
-                for g in self.pool
-                if g.id not in planned
-                and (g.deferred > 0) == late
-                and (late or policy.domain_of(g.prompt) == domain)
-            ]
-            if not waiting:
-                assert self._source is not None
-                if not self._source.left({g.prompt.uid for g in self.pool}, domain):
-                    return None  # every prompt of the domain is in the pool
-                self._draw(1, domain)
-                waiting = list(self.pool)[-1:]
-            plan.append(waiting[0].copy())
-            stale.extend(restart_stale(plan[-1:], version, policy))
-            drafts.extend(self._verify_drafts(plan[-1:], salt))
-            return plan[-1]
-
-        return Feedback(stop, replace_uninformative if self.max_num_gen_batches > 1 else None)
-
-    def _select(self, round: Round, selection: Selection) -> None:
-        seed = stable_hash(self.seed, "down_sampling", self._runs, round.number)
-        selection.select(round, self.rewards.weights, self.learner.needs_group, seed)
-
-    def _failures(self, session: RolloutSession) -> Counter[str]:
-        """What went wrong with single completions until now, validation included."""
-        drops = {f"dropped/{why}": count for why, count in session.controller.drops.items()}
-        return Counter(drops | self.rewards.counters())
-
-    def _plan(self, policy: RoundPolicy) -> list[Group]:
-        """Fill the pool and take the round's groups from its front."""
-        for domain, n in policy.draws(list(self.pool)):
-            self._draw(n, domain)
-        # copies: a rollout cut short is drawn again as a whole, from the pool as it was
-        return [group.copy() for group in policy.plan(list(self.pool))]
-
-    def _draw(self, n: int, domain: str | None) -> None:
-        """Take the next prompts of a domain that are not in the pool into it."""
-        assert self._source is not None
-        for draw in self._source.draw(n, {group.prompt.uid for group in self.pool}, domain):
-            self.pool.add(self._new_group(draw.key, draw.prompt))
-
-    def _new_group(self, group_id: str, prompt: Prompt) -> Group:
-        launched = self.round_policy.launched(self.num_generations)
-        completions = [Completion(i) for i in range(launched)]
-        return Group(group_id, prompt, self.sampling, completions)
-
-    def _optimizer_step(self, round: Round, index: int) -> OptimizerStep:
-        iteration, step = divmod(index, self.steps_per_round)
-        groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
-        deal = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
-        groups = [groups[i] for i in deal[step]]
-        return self._step_of(groups, round.version, accumulated=round.accumulated)
-
-    def _step_of(self, groups: list[Group], version: int, **parts: Any) -> OptimizerStep:
-        return OptimizerStep(
-            [Row(g, c) for g in groups for c in g.completions],
-            self.micro_batch_tokens,
             mask_truncated=self.mask_truncated_completions,
-            skip_zero_advantage=self.learner.skip_zero_advantage,
-            off_policy=self.round_policy.off_policy,
-            only_version=version if self.mask_stale_tokens else None,
-            row_cost=self.learner.row_cost,
-            **parts,
+            mask_stale=self.mask_stale_tokens,
+            forward_context=self.trainer.precision_plugin.forward_context,
         )
 
     @property
@@ -642,20 +424,11 @@ class RolloutDataModule(LightningDataModule):
         if over:
             counters = counters + self._untrained(self._cursor, "limit_train_batches")
         elif self.current is not None:
-            saved = {
-                "number": self.current.number,
-                "version": self.current.version,
-                "groups": pack(self.current.groups),
-                "start": self._round_start,
-                "empty_steps": self._empty_steps,
-            }
+            at = {"start": self._round_start, "empty_steps": self._empty_steps}
+            saved = self.current.state_dict() | at
         return {
             "settings": {name: getattr(self, name) for name in _SAME_ON_RESUME},
-            "source": None if self._source is None else self._source.state_dict(),
-            "pool": self.pool.state_dict(),
-            "audit": self._audit.state_dict(),
-            "drafts": self._drafts.state_dict(),
-            "runs": self._runs,
+            **self._drawer.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "round": saved,
@@ -672,42 +445,25 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         if self.trainer.state.fn != "fit":
             return
-        for name, theirs in state["settings"].items():
-            if getattr(self, name) != theirs:
-                raise ValueError(
-                    f"The checkpoint was made with `{name}={theirs}`, this run has "
-                    f"`{name}={getattr(self, name)}`. Resume with the value of the checkpoint, or "
-                    "start a new run in another folder."
-                )
+        check_resumed(state["settings"], vars(self))
         self._resumed = state
 
     def _restore(self, state: dict[str, Any]) -> None:
-        assert self._source is not None
-        if state["source"] is not None:
-            self._source.load_state_dict(state["source"])
-        self.current, self._round_start, self._empty_steps = None, 0, 0
         prompts = {prompt.uid: prompt for prompt in self._prompts.train}
-        self.pool.load_state_dict(state["pool"], prompts.__getitem__)
-        self._drafts.load_state_dict(state["drafts"])
-        if not self.round_policy.keeps_drafts:
-            for completion in (c for group in self.pool for c in group.completions):
+        self._drawer.load_state_dict(state, prompts.__getitem__)
+        decode = self._ensure_session().scorer.decode
+        for completion in self.pool.completions:
+            if not self.round_policy.keeps_drafts:
                 completion.draft = None  # made with `reuse="drafts"`, gone on with without
-        for completion in (c for group in self.pool for c in group.completions if c.finished):
-            completion.text = self._ensure_session().scorer.decode(completion.token_ids)
-        for group in self.pool if self.learner.needs_group or self.selection else ():
-            if len(group.completions) < self.num_generations:
-                raise ValueError(
-                    "The checkpoint was made in the middle of a pool from which single completions "
-                    "were trained on, and this run needs a completion with all its siblings. "
-                    "Resume with `advantage='reinforce++'` and without `DownSampling`, or start a "
-                    "new run in another folder."
-                )
-        self._audit, self._runs = PoolAudit.from_state(state["audit"]), state["runs"]
+            if completion.finished:
+                completion.text = decode(completion.token_ids)
+        if self.learner.needs_group or self.selection:
+            check_resumed_pool(self.pool, self.num_generations)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
+        self.current, self._round_start, self._empty_steps = None, 0, 0
         if (saved := state["round"]) is not None:
-            groups = unpack(saved["groups"], prompts.__getitem__)
-            self.current = Round(saved["number"], saved["version"], groups)
+            self.current = Round.from_state(saved, prompts.__getitem__)
             self._round_start, self._empty_steps = saved["start"], saved["empty_steps"]
 
     # Start-up.
@@ -749,11 +505,10 @@ class RolloutDataModule(LightningDataModule):
                 self.prompts_per_round,
                 self.max_num_gen_batches,
             )
-        if prompts.train:
             domain_of = self.round_policy.domain_of
-            source = DomainSource(prompts.train, self.seed, self.shuffle, domain_of)
-            if self._source is None or self._source.sources.keys() != source.sources.keys():
-                self._source = source  # else the run goes on where it was
+            self._drawer.planner.connect(
+                DomainSource(prompts.train, self.seed, self.shuffle, domain_of)
+            )
         check_probe(self._probe_tokens, limit)
         self._resolved_order()  # refuses one that needs predictions
         precision = str(self.trainer.precision).partition("-")[0]

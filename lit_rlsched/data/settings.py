@@ -1,10 +1,10 @@
 """Checks of the data module's arguments, before anything is built."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.rollout.types import Sampling
+from lit_rlsched.rollout.types import Group, Sampling
 
 _LEAST = {
     "prompts_per_round": 1,
@@ -38,6 +38,40 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate `val_data` "
             "with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
+
+
+def check_resumed(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run of other settings.
+
+    Args:
+        saved: The checkpoint's, those that decide what was drawn.
+        settings: This run's.
+
+    Raises:
+        ValueError: names the setting and both values.
+    """
+    for name, theirs in saved.items():
+        if settings[name] != theirs:
+            raise ValueError(
+                f"The checkpoint was made with `{name}={theirs}`, this run has "
+                f"`{name}={settings[name]}`. Resume with the value of the checkpoint, or "
+                "start a new run in another folder."
+            )
+
+
+def check_resumed_pool(pool: Iterable[Group], num_generations: int) -> None:
+    """Refuse a pool that lacks completions where each is needed with all its siblings.
+
+    Raises:
+        ValueError: says what to use instead.
+    """
+    if any(len(group.completions) < num_generations for group in pool):
+        raise ValueError(
+            "The checkpoint was made in the middle of a pool from which single completions "
+            "were trained on, and this run needs a completion with all its siblings. "
+            "Resume with `advantage='reinforce++'` and without `DownSampling`, or start a "
+            "new run in another folder."
         )
 
 

@@ -42,6 +42,21 @@ class RolloutBuffer:
             else:
                 del self._groups[group.id]
 
+    @property
+    def completions(self) -> list[Completion]:
+        """All completions, group after group."""
+        return [c for group in self for c in group.completions]
+
+    def restart(self) -> int:
+        """Begin every completion anew, as if for the first time; tokens that this throws away."""
+        discarded = 0
+        for completion in self.completions:
+            drafted = 0 if completion.draft is None else len(completion.draft.token_ids)
+            discarded += len(completion.token_ids) + drafted
+            completion.restart()
+            completion.attempts = 0
+        return discarded
+
     def state_dict(self) -> dict[str, Any]:
         """Primitives and tensors only, for `torch.load(weights_only=True)`."""
         return pack(self)

@@ -106,6 +106,12 @@ class RolloutController:
         """Of the round, as its policy sees it."""
         return self._state
 
+    @property
+    def waits_for_scores(self) -> bool:
+        """Whether the round may wait for scores while it decodes."""
+        feedback = self._feedback.stop or self._feedback.more
+        return bool(feedback) or self._policy.patience is not None
+
     def run(
         self,
         groups: Sequence[Group],

@@ -153,6 +153,8 @@ class Drafts:
         rows = [Row(g, c) for g in groups for c in g.completions]
         trials = [trial(row, d) for row in rows if (d := row.completion.draft) is not None]
         audit = DraftAudit(tokens=sum(t.tokens for t in trials))
+        if not trials:
+            return audit
         for one in trials:
             one.row.completion.draft = None
         with _evaluating(policy), forward_context():

@@ -7,52 +7,61 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.rollout.audit import Harvest, length_bias
 from lit_rlsched.rollout.round import Round, reward_matrix
+from lit_rlsched.rollout.selection import selection_metrics
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Row
+from lit_rlsched.rollout.types import Completion, Group, Row
+from lit_rlsched.rollout.update import Update
 from lit_rlsched.scheduling.planning import lower_bound
 
 
 def measure(
     round: Round,
     harvest: Harvest,
+    planned: Sequence[Group],
     names: Sequence[str],
-    weights: Sequence[float],
-    steps: Sequence[OptimizerStep],
-    by_group: bool = True,
+    update: Update,
 ) -> dict[str, float]:
-    """All figures of a round.
+    """All figures of what a round drew, and of the steps that it is dealt out to.
 
     Args:
         round: Fresh from its rollout, advantages set.
         harvest: What became of everything that was decoded.
+        planned: The groups that were to be decoded.
         names: Of the reward functions.
-        weights: Of the reward functions.
-        steps: The optimizer steps the round is dealt out to.
-        by_group: Whether rewards are compared inside of a group, or of all the round.
+        update: Deals the round out to optimizer steps.
     """
     assert round.trace is not None, "a resumed round was measured before"
+    all_steps = [update.step(round, i) for i in range(update.num_steps)]
+    steps = all_steps[: update.steps_per_round]  # the others train on the same once more
     trained = [row for step in steps for row in step.rows]
-    rewards = reward_matrix(round.groups, weights)
+    rewards = reward_matrix(round.groups, update.weights)
+    if not update.learner.needs_group:
+        rewards = rewards.view(1, -1)
     padding = [step.padding() for step in steps]
     positions = sum(p.positions for p in padding)
     before = [part for step in steps for part in step.accumulated]
+    kept = [row for row in round.rows if not row.completion.dropped]
     return {
         "rollout/round": float(round.number),
         "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
         "batch/completions": float(len(trained)),
+        "batch/empty_steps": float(sum(not step.rows for step in all_steps)),
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
-        **reward_metrics(round.completions, names, rewards if by_group else rewards.view(1, -1)),
+        **reward_metrics(round.completions, names, rewards),
         **rollout_metrics(round.trace),
         **harvest_metrics(round, harvest),
         "rollout/trained_over_drawn_length": length_bias(
             [len(row.completion.token_ids) for row in trained], harvest.ran
         ),
+        **(staleness_metrics(kept, round.version) if update.policy.off_policy else {}),
+        **(selection_metrics(round, harvest) if update.selection else {}),
+        **(harvest.drafts.metrics() if harvest.drafts.tokens else {}),
+        **update.policy.metrics(planned),
     }
 
 

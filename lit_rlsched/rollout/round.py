@@ -3,14 +3,16 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from lit_rlsched.advantages import combine_rewards
 from lit_rlsched.data.batching import OptimizerStep
+from lit_rlsched.rollout.buffer import pack, unpack
 from lit_rlsched.rollout.learner import Learner, RoundLogprobs
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Row
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Row
 
 ZERO_ADVANTAGE = 1e-8
 """Below this an advantage is the rounding error of a group without spread."""
@@ -34,6 +36,15 @@ class Round:
     accumulated: list[OptimizerStep] = field(default_factory=list)
     """Parts of its only optimizer step of which the gradient is there already; not after a resume,
     as gradients are not in a checkpoint either."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is trained on."""
+        return {"number": self.number, "version": self.version, "groups": pack(self.groups)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> "Round":
+        """What `state_dict` described; `prompt` finds a prompt by its uid."""
+        return cls(state["number"], state["version"], unpack(state["groups"], prompt))
 
     @property
     def width(self) -> int:

@@ -1,7 +1,7 @@
 """Which of a round's completions are trained on."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,6 +52,23 @@ def informative(rewards: ArrayLike) -> bool:
 def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:
     """Rewards by place in the group, NaN where there is none (yet)."""
     return reward_matrix([group], weights)[0].numpy()
+
+
+def replace_uninformative(
+    group: Group, weights: Sequence[float], another: Callable[[Group], Group | None]
+) -> Group | None:
+    """Drop a group from which nothing can be learned; what is drawn in its place, if anything.
+
+    Args:
+        group: Drawn and scored.
+        weights: Of the reward functions.
+        another: Gives, if there is one, a group to draw in place of one.
+    """
+    rewards = group_rewards(group, weights)
+    if informative(rewards):
+        return None
+    drop(group, rewards, "uninformative")
+    return another(group)
 
 
 @dataclass(slots=True)

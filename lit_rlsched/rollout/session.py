@@ -1,5 +1,6 @@
 """Engine, rewards and controller of one run, kept in step with the policy that is trained."""
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.engines.process import EngineDied
+from lit_rlsched.engines.process import EngineDied, ProcessEngine
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import Feedback, RolloutController
@@ -95,6 +96,23 @@ class RolloutSession:
     def trace(self) -> RolloutTrace:
         """What ran when, in the last or current rollout."""
         return self.controller.worker.trace
+
+    def failures(self) -> Counter[str]:
+        """What went wrong with single completions until now, validation included."""
+        drops = {f"dropped/{why}": count for why, count in self.controller.drops.items()}
+        return Counter(drops | self.scorer.scheduler.counters())
+
+    def metrics(self) -> dict[str, float]:
+        """What the last rollout met beside its trace: waits, restarts, the last probe."""
+        figures: dict[str, float] = {}
+        if self.controller.waits_for_scores:
+            figures["rollout/score_wait_seconds"] = self.controller.waited
+        if isinstance(self.engine, ProcessEngine):
+            figures["rollout/engine_restarts"] = self.engine.restarts
+            figures["rollout/ahead_steps"] = self.controller.worker.ahead_steps
+        if self.max_logp_diff is not None:
+            figures["sync/max_logp_diff"] = self.max_logp_diff
+        return figures
 
     def rollout(
         self,

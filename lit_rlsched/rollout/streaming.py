@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lit_rlsched.data.batching import OptimizerStep
-from lit_rlsched.rollout.learner import Learner
+from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.trace import RolloutTrace
 from lit_rlsched.rollout.types import Group, Row
-from lit_rlsched.scheduling.rounds import RoundPolicy, RoundState
+from lit_rlsched.rollout.update import Update
+from lit_rlsched.scheduling.rounds import RoundState
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,70 +32,76 @@ class GradientStream:
 
     Args:
         streaming: When to begin.
-        learner: Computes gradients.
-        policy: The round's: says which groups are trained on, whatever comes.
-        value: Gives groups their advantages; called once with each.
-        make_step: Makes a part of the optimizer step of groups.
-        micro_batch_tokens: Groups are taken together until they have so many tokens.
+        update: Values groups, once each; its learner computes gradients. Groups are taken together
+            until they have as many tokens as a micro-batch.
+        number: The round's.
+        version: The round's.
+        divisor: See `OptimizerStep`.
         meanwhile: Called between two parts: reward workers wait for somebody to look at them.
     """
 
     def __init__(
         self,
         streaming: Streaming,
-        learner: Learner,
-        policy: RoundPolicy,
-        value: Callable[[list[Group]], None],
-        make_step: Callable[[list[Group]], OptimizerStep],
-        micro_batch_tokens: int,
+        update: Update,
+        *,
+        number: int,
+        version: int,
+        divisor: tuple[int, int],
         meanwhile: Callable[[], None],
     ) -> None:
-        self.parts: list[OptimizerStep] = []
-        """What was accumulated."""
         self.streamed: set[str] = set()
-        """Ids of the groups in it."""
-        self._learner = learner
-        self._policy = policy
-        self._value = value
-        self._make_step = make_step
-        self._tokens = micro_batch_tokens
+        """Ids of the groups whose gradients are there."""
+        self._update = update
+        self._number = number
+        self._version = version
+        self._divisor = divisor
         self._meanwhile = meanwhile
-        self._first = streaming.start * policy.update_prompts
+        self._first = streaming.start * update.policy.update_prompts
+        self._parts: list[OptimizerStep] = []
         self._taken: set[str] = set()
         self._pending: list[Group] = []
         self._valued: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
         """Compute what is ready; the trace takes down when."""
-        for group in self._policy.certain(state):
+        for group in self._update.policy.certain(state):
             if group.id in self._taken:
                 continue
             if not group.complete:
                 return  # who comes after it may share its micro-batch
             self._taken.add(group.id)
             self._pending.append(group)
-            if len(self._taken) >= self._first and _tokens(self._pending) >= self._tokens:
+            most = self._update.micro_batch_tokens
+            if len(self._taken) >= self._first and _tokens(self._pending) >= most:
                 began = time.monotonic()
                 self._accumulate()
                 trace.worked(began, time.monotonic())
                 self._meanwhile()
 
-    def finish(self) -> None:
-        """After the round: write what was made of the groups into them."""
+    def finish(self, round: Round) -> None:
+        """Write what was made of its groups into the round, and `streamed_training/*`."""
         for group, copy in self._valued:
             for completion, valued in zip(group.completions, copy.completions, strict=True):
                 completion.dropped, completion.advantage = valued.dropped, valued.advantage
                 completion.old_logprobs = valued.old_logprobs
                 completion.ref_logprobs = valued.ref_logprobs
+        round.accumulated = self._parts
+        assert round.trace is not None
+        rows = sum(len(part.rows) for part in self._parts)
+        round.metrics["streamed_training/streamed_share"] = rows / len(round.completions)
+        round.metrics["streamed_training/gradient_seconds"] = round.trace.work_seconds
+        round.metrics["streamed_training/overlap_seconds"] = round.trace.overlap_seconds
 
     def _accumulate(self) -> None:
         groups, self._pending = self._pending, []
         # copies: what a selection drops must not look useless to a race that goes on
         copies = [group.copy() for group in groups]
-        self._value(copies)
-        part = self._make_step(copies)
-        self._learner.accumulate(part)
-        self.parts.append(part)
+        valued = Round(self._number, self._version, copies)
+        self._update.value(valued)
+        part = self._update.part_of_step(valued, self._divisor)
+        self._update.learner.accumulate(part)
+        self._parts.append(part)
         self._valued += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)
 

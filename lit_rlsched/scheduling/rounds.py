@@ -86,6 +86,10 @@ class RoundPolicy(ABC):
         """Whether a round waits for prompts that earlier ones did not wait for."""
         return False
 
+    def metrics(self, planned: Sequence[Group]) -> dict[str, float]:
+        """What kind of round it is."""
+        return {}
+
     def launched(self, num_generations: int) -> int:
         """Completions of a fresh prompt that are begun."""
         return num_generations

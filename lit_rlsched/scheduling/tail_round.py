@@ -122,6 +122,10 @@ class TailRound(RoundPolicy):
         """Whether it waits for what lost in earlier ones."""
         return bool(self._due(planned))
 
+    def metrics(self, planned: Sequence[Group]) -> dict[str, float]:
+        """`tail_batching/long_round`."""
+        return {"tail_batching/long_round": float(self.is_long(planned))}
+
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
         """After a round of what lost, more or less: some may wait for the next one."""
         return not left or self.max_deferrals is not None or self.is_long(planned)

@@ -76,7 +76,7 @@ class Recorder(RolloutCallback):
 
 def expected(data, rounds, size, bound):
     """Prompts drawn and those trained on, by the data's order and what is known to teach."""
-    source = PromptSource(data._source.sources[None].prompts, data.seed, data.shuffle)
+    source = PromptSource(data._prompts.train, data.seed, data.shuffle)
     drawn, trained = [], []
     for _ in range(rounds):
         taken = source.draw(size)

@@ -182,7 +182,7 @@ def test_what_lost_is_verified_in_the_long_round(fit, race):
     assert check_drafts(recorder) > 0
     for pool in recorder.pools:
         assert len({d.version for d in drafts_of(pool)}) <= 4
-    assert data._drafts.weights.keys() == {10}
+    assert data._drawer.drafts.weights.keys() == {10}
     for r in recorder.rounds:
         for row in r.rows:
             assert row.completion.draft is None
@@ -221,7 +221,7 @@ def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
     callbacks = [recorder, tail, MicroGroupSampling(slots=9), LengthPrediction()]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **SMALL)
     check_races(recorder, raced=6, most=most)
-    assert data._drafts.weights.keys() == {7}  # of one version alone
+    assert data._drawer.drafts.weights.keys() == {7}  # of one version alone
     deferred = max(g.deferred for plan in recorder.plans for g in plan)
     assert deferred == 1 if most == 1 else 1 < deferred <= 8
     assert sum(recorder.long) == (7 if most == 1 else 0)
@@ -278,7 +278,7 @@ def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
     _, _, data = fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
     check(recorder, raced=6)
     assert check_drafts(recorder) > 0
-    (weights,) = data._drafts.weights.values()
+    (weights,) = data._drawer.drafts.weights.values()
     assert weights and all("lora_" in name for name in weights)
 
 
@@ -320,7 +320,7 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
         callbacks=[recorder, TailBatching(reuse="drafts")], trainer={"max_epochs": 2}, **SMALL
     )
     drafts = drafts_of(data.pool)
-    assert drafts and data._drafts.weights
+    assert drafts and data._drawer.drafts.weights
     discarded = data.counters["num_discarded_tokens"]
     plans = Recorder()
     another = Trainer(
@@ -334,7 +334,8 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
         callbacks=[plans, TailBatching(1.0)],
     )
     another.fit(module, datamodule=data)
-    assert not drafts_of(plans.plans[0]) and not drafts_of(data.pool) and not data._drafts.weights
+    assert not drafts_of(plans.plans[0]) and not drafts_of(data.pool)
+    assert not data._drawer.drafts.weights
     thrown = sum(len(d.token_ids) for d in drafts)
     assert data.counters["num_discarded_tokens"] == discarded + thrown
 

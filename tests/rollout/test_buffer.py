@@ -165,6 +165,15 @@ def test_a_restart_forgets_all_but_the_attempts():
             assert completion == Completion(completion.index, attempts=tries)
 
 
+def test_a_pool_begun_anew_tells_what_it_throws_away():
+    pool, _ = partial_pool()
+    tokens = sum(len(c.token_ids) for c in pool.completions)
+    pool.completions[0].draft = Draft((8, 1), (-1.5, -0.125), 5)
+    assert pool.restart() == tokens + 2 > 2
+    assert pool.restart() == 0
+    assert all(c == Completion(c.index) for c in pool.completions)
+
+
 def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     done = Completion(1, [8, 1], [-1.5, -0.125], [(5, 2)], "stop", scores=[1.0], text="text")
     done.put_off()

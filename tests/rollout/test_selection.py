@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.selection import Selection, Stop, count_drops, informative
+from lit_rlsched.rollout.selection import (
+    Selection,
+    Stop,
+    count_drops,
+    informative,
+    replace_uninformative,
+)
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
 RULES = ["max_variance", "max_reward", "percentile", "random"]
@@ -179,3 +185,15 @@ def test_informative():
     assert not informative([1.0, 1.0, np.nan]) and not informative([1.0, np.nan])
     assert not informative([np.nan]) and not informative([])
     assert not informative([0.1] * 7)
+
+
+def test_a_group_from_which_nothing_can_be_learned_is_dropped_and_replaced():
+    other = group("b", {})
+    equal, differs = group("a", {0: 1.0, 1: 1.0}), group("a", {0: 1.0, 1: 0.0})
+    assert replace_uninformative(equal, [1.0], lambda group: other) is other
+    assert [c.dropped for c in equal.completions] == ["uninformative"] * 2
+    assert replace_uninformative(differs, [1.0], lambda group: other) is None
+    assert kept(differs) == differs.completions
+    last = group("c", {0: 0.0, 1: None})
+    assert replace_uninformative(last, [1.0], lambda group: None) is None
+    assert [c.dropped for c in last.completions] == ["too_few_scores", "unscored"]

@@ -17,6 +17,7 @@ from lit_rlsched.engines.lengths import LogNormalLengths
 from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
@@ -229,7 +230,8 @@ class Run:
         self.prompts = {prompt.uid: prompt for prompt in prompts}
         self.policy.check_enough(len(prompts))
         self.policy.check_domains(prompts)
-        self.source = DomainSource(prompts, SEED, self.shuffle, self.policy.domain_of)
+        self.planner = RoundPlanner(self.pool, Sampling(case.limit), case.size)
+        self.planner.connect(DomainSource(prompts, SEED, self.shuffle, self.policy.domain_of))
         self.engine = Engine(lengths=case.length, stream=case.stream)
         self.engine.bad = case.bad
         self.engine.start(EngineSpec("", case.slots, 8 + case.limit, (1,)))
@@ -238,12 +240,7 @@ class Run:
         self.controller = RolloutController(worker, self.scores, seed=SEED)
 
     def plan(self):
-        for domain, n in self.policy.draws(list(self.pool)):
-            for draw in self.source.draw(n, {group.prompt.uid for group in self.pool}, domain):
-                launched = self.policy.launched(self.case.size)
-                completions = [Completion(i) for i in range(launched)]
-                self.pool.add(Group(draw.key, draw.prompt, Sampling(self.case.limit), completions))
-        return [group.copy() for group in self.policy.plan(list(self.pool))]
+        return self.planner.plan(self.policy)
 
     def round(self, groups_until_close=None):
         before = sum(g.deferred > 0 for g in self.pool)
@@ -294,7 +291,7 @@ class Run:
 
 def check_passes(run, seen):
     """Of a pass that is over, only what waited when its turn came is still to be drawn."""
-    for source in run.source.sources.values():
+    for source in run.planner.source.sources.values():
         uids = {prompt.uid for prompt in source.prompts}
         late = [f"{source.prompts[i].uid}@{n}" for i, n in source.state_dict()["deferred"]]
         for n in range(source.epoch):
@@ -674,12 +671,11 @@ def test_a_run_goes_on_after_a_checkpoint(case):
         r = run.round()
         assert (r.plan, r.trained, r.left) == (expected.plan, expected.trained, expected.left)
         file = io.BytesIO()
-        torch.save([run.pool.state_dict(), run.source.state_dict()], file)
+        torch.save(run.planner.state_dict(), file)
         file.seek(0)
-        pool, source = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True)
         resumed = Run(case, version=run.version)
-        resumed.source.load_state_dict(source)
-        resumed.pool.load_state_dict(pool, resumed.prompts.__getitem__)
+        resumed.planner.load_state_dict(state, resumed.prompts.__getitem__)
         assert list(resumed.pool) == list(run.pool)
         assert [g.deferred for g in resumed.pool] == [g.deferred for g in expected.left]
         run = resumed

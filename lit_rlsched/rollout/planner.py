@@ -1,0 +1,94 @@
+"""Which prompts a round decodes: those that wait in the pool, and the next ones of the data."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lit_rlsched.data.source import DomainSource
+from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.scheduling.rounds import RoundPolicy
+
+
+class RoundPlanner:
+    """Takes a round's groups from the front of the pool, and fills it from the data.
+
+    What it gives are copies: a rollout cut short is drawn again as a whole, from the pool as it
+    was.
+
+    Args:
+        pool: What waits.
+        sampling: Of new groups.
+        num_generations: Completions of a group that are trained on.
+    """
+
+    def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
+        self.pool = pool
+        self.source: DomainSource | None = None
+        """Where the next prompts come from, once they are known."""
+        self._sampling = sampling
+        self._num_generations = num_generations
+
+    def connect(self, source: DomainSource) -> None:
+        """Draw from `source`; one of the same domains goes on where it was."""
+        if self.source is None or self.source.sources.keys() != source.sources.keys():
+            self.source = source
+
+    def plan(self, policy: RoundPolicy) -> list[Group]:
+        """The groups of the next round."""
+        for domain, n in policy.draws(list(self.pool)):
+            self._draw(n, domain, policy)
+        return [group.copy() for group in policy.plan(list(self.pool))]
+
+    def replacement(
+        self, group: Group, planned: Sequence[Group], policy: RoundPolicy
+    ) -> Group | None:
+        """Another group for the same round; `None`: every prompt of its domain is in the pool.
+
+        Args:
+            group: In place of which.
+            planned: The round's groups so far.
+            policy: The round's.
+        """
+        # one that a round cut short had drawn, or the next of the data
+        ids, late = {g.id for g in planned}, group.deferred > 0
+        domain = policy.domain_of(group.prompt)
+        for other in self.pool:
+            fits = late or policy.domain_of(other.prompt) == domain
+            if fits and other.id not in ids and (other.deferred > 0) == late:
+                return other.copy()
+        assert self.source is not None
+        if not self.source.left(self._uids, domain):
+            return None
+        (drawn,) = self._draw(1, domain, policy)
+        return drawn.copy()
+
+    def _draw(self, n: int, domain: str | None, policy: RoundPolicy) -> list[Group]:
+        """Take the next prompts of a domain that are not in the pool into it."""
+        assert self.source is not None
+        drawn = []
+        for draw in self.source.draw(n, self._uids, domain):
+            launched = policy.launched(self._num_generations)
+            completions = [Completion(i) for i in range(launched)]
+            drawn.append(Group(draw.key, draw.prompt, self._sampling, completions))
+            self.pool.add(drawn[-1])
+        return drawn
+
+    @property
+    def _uids(self) -> set[str]:
+        return {group.prompt.uid for group in self.pool}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pool, and the position in the data."""
+        source = None if self.source is None else self.source.state_dict()
+        return {"source": source, "pool": self.pool.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
+        """Restore; `prompt` finds a prompt by its uid.
+
+        Raises:
+            ValueError: the position belongs to other prompts.
+        """
+        if state["source"] is not None:
+            assert self.source is not None
+            self.source.load_state_dict(state["source"])
+        self.pool.load_state_dict(state["pool"], prompt)

@@ -1,0 +1,95 @@
+from contextlib import nullcontext
+
+import pytest
+
+from lit_rlsched.rollout.learner import PlainLearner
+from lit_rlsched.rollout.round import Round
+from lit_rlsched.rollout.selection import Selection
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.rollout.update import Update
+from lit_rlsched.scheduling.rounds import FullRound
+
+
+def update_of(selection=None, **settings):
+    defaults = {
+        "seed": 0,
+        "runs": 0,
+        "steps_per_round": 1,
+        "num_iterations": 1,
+        "micro_batch_tokens": 64,
+        "mask_truncated": False,
+        "mask_stale": False,
+        "forward_context": nullcontext,
+    }
+    return Update(PlainLearner(), FullRound(4), selection, [1.0], **{**defaults, **settings})
+
+
+def group(name, *rewards):
+    completions = [
+        Completion(i, [7, 8], [-1.0, -0.5], [(0, 2)], "stop", scores=[reward])
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(name, Prompt(name, name, (1,)), Sampling(8), completions)
+
+
+def round_of(*groups):
+    return Round(0, 0, list(groups))
+
+
+def ids(step):
+    return sorted({row.group.id for row in step.rows})
+
+
+def test_every_group_is_in_one_step_of_each_iteration():
+    round = round_of(*(group(name, 0.0, 1.0) for name in "abcd"))
+    update = update_of(steps_per_round=2, num_iterations=2)
+    steps = [ids(update.step(round, i)) for i in range(update.num_steps)]
+    assert len(steps) == 4
+    assert sorted(steps[0] + steps[1]) == sorted(steps[2] + steps[3]) == ["a", "b", "c", "d"]
+
+
+def test_a_group_of_which_all_is_dropped_takes_no_place_in_a_step():
+    groups = [group(name, 0.0, 1.0) for name in "abcd"]
+    for completion in (*groups[0].completions, *groups[2].completions):
+        completion.dropped = "uninformative"
+    update = update_of(steps_per_round=2)
+    steps = [ids(update.step(round_of(*groups), i)) for i in range(2)]
+    assert sorted(steps) == [["b"], ["d"]]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_old_logprobs_are_taken_where_the_weights_move_before_the_last_step(steps):
+    some = group("a", 0.0, 1.0)
+    update_of(steps_per_round=steps).value(round_of(some))
+    expected = None if steps == 1 else [-1.0, -0.5]
+    assert [c.old_logprobs for c in some.completions] == [expected] * 2
+    low, high = (c.advantage for c in some.completions)
+    assert low == -high < 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_selected_are_compared_with_each_other_or_with_all(full):
+    some = group("a", 0.0, 0.0, 0.0, 1.0)
+    update_of(Selection(2, full_scope=full)).value(round_of(some))
+    kept = [c for c in some.completions if not c.dropped]
+    assert len(kept) == 2
+    assert (sum(c.advantage for c in kept) == pytest.approx(0.0)) != full
+
+
+def test_parts_are_valued_as_the_whole_is():
+    twins = [[group("a", 0.0, 0.5, 1.0), group("b", 1.0, 0.0, 0.0)] for _ in range(2)]
+    update = update_of(Selection(2, "random"))
+    update.value(round_of(*twins[0]))
+    for part in reversed(twins[1]):
+        update.value(round_of(part))
+    update.value(round_of())
+    assert twins[0] == twins[1]
+
+
+def test_a_part_of_a_step_divides_by_what_it_is_told():
+    update, some = update_of(), round_of(group("a", 0.0, 1.0))
+    part = update.part_of_step(some, (8, 64))
+    assert (part.divisor.sequences, part.divisor.tokens) == (8, 64)
+    some.accumulated = [part]
+    step = update.step(some, 0)
+    assert step.accumulated == [part] and len(step) == 0 and len(step.rows) == 2
