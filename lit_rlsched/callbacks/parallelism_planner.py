@@ -31,7 +31,7 @@ class ParallelismPlanner(RolloutCallback):
     does: with `TailBatching` and two sizes that is twice in five rounds. Weights come with the
     rollout, as ever, and are verified. Nothing that is drawn depends on it but rounding: log-probs
     differ by about 1e-6 in fp32, so that a run with other sizes is another run. Where the engine
-    does not start with a new size, the run goes on with the one it had and tries none beyond it.
+    does not start with a new size, the run goes on without it; a resumed one tries it once more.
 
     The rule goes by preemptions alone. It does not know that a split model decodes slower where
     nothing is preempted, and takes whatever preempts to be short of cache.
@@ -140,18 +140,20 @@ class ParallelismPlanner(RolloutCallback):
             self._restarts += 1
 
     def _restart(self, session: RolloutSession, size: int) -> None:
-        """Start the engine with another size, or go on with the one it had if it does not start."""
+        """Start the engine with another size, or with one that works if it does not start."""
         assert self.planner is not None
         working = session.engine.tensor_parallel_size
         try:
             session.restart(size)
         except Exception as error:
+            if not self.planner.exclude(size, working):
+                raise  # it has worked before: something else is wrong
+            instead = self.planner.size(self._kind)
             rank_zero_warn(
                 f"The engine does not start with `tensor_parallel_size={size}`: {error!r}. The run "
-                f"goes on with {working}, and `ParallelismPlanner` tries no size beyond it again."
+                f"goes on with {instead}, and `ParallelismPlanner` does not try {size} again."
             )
-            self.planner.exclude(size, working)
-            session.restart(working)
+            session.restart(instead)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Learn from its preemptions."""

@@ -79,7 +79,7 @@ class TailBatching(RolloutCallback):
             thrown away.
         per_domain: Share of each domain in the update of a short round, such as `{"math": 0.5,
             "code": 0.5}`: prompts race inside their domain, which their column `domain` names, for
-            its quota of `prompts_per_round`. Long rounds take the oldest, whatever their domain.
+            its quota of `prompts_per_round`. Rounds of what lost take the oldest, of any domain.
             By default all race together, and short rounds have few prompts of a domain whose
             completions are long.
         max_deferrals: With `reuse="drafts"`: losers go on beside fresh prompts, and none loses more

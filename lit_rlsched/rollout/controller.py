@@ -90,6 +90,7 @@ class RolloutController:
         self._on_group = on_group
         self._live: dict[str, tuple[Row, Request]] = {}
         self._undecoded: dict[str, int] = {}
+        self._came_finished: list[Row] = []
         self._places: dict[str, int] = {}
         self._decoded_at: dict[str, tuple[int, int]] = {}
         self._state = RoundState([], 0)
@@ -142,6 +143,7 @@ class RolloutController:
             lengths.start_round()
         rows = [Row(g, c) for g in groups for c in g.completions]
         self._state = RoundState(list(groups), len(rows), patient=policy.patience is not None)
+        self._came_finished = []
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
         try:
@@ -154,13 +156,11 @@ class RolloutController:
                 turns=not policy.discards(self._state), ahead=not self._intervenes(waits)
             )
             self._submit(rows)
-            yield from self._race()  # drafts that were kept whole may be enough
+            yield from self._react([])  # to drafts that were kept whole: they may be enough
             while self._live and not policy.done(self._state):
                 events = self.worker.step()
                 self._state.final = len(self._state.decoded)  # who comes now comes after them
-                yield from self._await(self._take(events))
-                yield from self._scored()
-                yield from self._race()
+                yield from self._react(self._take(events))
             self._take(self.worker.abort())
             self._state.patient = False
             races = policy.patience is not None
@@ -185,11 +185,12 @@ class RolloutController:
 
     def _unfinished(self, rows: Sequence[Row]) -> list[Row]:
         """What is still to be drawn; what is not is scored, unless it is."""
-        for row in rows:
-            if row.completion.finished:
-                self._count(row)
-                if not row.completion.scored:
-                    self.scorer.submit(row.group, row.completion)
+        finished = [row for row in rows if row.completion.finished]
+        for row in finished:
+            self._count(row)
+            if not row.completion.scored:
+                self.scorer.submit(row.group, row.completion)
+        self._came_finished += finished
         return [row for row in rows if not row.completion.finished]
 
     def _scored(self) -> Iterator[Group]:
@@ -213,6 +214,14 @@ class RolloutController:
             self._places[another.id] = len(self._places)
             self._submit(self._unfinished([Row(another, c) for c in another.completions]))
         return group
+
+    def _react(self, finished: Sequence[Row]) -> Iterator[Group]:
+        """What is to be done before the next step."""
+        while rows := [*finished, *self._came_finished]:
+            finished, self._came_finished = [], []
+            yield from self._await(rows)
+        yield from self._scored()
+        yield from self._race()
 
     def _await(self, finished: Sequence[Row]) -> Iterator[Group]:
         """Wait for the scores that change what decodes, and stop the groups that need no more."""

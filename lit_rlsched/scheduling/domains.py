@@ -42,7 +42,8 @@ class DomainTailRound(TailRound):
     RollPacker's code draws and accepts prompts by domain. Each domain races for itself: a short
     round begins more prompts of each than its quota, and is over once every quota is filled. So a
     domain whose completions are long keeps its share of short rounds, and of each update. What lost
-    waits in one queue, and long rounds take the oldest, whatever their domain.
+    waits in one queue, and long rounds take the oldest, whatever their domain. Where it races again
+    instead, every round has its quotas.
 
     Args:
         shares: Of each domain in a short round's update; they add up to 1.

@@ -72,6 +72,7 @@ class TensorParallelPlanner:
                 f"maximum={maximum}."
             )
         self.minimum, self.maximum = minimum, maximum
+        self._proven: set[int] = set()
         self._kinds: dict[RoundKind, _Kind] = {"short": _Kind(size), "long": _Kind(size)}
 
     def size(self, kind: RoundKind) -> int:
@@ -81,6 +82,7 @@ class TensorParallelPlanner:
     def observe(self, kind: RoundKind, preemptions: int) -> None:
         """Learn from a round that was drawn with the size of its kind."""
         state = self._kinds[kind]
+        self._proven.add(state.size)
         average = state.average
         state.average = preemptions if average is None else _mix(average, preemptions)
         state.quiet = 0 if preemptions else state.quiet + 1
@@ -93,16 +95,28 @@ class TensorParallelPlanner:
             if state.size > self.minimum:
                 self._change(state, state.size // 2, average=0.0)
 
-    def exclude(self, size: int, working: int) -> None:
-        """A size turned out not to work: from now on all sizes are on the side of one that does."""
-        if size > working:
-            self.maximum = working
+    def exclude(self, size: int, working: int) -> bool:
+        """Stay within the sizes that work, as this one turned out not to.
+
+        Args:
+            size: Larger or smaller than all that rounds were drawn with.
+            working: One that works.
+
+        Returns:
+            Whether it is. Nothing changes where it has worked before.
+        """
+        proven = self._proven | {working}
+        if size > max(proven):
+            self.maximum = size // 2
+        elif size < min(proven):
+            self.minimum = 2 * size
         else:
-            self.minimum = working
+            return False
         for state in self._kinds.values():
             within = min(max(state.size, self.minimum), self.maximum)
             if state.size != within:
                 self._change(state, within, average=None)
+        return True
 
     def _double(self, state: _Kind) -> None:
         if state.size == self.maximum:

@@ -97,10 +97,11 @@ class TailRound(RoundPolicy):
         super().check_enough(prompts)
         most = self._raced + self.most_deferred
         if prompts < most:
+            waiting = f"{self.most_deferred} prompts waiting for a long round and "
             raise ValueError(
-                f"`TailBatching` has up to {most} prompts waiting, {self._raced} of them in a "
-                f"short round, and `train_data` holds {prompts}. Use a lower `prompts_per_round` "
-                "or `prompt_ratio`."
+                f"`TailBatching` has {f'up to {waiting}' if self.most_deferred else ''}"
+                f"{self._raced} prompts in a race, and `train_data` holds {prompts}. Use a lower "
+                "`prompts_per_round` or `prompt_ratio`."
             )
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
@@ -127,7 +128,10 @@ class TailRound(RoundPolicy):
         return {"tail_batching/long_round": float(self.is_long(planned))}
 
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
-        """After a round of what lost, more or less: some may wait for the next one."""
+        """After a round of what lost, more or less: some may wait for the next one.
+
+        Where losers race again what waits is never used up: each round is a cycle.
+        """
         return not left or self.max_deferrals is not None or self.is_long(planned)
 
     def done(self, state: RoundState) -> bool:
@@ -155,10 +159,10 @@ class TailRound(RoundPolicy):
         """Where those that are ahead are not scored."""
         if not all(group.complete for group in self._enough_ahead(state)):
             return True
-        races = (self._ahead_of(group_id, state) for group_id in state.finished)
+        races = (g for g in state.planned if len(g.completions) > self.num_generations)
         return any(
             len(ahead) == self.num_generations and not all(c.scored for c in ahead)
-            for ahead in races
+            for ahead in (self._ahead_of(group.id, state) for group in races)
         )
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
@@ -212,7 +216,7 @@ class TailRound(RoundPolicy):
 
         In a round of what waited alone, whatever their domain.
         """
-        due = [group for group in self._due(state.planned) if not _useless(group)]
+        due = self._due(state.planned)
         if due and self.max_deferrals is None:
             return list(islice(groups, self.update_prompts))
         left = dict(self.quotas)
@@ -222,7 +226,7 @@ class TailRound(RoundPolicy):
             left[domain] -= 1
             return left[domain] >= 0
 
-        reserved = {group.id for group in due if has_place(group)}
+        reserved = {group.id for group in due if not _useless(group) and has_place(group)}
         return [group for group in groups if group.id in reserved or has_place(group)]
 
     def _ahead_of(self, group_id: str, state: RoundState) -> list[Completion]:

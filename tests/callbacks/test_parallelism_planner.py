@@ -220,14 +220,29 @@ def test_a_model_that_fits_no_smaller_size_stays_split(fit):
     assert recorder.sizes == [2] * 10 and engine.starts == [2, 1, 2]
 
 
-def test_an_engine_that_starts_no_more_stops_the_run(fit):
+@pytest.mark.parametrize("broken", [(1, 2), ()], ids=["none starts", "worked before"])
+def test_an_engine_that_starts_no_more_stops_the_run(fit, broken):
     class Lost(Fragile):
         def start(self, spec):
-            self.broken = (1, 2) if self.starts else ()
+            self.broken = (broken or (1,)) if self.starts else ()
             super().start(spec)
 
-    with pytest.raises(RuntimeError, match="no such device"), pytest.warns(UserWarning):
-        train(fit, Lost({1: 2}), epochs=4)
+    with pytest.raises(RuntimeError, match="no such device"):
+        train(fit, Lost({1: 2}), epochs=9)
+
+
+def test_what_one_kind_of_rounds_cannot_have_the_other_keeps(fit):
+    class Kinds(RolloutCallback):
+        def on_round_start(self, trainer, pl_module, plan):
+            lost = any(g.deferred for g in plan)
+            engine.preempted = {1: 1, 2: 9 ** len(engine.starts)} if lost else {}
+
+    engine = Fragile({})
+    engine.broken = (4,)
+    with pytest.warns(UserWarning, match="=4`.*goes on with 2, and"):
+        recorder, _ = train(fit, engine, Kinds(), TailBatching(2.0), epochs=12, num_generations=2)
+    assert 4 in engine.starts and set(recorder.sizes[1::2][-3:]) == {2}
+    assert set(recorder.sizes[::2]) == {1}
 
 
 def with_heads(tiny_model, folder, **heads):

