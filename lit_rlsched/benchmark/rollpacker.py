@@ -152,7 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--variants", nargs="+", default=["synchronous", "rollpacker"], choices=VARIANTS
+        "--variants",
+        nargs="+",
+        default=["synchronous", "rollpacker", "losers"],
+        choices=VARIANTS,
     )
     parser.add_argument("--share", type=float, default=0.95, help="of the best accuracy")
     parser.add_argument("--out", type=Path, default=Path("runs/rollpacker"))
