@@ -38,6 +38,7 @@ from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.drawing import RoundDrawer
 from lit_rlsched.rollout.learner import Learner, PlainLearner
+from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.selection import Selection
@@ -206,7 +207,7 @@ class RolloutDataModule(LightningDataModule):
         worth the same is replaced by another; set by `DynamicSampling`."""
 
         self.pool = RolloutBuffer()
-        self._drawer = RoundDrawer(self.pool, self.sampling, num_generations)
+        self._drawer = RoundDrawer(RoundPlanner(self.pool, self.sampling, num_generations))
         self.current: Round | None = None
         """The round that is being trained on."""
         self.num_rounds = 0

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -284,9 +284,7 @@ class VLLMEngine(RolloutEngine):
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         with ExitStack() as stack:
             if self._apart:
-                file = WeightsFile()
-                stack.callback(file.close)
-                weights = file.write(weights)
+                weights = stack.enter_context(closing(WeightsFile())).write(weights)
             with self._naming_dead_workers():
                 self._live.collective_rpc(beside_model.load, args=(weights,))
         self._noise.forget()

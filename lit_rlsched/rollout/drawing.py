@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest, PoolAudit, restart_stale, settle
-from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import Feedback
 from lit_rlsched.rollout.drafts import Drafts
 from lit_rlsched.rollout.metrics import measure
@@ -16,7 +15,7 @@ from lit_rlsched.rollout.round import Round, check_rewards
 from lit_rlsched.rollout.selection import Stop, count_drops, replace_uninformative
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.streaming import GradientStream, Streaming
-from lit_rlsched.rollout.types import Group, Prompt, Sampling
+from lit_rlsched.rollout.types import Group, Prompt
 from lit_rlsched.rollout.update import Update
 from lit_rlsched.scheduling.rounds import RoundPolicy
 
@@ -46,20 +45,15 @@ class RoundDrawer:
     Until all of a round is drawn and valued, its prompts stay in the pool as they were.
 
     Args:
-        pool: What waits.
-        sampling: Of new groups.
-        num_generations: Completions of a group that are trained on.
+        planner: Chooses the prompts of each.
     """
 
-    def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
-        self.pool = pool
-        self.planner = RoundPlanner(pool, sampling, num_generations)
+    def __init__(self, planner: RoundPlanner) -> None:
+        self.planner = planner
         self.drafts = Drafts()
         self.audit = PoolAudit()
         self.runs = 0
         """Trainers before this one."""
-        self._num_generations = num_generations
-        self._most_tokens = sampling.max_completion_length
 
     def plan(self, number: int, version: int, policy: RoundPolicy) -> RoundPlan:
         """Choose the round's groups."""
@@ -106,7 +100,7 @@ class RoundDrawer:
         harvest.drafts = plan.drafts
         round = Round(plan.number, plan.version, harvest.trained, session.trace)
         drawn = time.perf_counter()
-        check_rewards(round, update.weights, policy.update_prompts * self._num_generations)
+        check_rewards(round, update.weights, self._sequences(policy))
         _value(round, update, stream)
         names = session.scorer.scheduler.names
         round.metrics |= measure(round, harvest, plan.groups, names, update)
@@ -162,13 +156,13 @@ class RoundDrawer:
     def _stream(
         self, plan: RoundPlan, session: RolloutSession, update: Update, streaming: Streaming
     ) -> GradientStream:
-        sequences = plan.policy.update_prompts * self._num_generations
+        sequences = self._sequences(plan.policy)
         return GradientStream(
             streaming,
             update,
             number=plan.number,
             version=plan.version,
-            divisor=(sequences, sequences * self._most_tokens),
+            divisor=(sequences, sequences * self.planner.sampling.max_completion_length),
             meanwhile=session.scorer.scheduler.turn,
         )
 
@@ -176,13 +170,18 @@ class RoundDrawer:
         self, plan: RoundPlan, round: Round, harvest: Harvest, session: RolloutSession
     ) -> None:
         """Put back what is left, and take the figures of the pool."""
-        self.pool.settle(plan.groups, harvest.left)
-        self.drafts.keep(session.policy, plan.version, self.pool)
-        round.metrics["rollout/pool_prompts"] = len(self.pool)
+        pool = self.planner.pool
+        pool.settle(plan.groups, harvest.left)
+        self.drafts.keep(session.policy, plan.version, pool)
+        round.metrics["rollout/pool_prompts"] = len(pool)
         self.audit.add(harvest, session.trace)
-        if plan.policy.ends_cycle(plan.groups, list(self.pool)):
+        if plan.policy.ends_cycle(plan.groups, list(pool)):
             round.metrics |= self.audit.metrics()
             self.audit = PoolAudit()
+
+    def _sequences(self, policy: RoundPolicy) -> int:
+        """Of an update."""
+        return policy.update_prompts * self.planner.num_generations
 
     @property
     def _salt(self) -> str:
@@ -197,7 +196,7 @@ class RoundDrawer:
         """
         self.audit, self.drafts = PoolAudit(), Drafts()
         self.runs += 1  # versions come again, and noise that chose what is left must not
-        return self.pool.restart()
+        return self.planner.pool.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """What goes from one round to the next: primitives and tensors only."""

@@ -25,8 +25,8 @@ class RoundPlanner:
         self.pool = pool
         self.source: DomainSource | None = None
         """Where the next prompts come from, once they are known."""
-        self._sampling = sampling
-        self._num_generations = num_generations
+        self.sampling = sampling
+        self.num_generations = num_generations
 
     def connect(self, source: DomainSource) -> None:
         """Draw from `source`; one of the same domains goes on where it was."""
@@ -67,9 +67,9 @@ class RoundPlanner:
         assert self.source is not None
         drawn = []
         for draw in self.source.draw(n, self._uids, domain):
-            launched = policy.launched(self._num_generations)
+            launched = policy.launched(self.num_generations)
             completions = [Completion(i) for i in range(launched)]
-            drawn.append(Group(draw.key, draw.prompt, self._sampling, completions))
+            drawn.append(Group(draw.key, draw.prompt, self.sampling, completions))
             self.pool.add(drawn[-1])
         return drawn
 

@@ -840,43 +840,29 @@ def test_each_domain_has_its_quota(fit, sums, more):
     assert len(recorder.trained) == len(set(recorder.trained)) == 8 * 4
 
 
-def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
+def one_round_with_replacements(fit, rows, per_domain, max_num_gen_batches):
+    """Only prompts of `a` teach something."""
     recorder = Recorder()
-    fit(
-        callbacks=[
-            recorder,
-            TailBatching(per_domain={"a": 0.5, "b": 0.5}),
-            DynamicSampling(max_num_gen_batches=2),
-        ],
-        trainer={"max_epochs": 1},
-        train_data=of_domains(sums[:80]),
-        reward_funcs=[only_of_a()],
-        **SMALL,
-    )
+    tail, dynamic = TailBatching(per_domain=per_domain), DynamicSampling(max_num_gen_batches)
+    data = {"train_data": rows, "reward_funcs": [only_of_a()], **SMALL}
+    fit(callbacks=[recorder, tail, dynamic], trainer={"max_epochs": 1}, **data)
     (round,) = recorder.rounds
     replaced = [g for g in round.groups if all(c.dropped for c in g.completions)]
-    assert replaced and {g.prompt.columns["domain"] for g in replaced} >= {"b"}
-    drawn = [g.prompt.columns["domain"] for g in (*round.groups, *recorder.pools[0])]
-    assert drawn.count("b") > 3, "more of b were drawn in place of those"
+    return [*round.groups, *recorder.pools[0]], [g.prompt.columns["domain"] for g in replaced]
+
+
+def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
+    rows = of_domains(sums[:80])
+    drawn, replaced = one_round_with_replacements(fit, rows, {"a": 0.5, "b": 0.5}, 2)
+    assert replaced and set(replaced) >= {"b"}
+    domains = [g.prompt.columns["domain"] for g in drawn]
+    assert domains.count("b") > 3, "more of b were drawn in place of those"
 
 
 def test_a_domain_that_teaches_nothing_runs_out_of_replacements(fit, sums):
-    recorder = Recorder()
     rows = of_domains(sums[:80], "a" * 15 + "b")  # 75 and 5, as many as must be there
-    fit(
-        callbacks=[
-            recorder,
-            TailBatching(per_domain={"a": 0.75, "b": 0.25}),
-            DynamicSampling(max_num_gen_batches=4),
-        ],
-        trainer={"max_epochs": 1},
-        train_data=rows,
-        reward_funcs=[only_of_a()],
-        **SMALL,
-    )
-    (round,) = recorder.rounds
-    useless = [g for g in round.groups if all(c.dropped for c in g.completions)]
-    assert [g.prompt.columns["domain"] for g in useless].count("b") == 5
+    _, replaced = one_round_with_replacements(fit, rows, {"a": 0.75, "b": 0.25}, 4)
+    assert replaced.count("b") == 5
 
 
 @pytest.mark.parametrize(
