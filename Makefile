@@ -11,12 +11,13 @@ export WANDB_SILENT ?= true
 
 # An NVIDIA GPU: vLLM's CUDA build. Linux without one: its CPU build. Elsewhere: no vLLM.
 BUILD  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || { [ "$$(uname -s)" = Linux ] && echo cpu || echo none; })
+XDIST  := -n logical --maxprocesses 4 --dist worksteal
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart test lint types
+.PHONY: help install quickstart test test-slow test-all lint types
 
 help:  ## List the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(VENV)/.installed  ## Make .venv and install everything into it
 
@@ -44,5 +45,10 @@ lint: install  ## Check style
 types: install  ## Check types
 	$(BIN)/mypy
 
-test: lint types  ## Lint, types and tests
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
+test: lint types  ## Lint, types and the quick tests
+	$(BIN)/pytest $(XDIST)
+
+test-slow: install  ## The slow tests: kills in every phase, every model family, whole runs
+	$(BIN)/pytest $(XDIST) -m slow
+
+test-all: test test-slow  ## Everything
