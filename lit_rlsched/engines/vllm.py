@@ -11,6 +11,7 @@ import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
+from lit_rlsched.engines._vllm_kwargs import check_engine_kwargs
 from lit_rlsched.engines.base import (
     EngineSpec,
     EngineStats,
@@ -55,14 +56,28 @@ class VLLMEngine(RolloutEngine):
             is not worth the build time.
         enable_sleep_mode: Give the GPU memory of weights and cache back to the trainer between
             rollouts (vLLM's level 1). Ignored on CPU.
-        engine_kwargs: More arguments of `vllm.EngineArgs`, taken as they are; they win over ours.
+        engine_kwargs: More arguments of `vllm.EngineArgs`; they win over ours. Passed on are those
+            that change where and how fast tokens are drawn, not which: `block_size`,
+            `kv_cache_memory_bytes`, `num_gpu_blocks_override`, `cpu_offload_gb`,
+            `cpu_offload_params`, `disable_hybrid_kv_cache_manager`, `watermark`,
+            `limit_mm_per_prompt`, `language_model_only`, `skip_mm_profiling`,
+            `max_num_batched_tokens`, `max_num_seqs`, `max_num_active_seqs`,
+            `enable_prefix_caching`, `prefix_caching_hash_algo`, `attention_backend`, `moe_backend`,
+            `disable_cascade_attn`, `disable_custom_all_reduce`, `enable_flashinfer_autotune`,
+            `compilation_config`, `cudagraph_capture_sizes`, `max_cudagraph_capture_size`,
+            `optimization_level`, `performance_mode`, `trust_remote_code`, `revision`,
+            `code_revision`, `download_dir`, `max_parallel_loading_workers`,
+            `distributed_timeout_seconds`, `cpu_distributed_timeout_seconds`, `numa_bind`,
+            `numa_bind_nodes` and `numa_bind_cpus`. Every other one is refused: speculative
+            decoding, quantisation, logits processors and the like draw or record something else
+            than the policy that is trained.
         tensor_parallel_size: Processes the model is split over, within this machine. A new value
             of the attribute holds from the next `start`.
 
     Raises:
-        ValueError: `tensor_parallel_size` is no positive number, or `engine_kwargs` splits the
-            model; or, in `start`, they allow fewer requests than there are slots, the cache holds
-            no full context, or there are fewer cores than worker processes.
+        ValueError: `tensor_parallel_size` is no positive number, or `engine_kwargs` has an argument
+            that is not passed on; or, in `start`, they allow fewer requests than there are slots,
+            the cache holds no full context, or there are fewer cores than worker processes.
 
     Example:
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
@@ -91,16 +106,7 @@ class VLLMEngine(RolloutEngine):
         self.enable_sleep_mode = enable_sleep_mode
         self.engine_kwargs = engine_kwargs or {}
         self.tensor_parallel_size = tensor_parallel_size
-        for name, fix in (
-            ("tensor_parallel_size", "Use the engine's own argument of that name."),
-            ("pipeline_parallel_size", "Use `tensor_parallel_size`, or 1."),
-            ("data_parallel_size", "Use 1: an engine is one replica."),
-        ):
-            if self.engine_kwargs.get(name, 1) != 1:
-                raise ValueError(
-                    f"`VLLMEngine(engine_kwargs={{'{name}': {self.engine_kwargs[name]}}})` is not "
-                    f"the way to split the work. {fix}"
-                )
+        check_engine_kwargs(self.engine_kwargs)
         self._engine: Any = None
         self._forget_counts()
 

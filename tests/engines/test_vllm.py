@@ -1,10 +1,12 @@
 """What vLLM would do to the trainer's process, and the traps of its weight reload."""
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
+from lit_rlsched.engines._vllm_kwargs import OF_THE_RUN, OTHER_DRAWS, OWN, PASSED_ON
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.types import Request, Sampling
@@ -28,24 +31,61 @@ def test_says_what_to_install_when_vllm_is_missing(monkeypatch: pytest.MonkeyPat
         VLLMEngine().start(EngineSpec("nowhere", 1, 64, (1,)))
 
 
+@pytest.mark.parametrize("size", [0, 2.0, True])
+def test_refuses_sizes_that_are_none(size: object) -> None:
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}\)`: must be"):
+        VLLMEngine(tensor_parallel_size=size)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "value", "why"),
     [
-        ({"engine_kwargs": {"tensor_parallel_size": 2}}, r"size': 2.*engine's own argument"),
-        ({"engine_kwargs": {"pipeline_parallel_size": 2}}, r"size': 2.*`tensor_parallel_size`, or"),
-        ({"engine_kwargs": {"data_parallel_size": 2}}, r"size': 2.*Use 1: an engine is one repl"),
-        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0\)`: must be"),
-        ({"tensor_parallel_size": 2.0}, r"tensor_parallel_size=2.0\)`: must be"),
-        ({"tensor_parallel_size": True}, r"tensor_parallel_size=True\)`: must be"),
+        ("speculative_config", {"method": "ngram"}, "it means speculative decoding"),
+        ("logits_processors", ["module:Class"], "filtered or forced tokens"),
+        ("kv_offloading_size", 4.0, "keys and values of old weights"),
+        ("quantization", "fp8", "another precision"),
+        ("logprobs_mode", "raw_logprobs", "other log-probs"),
+        ("override_generation_config", {"top_k": 5}, "set by `temperature`"),
+        ("tensor_parallel_size", 2, r"itself: `VLLMEngine\(tensor_parallel_size=2\)`"),
+        ("dtype", "float16", r"itself: `VLLMEngine\(dtype='float16'\)`"),
+        ("pipeline_parallel_size", 2, "use `tensor_parallel_size`"),
+        ("data_parallel_size", 2, "one replica"),
+        ("blok_size", 64, "not known"),
     ],
-    ids=["tensor", "pipeline", "data", "none", "fraction", "bool"],
 )
-def test_refuses_to_split_the_model_otherwise(settings: dict, message: str) -> None:
+def test_refuses_what_would_draw_or_record_something_else(
+    name: str, value: object, why: str
+) -> None:
+    message = (
+        rf"`VLLMEngine\(engine_kwargs=\{{'{name}': .* is refused: .*{why}.*Passed on to vLLM are "
+    )
     with pytest.raises(ValueError, match=message):
-        VLLMEngine(**settings)
+        VLLMEngine(engine_kwargs={"block_size": 64, name: value})
+
+
+def test_the_documentation_lists_what_is_passed_on() -> None:
+    text = str(VLLMEngine.__doc__).partition("engine_kwargs:")[2].partition("Every other one")[0]
+    assert set(re.findall(r"`(\w+)`", text)) == set(PASSED_ON)
+    assert len(PASSED_ON) == len(set(PASSED_ON))
 
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@needs_vllm
+def test_an_argument_that_nobody_has_looked_at_is_refused() -> None:
+    """Of this vLLM, whichever it is: what a new one brings is refused until it is listed."""
+    vllm = import_module("vllm")
+    known = {field.name for field in fields(vllm.EngineArgs)}
+    for name in {*known, "an_argument_of_tomorrow"} - {*PASSED_ON}:
+        with pytest.raises(ValueError, match=rf"'{name}'.*is refused"):
+            VLLMEngine(engine_kwargs={name: None})
+    named = {name for names in OTHER_DRAWS.values() for name in names} | {*OWN, *OF_THE_RUN}
+    assert not named & {*PASSED_ON}
+    if vllm.__version__.startswith("0.32"):  # older ones have not all of them
+        assert known >= {*PASSED_ON}
+
+
 TOKEN = 2 * 2 * 32 * 4
 """Bytes of cache: keys and values, two layers, one head of 32, fp32."""
 
@@ -281,9 +321,22 @@ def test_fewer_requests_than_slots_are_refused(tiny_model: str, name: str) -> No
 
 
 def test_settings_of_the_user_win(tiny_model: str, tiny_policy: PreTrainedModel) -> None:
-    settings = {"dtype": "bfloat16", "engine_kwargs": {"block_size": 64, "enforce_eager": True}}
+    settings = {"dtype": "bfloat16", "engine_kwargs": {"block_size": 64}}
     with started(tiny_model, **settings) as engine:
         assert 1e-4 < error_of_logprobs(engine, tiny_policy) < 1
         engine.submit([Request("r", PROMPT, 0, Sampling(4))])
         engine.step()
         assert engine.stats().kv_tokens == 64
+
+
+@pytest.mark.slow
+def test_what_is_passed_on_changes_no_draw(tiny_model: str) -> None:
+    with started(tiny_model) as engine:
+        expected = draw(engine, count=4, length=60)
+    for settings in (
+        {"block_size": 64, "max_num_batched_tokens": 256, "max_num_seqs": 9},
+        {"enable_prefix_caching": False, "num_gpu_blocks_override": 10, "watermark": 0.2},
+        {"prefix_caching_hash_algo": "xxhash", "performance_mode": "throughput"},
+    ):
+        with started(tiny_model, engine_kwargs=settings) as engine:
+            assert draw(engine, count=4, length=60) == expected
