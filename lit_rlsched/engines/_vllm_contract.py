@@ -1,0 +1,117 @@
+"""What the engine touches of vLLM, most of it below vLLM's public interface.
+
+The tests hold it against every release that pyproject allows, as recorded in
+`tests/vllm_contract.json`, against the installed release, and against the engine's code:
+whoever reaches for something new adds it here, and records it with `python tests/vllm_contract.py`.
+"""
+
+TOUCHED: dict[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils": (
+        "EngineArgs(model=, dtype=, max_model_len=, max_num_seqs=, seed=, enforce_eager=,"
+        " kv_cache_memory_bytes=, enable_prefix_caching=, logprobs_mode=, skip_tokenizer_init=,"
+        " generation_config=, async_scheduling=, disable_log_stats=, use_tqdm_on_load=,"
+        " tensor_parallel_size=, distributed_executor_backend=, block_size=,"
+        " enable_chunked_prefill=, max_num_batched_tokens=, gpu_memory_utilization=,"
+        " enable_sleep_mode=)",
+        "EngineArgs.create_engine_config()",
+    ),
+    "vllm.sampling_params": (
+        "SamplingParams(temperature=, top_p=, top_k=, min_p=, max_tokens=, seed=, ignore_eos=,"
+        " stop_token_ids=, logprobs=, detokenize=, output_kind=, extra_args=)",
+        "RequestOutputKind.DELTA",
+    ),
+    "vllm.config.vllm": (
+        "VllmConfig.cache_config",
+        "VllmConfig.device_config",
+        "VllmConfig.model_config",
+    ),
+    "vllm.config.cache": ("CacheConfig.block_size",),
+    "vllm.config.device": ("DeviceConfig.device",),
+    "vllm.config.model": ("ModelConfig.get_vocab_size()",),
+    "vllm.v1.engine.llm_engine": (
+        "LLMEngine.from_vllm_config(config, disable_log_stats=)",
+        "LLMEngine.engine_core",
+        "LLMEngine.add_request(id, prompt, params)",
+        "LLMEngine.step()",
+        "LLMEngine.abort_request(ids)",
+        "LLMEngine.collective_rpc(method)",
+        "LLMEngine.collective_rpc(method, args=)",
+        "LLMEngine.reset_prefix_cache()",
+        "LLMEngine.sleep(level=)",
+        "LLMEngine.wake_up()",
+    ),
+    "vllm.outputs": (
+        "RequestOutput.request_id",
+        "RequestOutput.outputs",
+        "RequestOutput.finished",
+        "RequestOutput.num_cached_tokens",
+        "CompletionOutput.token_ids",
+        "CompletionOutput.logprobs",
+        "CompletionOutput.finish_reason",
+    ),
+    "vllm.logprobs": ("Logprob.logprob",),
+    "vllm.v1.engine.core_client": ("InprocClient.engine_core", "InprocClient.shutdown()"),
+    "vllm.v1.engine.core": (
+        "EngineCore.scheduler",
+        "EngineCore.model_executor",
+        "cleanup_dist_env_and_memory",  # replaced where the core looks it up
+    ),
+    "vllm.distributed.parallel_state": (
+        "cleanup_dist_env_and_memory()",
+        "destroy_distributed_environment()",
+        "_WORLD",
+        "_NODE_COUNT",
+        "GroupCoordinator.destroy()",
+    ),
+    "vllm.v1.executor.multiproc_executor": (
+        "MultiprocExecutor.is_failed",
+        "MultiprocExecutor.workers",
+        "MultiprocExecutor.shutdown()",
+    ),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.kv_cache_manager",
+        "Scheduler.waiting",
+        "Scheduler.get_request_counts()",
+    ),
+    "vllm.v1.core.kv_cache_manager": ("KVCacheManager.block_pool",),
+    "vllm.v1.core.block_pool": ("BlockPool.num_gpu_blocks", "BlockPool.get_num_free_blocks()"),
+    "vllm.v1.request": ("Request.request_id", "Request.num_preemptions"),
+    "vllm.v1.sample.sampler": ("batched_count_greater_than(logprobs, values)",),
+    "vllm.v1.worker.gpu_worker": (
+        "Worker.model_runner",
+        "Worker.get_model()",
+        "Worker.reload_weights(weights_iterator=)",
+    ),
+    "vllm.v1.worker.cpu_worker": (
+        "CPUWorker.model_runner",
+        "CPUWorker.get_model()",
+        "CPUWorker.reload_weights(weights_iterator=)",
+    ),
+    "vllm.v1.worker.gpu_model_runner": (
+        "GPUModelRunner.input_batch",
+        "GPUModelRunner.reload_weights(weights_iterator=)",
+    ),
+    "vllm.v1.worker.gpu.model_runner": (
+        "GPUModelRunner.req_states",
+        "GPUModelRunner.reload_weights(weights_iterator=)",
+    ),
+    "vllm.v1.worker.gpu_input_batch": (
+        "InputBatch.generators",
+        "InputBatch.add_request(request)",
+        "CachedRequestState.sampling_params",
+        "CachedRequestState.generator",
+    ),
+    "vllm.model_executor.layers.vocab_parallel_embedding": (
+        "VocabParallelEmbedding.quant_method",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",
+    ),
+    "vllm.envs": (
+        "disable_envs_cache()",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_CPU_OMP_THREADS_BIND",
+    ),
+}
+"""By module: attributes, and calls with the arguments that we give."""

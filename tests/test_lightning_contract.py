@@ -1,0 +1,69 @@
+"""Lightning: releases that are safe to load a checkpoint with, and what we touch below its API."""
+
+import ast
+from importlib.metadata import version
+from pathlib import Path
+
+import lightning
+import pytest
+from vllm_contract import Source, Touch, requirement
+
+import lit_rlsched
+
+PACKAGE = Path(lit_rlsched.__file__).parent
+TOUCHED = (
+    Touch("lightning.fabric.utilities.seed", "_collect_rng_states()"),
+    Touch("lightning.fabric.utilities.seed", "_set_rng_states(states)"),
+    Touch(
+        "lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._batches_that_stepped"
+    ),
+    Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
+    Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_kwargs(subcommand)"),
+    Touch("lightning.pytorch.cli", "LightningCLI._run_subcommand(subcommand)"),
+    Touch("lightning.pytorch.plugins.precision.precision", "Precision.forward_context()"),
+    Touch("lightning.pytorch.plugins.precision.precision", "Precision.train_step_context()"),
+    Touch("lightning.pytorch.plugins.precision.precision", "Precision.convert_module(module)"),
+    Touch("lightning.pytorch.strategies.strategy", "Strategy.connect(module)"),
+)
+"""Everything private, and what is public but not in Lightning's reference for users."""
+
+
+def test_releases_that_run_code_are_not_allowed() -> None:
+    allowed = requirement("lightning").specifier
+    # 2.6.2 and 2.6.3 were malicious; a checkpoint ran code until 2.6.6
+    assert not any(allowed.contains(f"2.6.{patch}") for patch in range(6))
+    assert allowed.contains("2.6.6") and allowed.contains(version("lightning"))
+    assert not allowed.contains("2.7.0")
+
+
+@pytest.mark.parametrize("touch", TOUCHED, ids=lambda touch: touch.path)
+def test_the_installed_release_has_what_we_touch(touch: Touch) -> None:
+    source = Source(Path(lightning.__file__).parents[1])
+    assert touch.holds(source.find(touch)), touch
+
+
+def test_nothing_else_that_is_private_is_touched() -> None:
+    known = {touch.path.rpartition(".")[2] for touch in TOUCHED}
+    for path in PACKAGE.rglob("*.py"):
+        for name in private_names(ast.parse(path.read_text())):
+            assert name in known, f"{path.name} touches Lightning's {name}: add it to the list"
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names imported from Lightning, or reached through a trainer or a base class."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning"):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            root = ast.unparse(node.value).removeprefix("self.").split(".")[0]
+            names |= {node.attr} if root in ("trainer", "super()") else set()
+    return {name for name in names if name.startswith("_") and not name.endswith("__")}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["from lightning.fabric.x import _secret", "trainer.fit_loop._secret", "self.trainer._secret"],
+)
+def test_private_names_are_seen(code: str) -> None:
+    assert private_names(ast.parse(code)) == {"_secret"}
