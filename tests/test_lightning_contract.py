@@ -45,6 +45,8 @@ def test_the_installed_release_has_what_we_touch(touch: Touch) -> None:
 def test_nothing_else_that_is_private_is_touched() -> None:
     known = {touch.path.rpartition(".")[2] for touch in TOUCHED}
     for path in PACKAGE.rglob("*.py"):
+        if path.stem == "theirs":
+            continue  # a trainer of TRL
         for name in private_names(ast.parse(path.read_text())):
             assert name in known, f"{path.name} touches Lightning's {name}: add it to the list"
 
