@@ -1,7 +1,8 @@
 """Rewards to advantages, one row per prompt group. NaN marks a completion that could not be scored.
 
 An unscorable completion gets advantage 0 and stays out of its group's baseline; so does the only
-scorable completion of a group, or of a batch, which has nothing to be compared with.
+scorable completion of a group, or of a batch, which has nothing to be compared with. Statistics are
+taken in float64 and do not overflow, however large the rewards; an infinite reward counts as none.
 """
 
 from typing import Literal
@@ -64,16 +65,19 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
         ValueError: if a group has fewer than two completions or `scale_rewards` is unknown.
     """
     _check_groups(rewards)
-    advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
+    scaled, unit = _scaled(rewards)
+    advantages = scaled - scaled.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
-        advantages = advantages / (_nanstd(rewards) + STD_EPSILON)
+        advantages = advantages / (_nanstd(scaled) + STD_EPSILON / unit)
     elif scale_rewards == "batch":
-        advantages = advantages / (_nanstd(rewards.reshape(1, -1)) + STD_EPSILON)
-    elif scale_rewards != "none":
+        advantages = advantages / (_nanstd(scaled.reshape(1, -1)) + STD_EPSILON / unit)
+    elif scale_rewards == "none":
+        advantages = advantages * unit
+    else:
         raise ValueError(
             f"`scale_rewards={scale_rewards!r}` is unknown. Use 'group', 'batch' or 'none'."
         )
-    return advantages.nan_to_num(nan=0.0)
+    return _zero_where_unscored(advantages).to(rewards.dtype)
 
 
 def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
@@ -90,13 +94,15 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
         ValueError: if a group has fewer than two completions.
     """
     _check_groups(rewards)
-    others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+    scaled, unit = _scaled(rewards)
+    others = (~scaled.isnan()).sum(dim=1, keepdim=True) - 1
     # One scorable completion: 0 / 0, so NaN, so advantage 0.
-    advantages = rewards - (rewards.nansum(dim=1, keepdim=True) - rewards) / others
+    advantages = scaled - (scaled.nansum(dim=1, keepdim=True) - scaled) / others
     if normalize:
         # No mean to subtract: each group's advantages sum to zero.
-        advantages = advantages / (_nanstd(advantages.reshape(1, -1)) + STD_EPSILON)
-    return advantages.nan_to_num(nan=0.0)
+        spread = _nanstd(advantages.reshape(1, -1)) + STD_EPSILON / unit
+        return _zero_where_unscored(advantages / spread).to(rewards.dtype)
+    return _zero_where_unscored(advantages * unit).to(rewards.dtype)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:
@@ -111,8 +117,35 @@ def batch_normalized(rewards: Tensor) -> Tensor:
     Returns:
         `[P, G]`.
     """
-    advantages = (rewards - rewards.nanmean()) / (_nanstd(rewards.reshape(1, -1)) + STD_EPSILON)
-    return advantages.nan_to_num(nan=0.0)
+    scaled, unit = _scaled(rewards)
+    spread = _nanstd(scaled.reshape(1, -1)) + STD_EPSILON / unit
+    return _zero_where_unscored((scaled - scaled.nanmean()) / spread).to(rewards.dtype)
+
+
+def standard_deviation(rewards: Tensor) -> Tensor:
+    """Bessel-corrected standard deviation of each row's scored rewards: `[P, G]` to `[P]`.
+
+    0 where a row has less than two.
+    """
+    scaled, unit = _scaled(rewards)
+    return (_nanstd(scaled, least=1) * unit).squeeze(1)
+
+
+def _scaled(rewards: Tensor) -> tuple[Tensor, float]:
+    """The rewards in float64 over a power of two, under which nothing overflows, and that power.
+
+    It is 1 unless rewards are as large as no reward should be. What is infinite becomes NaN.
+    """
+    exact = rewards.double()
+    exact = exact.masked_fill(exact.isinf(), torch.nan)
+    largest = float(exact.abs().nan_to_num(nan=0.0).max()) if exact.numel() else 0.0
+    unit = 2.0**600 if largest > 2.0**500 else 1.0
+    return exact / unit, unit
+
+
+def _zero_where_unscored(advantages: Tensor) -> Tensor:
+    """Not `nan_to_num`, which would also make a large number of an infinite one."""
+    return advantages.masked_fill(advantages.isnan(), 0.0)
 
 
 def _check_groups(rewards: Tensor) -> None:
@@ -123,8 +156,12 @@ def _check_groups(rewards: Tensor) -> None:
         )
 
 
-def _nanstd(values: Tensor) -> Tensor:
-    """Bessel-corrected standard deviation of each row's numbers: `[P, G]` to `[P, 1]`."""
+def _nanstd(values: Tensor, least: int = 0) -> Tensor:
+    """Bessel-corrected standard deviation of each row's numbers: `[P, G]` to `[P, 1]`.
+
+    `least`: What is divided by, where there are fewer numbers.
+    """
     deviations = values - values.nanmean(dim=1, keepdim=True)
     count = (~values.isnan()).sum(dim=1, keepdim=True)
-    return (deviations.square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
+    variance = deviations.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=least)
+    return variance.sqrt()

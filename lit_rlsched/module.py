@@ -25,6 +25,7 @@ from lit_rlsched.advantages import (
 )
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.evaluation import Evaluated
+from lit_rlsched.finite import check_gradient
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.logs import StepMetrics, log_now
 from lit_rlsched.losses import (
@@ -397,6 +398,7 @@ class PolicyModule(LightningModule):
         """Clip here: the gradients are unscaled by now, whatever the precision."""
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        check_gradient(self.trainer, norm, self._total)
         self.log("grad_norm", norm, batch_size=1)
         if self._hp.gradient_clip_val is not None:
             self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")

@@ -3,8 +3,11 @@
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from lit_rlsched.data.batching import MicroBatch
+from lit_rlsched.finite import check_gradient, loss_scale
 
 
 class MicroBatchAccumulation(Callback):
@@ -12,14 +15,18 @@ class MicroBatchAccumulation(Callback):
 
     For LightningModules with automatic optimization, whose loader gives micro-batches one by one:
     Lightning accumulates a fixed number of batches and averages their losses, while ours vary in
-    number and their losses, normalised by the step's totals, add up.
+    number and their losses, normalised by the step's totals, add up. A gradient that is not finite
+    stops the run before the step.
     """
+
+    _loss: torch.Tensor | float = 0.0
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: MicroBatch, batch_idx: int
     ) -> None:
         """Tell Lightning whether the optimizer steps after this micro-batch."""
         if batch.is_first:
+            self._loss = 0.0
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
         # (batch_idx + 1) % n is 0 on the last only; batch_idx % n, which wipes gradients, never
@@ -30,6 +37,15 @@ class MicroBatchAccumulation(Callback):
     ) -> None:
         """Undo Lightning's division by the number of accumulated batches."""
         loss.mul_(trainer.accumulate_grad_batches)
+        self._loss += loss.detach() / loss_scale(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Look at the gradient, unscaled and not yet clipped."""
+        grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if grads:
+            check_gradient(trainer, get_total_norm(grads), self._loss)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the Trainer as it was."""

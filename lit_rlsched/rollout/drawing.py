@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest, PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.controller import Feedback
 from lit_rlsched.rollout.drafts import Drafts
 from lit_rlsched.rollout.metrics import measure
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.round import Round, check_rewards
+from lit_rlsched.rollout.round import NONFINITE, Round, check_rewards, huge_rewards
 from lit_rlsched.rollout.selection import Stop, count_drops, replace_uninformative
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.streaming import GradientStream, Streaming
@@ -54,6 +56,7 @@ class RoundDrawer:
         self.audit = PoolAudit()
         self.runs = 0
         """Trainers before this one."""
+        self._blamed: set[str] = set()
 
     def plan(self, number: int, version: int, policy: RoundPolicy) -> RoundPlan:
         """Choose the round's groups."""
@@ -103,6 +106,7 @@ class RoundDrawer:
         check_rewards(round, update.weights, self._sequences(policy))
         _value(round, update, stream)
         names = session.scorer.scheduler.names
+        self._blame(huge_rewards(round, names, update.weights))
         round.metrics |= measure(round, harvest, plan.groups, names, update)
         round.metrics |= learned | session.metrics()
         if harvest.drafts.tokens:
@@ -178,6 +182,16 @@ class RoundDrawer:
         if plan.policy.ends_cycle(plan.groups, list(pool)):
             round.metrics |= self.audit.metrics()
             self.audit = PoolAudit()
+
+    def _blame(self, rewards: dict[str, float]) -> None:
+        """Say once of each reward function that what it gave cannot be trained on."""
+        for name in rewards.keys() - self._blamed:
+            self._blamed.add(name)
+            rank_zero_warn(
+                f"Reward function `{name}` gave {rewards[name]:.3g}: no finite advantage follows "
+                f"from it. The completion is left out of the update, and others like it; "
+                f"`dropped/{NONFINITE}` counts them. Bound what the function returns."
+            )
 
     def _sequences(self, policy: RoundPolicy) -> int:
         """Of an update."""

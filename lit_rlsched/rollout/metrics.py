@@ -7,6 +7,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from lit_rlsched.advantages import standard_deviation
 from lit_rlsched.rollout.audit import Harvest, length_bias
 from lit_rlsched.rollout.round import Round, reward_matrix
 from lit_rlsched.rollout.selection import selection_metrics
@@ -98,10 +99,8 @@ def reward_metrics(
         scores = [c.scores[i] for c in completions if c.scores and c.scores[i] is not None]
         column = torch.tensor(scores or [float("nan")], dtype=torch.float64)
         figures[f"rewards/{name}/mean"] = float(column.mean())
-        figures[f"rewards/{name}/std"] = float(column.std()) if len(column) > 1 else 0.0
-    deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
-    counts = (~rewards.isnan()).sum(dim=1).clamp(min=2)
-    std = (deviations.square().nansum(dim=1) / (counts - 1)).sqrt()
+        figures[f"rewards/{name}/std"] = float(standard_deviation(column.view(1, -1)))
+    std = standard_deviation(rewards)
     figures["reward"] = float(rewards.nanmean())
     figures["reward_std"] = float(std.mean())
     figures["frac_reward_zero_std"] = float((std < 1e-8).double().mean())

@@ -1,5 +1,6 @@
 """What a round drew, what it is worth, and what was measured on the way."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ from lit_rlsched.rollout.types import Completion, Group, Prompt, Row
 
 ZERO_ADVANTAGE = 1e-8
 """Below this an advantage is the rounding error of a group without spread."""
+NONFINITE = "nonfinite_advantage"
+"""Why a completion is dropped whose advantage is not finite."""
+LARGEST_ADVANTAGE = 1e16
+"""Above this it counts as infinite: squares of the gradient, and so its norm, overflow in float32
+from 1.8e19 on."""
 
 
 @dataclass(slots=True)
@@ -65,7 +71,8 @@ class Round:
 def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
     """Rewards `[P, G]` in float64, a column for each completion's place in its group.
 
-    NaN where no function gave a score, and where the completion is not there.
+    NaN where no function gave a score, where the weighted sum is infinite, and where the completion
+    is not there.
     """
     nan = float("nan")
     completions = [c for g in groups for c in g.completions]
@@ -76,7 +83,7 @@ def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Te
         torch.tensor(scores, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     )
     matrix = torch.full((len(groups), 1 + max(c.index for c in completions)), nan).double()
-    matrix[cells(groups)] = rewards
+    matrix[cells(groups)] = rewards.masked_fill(rewards.isinf(), nan)
     return matrix
 
 
@@ -127,16 +134,57 @@ def score_round(
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
     """Let the learner turn the round's rewards into advantages.
 
-    Nothing is compared with what is dropped.
+    Nothing is compared with what is dropped. A completion whose advantage is not finite, or that
+    makes those of its siblings so, is dropped as `nonfinite_advantage`.
     """
     logprobs = _logprobs(round) if learner.needs_reference else None
     rewards, places = reward_matrix(round.groups, weights), cells(round.groups)
-    dropped = torch.tensor([c.dropped is not None for c in round.completions])
+    completions = round.completions
+    dropped = torch.tensor([c.dropped is not None for c in completions])
     rewards[places] = rewards[places].masked_fill(dropped, torch.nan)
-    values = learner.compute_advantages(rewards, logprobs)[places].tolist()
-    for completion, advantage in zip(round.completions, values, strict=True):
+    advantages = learner.compute_advantages(rewards, logprobs)
+    wrong = _nonfinite(advantages, rewards)
+    # whose own reward is as large is dropped first: siblings may be fine without it
+    huge = wrong.any(dim=1, keepdim=True) & (rewards.abs() > LARGEST_ADVANTAGE / 2)
+    if huge.any():
+        rewards = rewards.masked_fill(huge, torch.nan)
+        advantages = learner.compute_advantages(rewards, logprobs)
+        wrong = _nonfinite(advantages, rewards) | huge
+    advantages = advantages.masked_fill(wrong, 0.0)
+    values, nonfinite = advantages[places].tolist(), wrong[places].tolist()
+    for completion, advantage, drop in zip(completions, values, nonfinite, strict=True):
+        if drop:
+            completion.dropped = completion.dropped or NONFINITE
         # equal rewards may leave rounding noise, and a row of zero advantage need not be trained on
         completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0
+
+
+def drop_infinite_rewards(round: Round, weights: Sequence[float]) -> None:
+    """Drop completions of which the functions gave scores, but no finite weighted sum of them."""
+    rewards = reward_matrix(round.groups, weights)[cells(round.groups)].tolist()
+    for completion, reward in zip(round.completions, rewards, strict=True):
+        if math.isnan(reward) and any(s is not None for s in completion.scores or ()):
+            completion.dropped = completion.dropped or NONFINITE
+
+
+def _nonfinite(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Where a reward has no advantage that could be trained on: NaN is not below the limit."""
+    return ~rewards.isnan() & ~(advantages.abs() <= LARGEST_ADVANTAGE)
+
+
+def huge_rewards(round: Round, names: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
+    """For each reward function that is to blame for a `nonfinite_advantage`, a score it gave."""
+    blamed: dict[str, float] = {}
+    for completion in round.completions:
+        if completion.dropped == NONFINITE and completion.scores:
+            given = [
+                (abs(score * weight), name, score)
+                for score, name, weight in zip(completion.scores, names, weights, strict=True)
+                if score is not None
+            ]
+            _, name, score = max(given)
+            blamed.setdefault(name, score)
+    return blamed
 
 
 def _logprobs(round: Round) -> RoundLogprobs:

@@ -17,7 +17,9 @@ SPREAD = 1e-8
 """Standard deviation below which rewards count as equal, as in `frac_reward_zero_std`."""
 
 
-Reason = Literal["unscored", "too_few_scores", "uninformative", "down_sampled"]
+Reason = Literal[
+    "unscored", "too_few_scores", "uninformative", "down_sampled", "nonfinite_advantage"
+]
 """Why a completion is not trained on; `too_few_scores`: less than two in its group."""
 
 
@@ -46,7 +48,8 @@ def informative(rewards: ArrayLike) -> bool:
     """Whether completions with these rewards have an advantage over each other."""
     scored = np.asarray(rewards)
     scored = scored[~np.isnan(scored)]
-    return len(scored) > 1 and bool(scored.std(ddof=1) >= SPREAD)
+    with np.errstate(over="ignore"):  # infinite is a spread as well
+        return len(scored) > 1 and bool(scored.std(ddof=1) >= SPREAD)
 
 
 def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.process import EngineDied, ProcessEngine
+from lit_rlsched.finite import check_weights
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import Feedback, RolloutController
@@ -170,7 +171,11 @@ class RolloutSession:
 
         Before every rollout, also under the same version: a callback may have swapped weights for
         validation and back.
+
+        Raises:
+            FloatingPointError: a weight is NaN or infinite: no engine gets it.
         """
+        check_weights(self.policy)
         self.engine.sync_weights(named_weights(self.policy), version)
         while self._probe:
             with suppress(EngineDied):  # the next one has the weights, and not the probes

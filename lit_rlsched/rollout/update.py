@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_rlsched.data.batching import OptimizerStep, split_steps
 from lit_rlsched.rollout.learner import Learner, PlainLearner
-from lit_rlsched.rollout.round import Round, score_round, set_advantages
+from lit_rlsched.rollout.round import Round, drop_infinite_rewards, score_round, set_advantages
 from lit_rlsched.rollout.selection import Selection
 from lit_rlsched.rollout.types import Group, Row, stable_hash
 from lit_rlsched.scheduling.rounds import RoundPolicy
@@ -48,6 +48,7 @@ class Update:
         learner, policy, selection = self.learner, self.policy, self.selection
         if not part.groups:
             return
+        drop_infinite_rewards(part, self.weights)
         if selection and not selection.full_scope:
             self._select(part, selection)
         # the only step of a round needs none: its own forward pass gives the old log-probs

@@ -24,16 +24,16 @@ def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:
     Of equal rewards the first ones are taken, so that all alike gives `0 .. keep - 1`.
 
     Args:
-        rewards: `[P, n]`, or `[n]` for one group. NaN is a completion without a score.
+        rewards: `[P, n]`, or `[n]` for one group. One that is NaN or infinite is no score.
         keep: How many of each group, from 1 to n.
 
     Returns:
         `[P, keep]` (or `[keep]`) int64 indices, ascending and distinct in each group; never that
-        of a NaN: where fewer than `keep` have a score, all these, then -1 to the end.
+        of one without a score: where fewer than `keep` have one, all these, then -1 to the end.
 
     Raises:
-        ValueError: `rewards` has another number of dimensions or an infinite value, which no
-            variance is defined for; or `keep` is less than 1 or more than n.
+        ValueError: `rewards` has another number of dimensions, or `keep` is less than 1 or more
+            than n.
     """
     values = _check(rewards, keep)
     order, ordered, spare = _sort(values, keep)
@@ -84,7 +84,7 @@ def random(rewards: ArrayLike, keep: int, seed: Any = 0) -> np.ndarray:
     Shapes and errors are those of `max_variance`.
 
     Args:
-        rewards: As in `max_variance`; only which of them are NaN matters.
+        rewards: As in `max_variance`; only which of them are scores matters.
         keep: How many of each group, from 1 to n.
         seed: What `np.random.default_rng` takes; a generator is advanced.
     """
@@ -104,7 +104,10 @@ RULES: dict[Rule, Callable[..., np.ndarray]] = {
 
 
 def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
-    """The rewards as float64; perhaps the caller's own memory, so nobody may write to it."""
+    """The rewards as float64, NaN where there is no score; nobody may write to it.
+
+    It is perhaps the caller's own memory.
+    """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim not in (1, 2):
         raise ValueError(
@@ -113,14 +116,8 @@ def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
     n = values.shape[-1]
     if not 1 <= keep <= n:
         raise ValueError(f"`keep={keep}` of {n} rewards in a group: use 1 to {n}.")
-    infinite = np.argwhere(np.isinf(values))
-    if len(infinite):
-        at = tuple(infinite[0].tolist())
-        raise ValueError(
-            f"`rewards[{', '.join(map(str, at))}]={values[at]}`: use finite rewards, and NaN for "
-            "what has no score."
-        )
-    return values
+    infinite = np.isinf(values)
+    return np.where(infinite, np.nan, values) if infinite.any() else values
 
 
 def _sort(values: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

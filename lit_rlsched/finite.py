@@ -1,0 +1,84 @@
+"""A run stops where a number that is not finite would get into the weights, or has."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import Trainer
+from torch import Tensor, nn
+
+from lit_rlsched.rollout.round import Round
+
+
+def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None:
+    """Stop before an optimizer step that would spoil the weights.
+
+    A `GradScaler` skips such a step itself and halves its scale; only where a scale below 1 has not
+    helped either, the gradient itself is at fault.
+
+    Args:
+        trainer: About to step.
+        norm: Of the unscaled gradient.
+        loss: Of the optimizer step.
+
+    Raises:
+        FloatingPointError: the norm is NaN or infinite.
+    """
+    if math.isfinite(norm):
+        return
+    if loss_scale(trainer) >= 1 and _scaler(trainer) is not None:
+        return
+    round = getattr(getattr(trainer, "datamodule", None), "current", None)
+    raise FloatingPointError(
+        f"The gradient of optimizer step {trainer.global_step} is not finite (norm {float(norm)}, "
+        f"loss {float(loss):.4g}{_rewards(round)}). The step was not taken: the weights are those "
+        "before it. Look at rewards and losses of the last rounds; a lower learning rate, "
+        "`gradient_clip_val`, bounded rewards or a higher precision may help. Resume from the last "
+        "checkpoint."
+    )
+
+
+def loss_scale(trainer: Trainer) -> float:
+    """What a `GradScaler` multiplies losses by, 1 where there is none."""
+    scaler = _scaler(trainer)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def _scaler(trainer: Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _rewards(round: Round | None) -> str:
+    if round is None:
+        return ""
+    scores = [s for c in round.completions for s in c.scores or () if s is not None]
+    advantages = [c.advantage for c in round.completions]
+    return f"; round {round.number}: rewards {_range(scores)}, advantages {_range(advantages)}"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.4g} to {max(values):.4g}" if values else "none"
+
+
+@torch.no_grad()
+def check_weights(policy: nn.Module) -> None:
+    """Stop before weights are used that are no numbers.
+
+    Raises:
+        FloatingPointError: naming the first such weight.
+    """
+    wrong = [name for name, weight in policy.named_parameters() if not _finite(weight)]
+    if wrong:
+        raise FloatingPointError(
+            f"The trainer's weights are not finite: {len(wrong)} tensors hold NaN or infinity, the "
+            f"first is `{wrong[0]}`. The engine is not at fault. Resume from an earlier "
+            "checkpoint; with a lower learning rate it may not happen again."
+        )
+
+
+def _finite(weight: Tensor) -> bool:
+    if not weight.numel() or not weight.is_floating_point():
+        return True
+    least, largest = weight.aminmax()  # one pass without a temporary; NaN comes through
+    return math.isfinite(least) and math.isfinite(largest)
