@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RolloutProgressBar
+from lit_rlsched.checkpoints import with_atomic_io
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.module import PolicyModule
@@ -112,6 +113,7 @@ class RolloutCLI(LightningCLI):
             isinstance(c, ProgressBar) for c in given
         ):
             callbacks.append(RolloutProgressBar())
+        config["plugins"] = with_atomic_io(config["plugins"])
         return super()._instantiate_trainer(config, callbacks)
 
     def after_fit(self) -> None:

@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from transformers import AutoTokenizer
 
+from lit_rlsched import __version__
 from lit_rlsched.callbacks.rollout_callback import fire
+from lit_rlsched.checkpoints import FORMAT, check_format, check_nothing_is_resumed
 from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.data.prompt_sets import PromptSets, tokenize
@@ -23,6 +25,7 @@ from lit_rlsched.data.settings import (
     check_logprobs,
     check_probe,
     check_resumed,
+    check_resumed_groups,
     check_resumed_pool,
     check_sampling,
     check_settings,
@@ -428,7 +431,10 @@ class RolloutDataModule(LightningDataModule):
             at = {"start": self._round_start, "empty_steps": self._empty_steps}
             saved = self.current.state_dict() | at
         return {
+            "format": FORMAT,
+            "version": __version__,
             "settings": {name: getattr(self, name) for name in _SAME_ON_RESUME},
+            "reward_funcs": list(self.rewards.names),
             **self._drawer.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
@@ -441,12 +447,17 @@ class RolloutDataModule(LightningDataModule):
         Validation and test take the weights of a checkpoint and nothing of its run.
 
         Raises:
-            ValueError: a setting differs that decides what was drawn.
+            ValueError: a setting differs that decides what was drawn, or the state has a format
+                that is not known.
         """
         assert self.trainer is not None
         if self.trainer.state.fn != "fit":
             return
+        check_format(state)
         check_resumed(state["settings"], vars(self))
+        drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
+        limit = self.sampling.max_completion_length
+        check_resumed_groups(drawn, state.get("reward_funcs"), self.rewards.names, limit)
         self._resumed = state
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -557,6 +568,9 @@ class RolloutDataModule(LightningDataModule):
         return min(16, limit // 16) if self.probe_tokens is None else self.probe_tokens
 
     def _start(self) -> RolloutSession:
+        assert self.trainer is not None
+        if self.trainer.state.fn == "fit" and self._resumed is None:
+            check_nothing_is_resumed(self.trainer.ckpt_path, type(self).__qualname__)
         spec = self.engine_spec()
         assert self.trainer is not None
         if self.sampling.truncated:

@@ -23,6 +23,7 @@ from lit_rlsched.advantages import (
     kl_in_reward,
     leave_one_out,
 )
+from lit_rlsched.checkpoints import check_resumable
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.evaluation import Evaluated
 from lit_rlsched.finite import check_gradient
@@ -453,8 +454,11 @@ class PolicyModule(LightningModule):
         """Refuse a checkpoint of another model or adapter configuration.
 
         Raises:
-            ValueError: names or shapes of the weights differ.
+            ValueError: names or shapes of the weights differ, or there is nothing but weights and
+                the run is to be gone on with.
         """
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_resumable(checkpoint)
         keys = self._saved_keys()
         ours = {k: v.shape for k, v in self.state_dict().items() if k in keys}
         theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}

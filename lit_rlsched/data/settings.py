@@ -1,6 +1,6 @@
 """Checks of the data module's arguments, before anything is built."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lit_rlsched.engines.base import RolloutEngine
@@ -58,6 +58,45 @@ def check_resumed(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None
                 f"`{name}={settings[name]}`. Resume with the value of the checkpoint, or "
                 "start a new run in another folder."
             )
+
+
+def check_resumed_groups(
+    packed: Iterable[Mapping[str, Any]],
+    saved_funcs: Sequence[str] | None,
+    reward_funcs: Sequence[str],
+    max_completion_length: int,
+) -> None:
+    """Refuse to go on with completions that this run would score or cut in another way.
+
+    Args:
+        packed: The checkpoint's pool and round, as `buffer.pack` wrote them.
+        saved_funcs: Names of the reward functions that scored them; None: not known.
+        reward_funcs: This run's.
+        max_completion_length: This run's.
+
+    Raises:
+        ValueError: names the setting, both values and what to use instead.
+    """
+    packed = list(packed)
+    longest = max((group[4] for part in packed for group in part["groups"]), default=0)
+    if longest > max_completion_length:
+        raise ValueError(
+            f"The checkpoint was made with `max_completion_length={longest}` in the middle of a "
+            f"pool or a round, this run has `max_completion_length={max_completion_length}`: what "
+            f"is drawn already may be longer. Resume with {longest} or more, or start a new run in "
+            "another folder."
+        )
+    scores = [row for part in packed for row in part["scores"] if row is not None]
+    same_number = all(len(row) == len(reward_funcs) for row in scores)
+    same_names = saved_funcs is None or list(saved_funcs) == list(reward_funcs)
+    if scores and not (same_number and same_names):
+        theirs = f"{len(scores[0])} of them" if saved_funcs is None else list(saved_funcs)
+        raise ValueError(
+            f"The checkpoint was made with `reward_funcs={theirs}` in the middle of a pool or a "
+            f"round, this run has `reward_funcs={list(reward_funcs)}`: what is scored already has "
+            "no score by the others. Resume with the same functions in the same order, or start a "
+            "new run in another folder."
+        )
 
 
 def check_resumed_pool(pool: Iterable[Group], num_generations: int) -> None:

@@ -1,0 +1,394 @@
+"""Checkpoint files: whole or not there, and refused in one sentence where damaged."""
+
+import errno
+import os
+import random
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from lightning import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import RNGState
+from lit_rlsched.checkpoints import (
+    FORMAT,
+    AtomicCheckpointIO,
+    CheckpointError,
+    check_format,
+    read_checkpoint,
+)
+from lit_rlsched.engines import TransformersEngine
+
+OLD = Path(__file__).with_name("checkpoints") / "format_0.ckpt"
+"""Written before formats had numbers, in the middle of the second of `old_settings`' rounds."""
+
+
+PLACES = ("write", "fsync", "replace", "end")
+"""Where a writer is killed."""
+
+
+def checkpoint(step=1, size=1 << 10):
+    return {
+        "state_dict": {"weight": torch.full((size,), float(step))},
+        "pytorch-lightning_version": "2.6.6",
+        "global_step": step,
+    }
+
+
+def load(path):
+    return AtomicCheckpointIO().load_checkpoint(path)
+
+
+def save(contents, path):
+    AtomicCheckpointIO().save_checkpoint(contents, path)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def mounted(folder):
+    """A file system of 1 MiB."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"a small file system needs root: {tried.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@contextmanager
+def files_of_a_mebibyte():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# Writing.
+
+
+def test_killed_while_it_overwrites_a_checkpoint(tmp_path):
+    files = {place: tmp_path / place / f"{place}.ckpt" for place in PLACES}
+    for path in files.values():
+        save(checkpoint(1), path)
+    elsewhere = "/dev/shm" if os.path.isdir("/dev/shm") else tmp_path
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("killed_writer.py"), *files.values()],
+        env={**os.environ, "TMPDIR": str(elsewhere)},
+        timeout=120,
+        check=True,
+    )
+    for place, path in files.items():
+        assert load(path)["global_step"] == (2 if place == "end" else 1), place
+        save(checkpoint(3), path)
+        assert names(path.parent) == [path.name], "what the killed process had begun is removed"
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_stump(tmp_path):
+    with mounted(tmp_path / "small") as folder:
+        save(checkpoint(1), folder / "last.ckpt")
+        for name in ("last.ckpt", "new.ckpt"):
+            with pytest.raises(OSError, match=r"cannot be written.*No space") as raised:
+                save(checkpoint(2, size=1 << 20), folder / name)
+            assert raised.value.errno == errno.ENOSPC and name in str(raised.value)
+        assert names(folder) == ["last.ckpt"]
+        assert load(folder / "last.ckpt")["global_step"] == 1
+
+
+def test_a_limit_on_the_size_of_files_leaves_the_old_file_and_no_stump(tmp_path):
+    save(checkpoint(1), tmp_path / "last.ckpt")
+    with files_of_a_mebibyte(), pytest.raises(OSError, match="cannot be written"):
+        save(checkpoint(2, size=1 << 20), tmp_path / "last.ckpt")
+    assert names(tmp_path) == ["last.ckpt"]
+    assert load(tmp_path / "last.ckpt")["global_step"] == 1
+
+
+def test_others_can_read_it(tmp_path):
+    save(checkpoint(7), tmp_path / "new" / "folder" / "a.ckpt")
+    path = tmp_path / "new" / "folder" / "a.ckpt"
+    assert torch.load(path)["global_step"] == read_checkpoint(path)["global_step"] == 7
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_checksums_are_written_whatever_torch_is_told(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        save(checkpoint(), tmp_path / "a.ckpt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    data = (tmp_path / "a.ckpt").read_bytes().replace(b"lit_rlsched crc32", b"another's comment")
+    (tmp_path / "a.ckpt").write_bytes(data)
+    assert load(tmp_path / "a.ckpt")["global_step"] == 1
+
+
+# Reading.
+
+
+@pytest.fixture(params=["ours", "Lightning's"])
+def whole(request, tmp_path):
+    path = tmp_path / "whole.ckpt"
+    if request.param == "ours":
+        save(checkpoint(), path)
+    else:
+        torch.save(checkpoint(), path)
+    return path
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(whole, tmp_path):
+    data, dice, refused = whole.read_bytes(), random.Random(0), 0
+    places = {*range(0, len(data), 7), *range(len(data) - 100, len(data))}
+    for place in places:
+        changed = bytearray(data)
+        changed[place] ^= 1 << dice.randrange(8)
+        (tmp_path / "changed.ckpt").write_bytes(changed)
+        try:
+            found = load(tmp_path / "changed.ckpt")
+        except CheckpointError as error:
+            assert str(tmp_path / "changed.ckpt") in str(error)
+            refused += 1
+        else:
+            assert torch.equal(found.pop("state_dict")["weight"], torch.ones(1 << 10))
+            assert found == {"pytorch-lightning_version": "2.6.6", "global_step": 1}
+    assert refused > 0.8 * len(places)
+
+
+def test_a_file_that_is_cut_off_is_refused(whole, tmp_path):
+    data, cut = whole.read_bytes(), tmp_path / "cut.ckpt"
+    for length in {*range(0, len(data), 31), *range(len(data) - 60, len(data))}:
+        cut.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"is empty|is cut off|is no Lightning"):
+            load(cut)
+
+
+def test_what_is_no_checkpoint_is_refused(tiny_model, tmp_path):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "weights.pt")
+    torch.save({**checkpoint(), "odd": Trainer}, tmp_path / "odd.ckpt")
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "notes.txt").write_text("PK? no")
+    (tmp_path / "empty.ckpt").touch()
+    for path, why in {
+        "weights.pt": "holds tensors, and is no Lightning checkpoint",
+        "odd.ckpt": "cannot be unpickled",
+        "model.safetensors": "is no Lightning checkpoint",
+        "notes.txt": "is no Lightning checkpoint",
+        "empty.ckpt": "is empty",
+        tiny_model: "is a folder, and no Lightning checkpoint",
+    }.items():
+        with pytest.raises(CheckpointError) as raised:
+            load(tmp_path / path)
+        message = str(raised.value)
+        assert f"`{tmp_path / path}` {why}" in message and "\n" not in message
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "nowhere.ckpt")
+
+
+# The run's state in it.
+
+
+@pytest.fixture
+def saved(fit, tmp_path):
+    fit(
+        callbacks=[ModelCheckpoint(tmp_path / "c", save_last=True)],
+        trainer={"enable_checkpointing": True, "max_epochs": 1, "plugins": [AtomicCheckpointIO()]},
+    )
+    return tmp_path / "c" / "last.ckpt"
+
+
+def without(path, *keys):
+    contents = torch.load(path)
+    for key in keys:
+        del contents[key]
+    save(contents, path)
+    return path
+
+
+def test_a_checkpoint_without_the_runs_state_is_refused(saved, fit):
+    path = without(saved, "RolloutDataModule")
+    with pytest.raises(CheckpointError, match=r"last.ckpt` has no state of `RolloutDataModule`"):
+        fit(ckpt_path=path)
+
+
+def test_a_checkpoint_of_weights_alone_is_refused(saved, fit):
+    with pytest.raises(CheckpointError, match="holds the weights alone"):
+        fit(ckpt_path=without(saved, "optimizer_states", "lr_schedulers"))
+
+
+def test_weights_alone_can_be_validated(saved, fit, tiny_model, sums, digits, tmp_path):
+    path = without(saved, "optimizer_states", "lr_schedulers", "RolloutDataModule")
+    data = RolloutDataModule(
+        sums, [digits], val_data=sums[:4], engine=TransformersEngine(), max_completion_length=16
+    )
+    Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path).validate(
+        GRPOModule(tiny_model), datamodule=data, ckpt_path=path, verbose=False
+    )
+
+
+def test_a_checkpoint_of_another_module_is_refused(fit, tmp_path, exact_model):
+    class Other(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters())
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).sum()
+
+    trainer = Trainer(max_steps=1, logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.fit(Other(), torch.ones(2, 1))
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="of another configuration"):
+        fit(ckpt_path=tmp_path / "other.ckpt")
+
+
+def test_adapters_alone_resume_and_are_checked(fit, tiny_model, tmp_path):
+    def run(epochs, ckpt_path=None):
+        seed_everything(0)  # of the adapters, too
+        return fit(
+            GRPOModule(tiny_model, learning_rate=1e-3, lora_rank=2),
+            [RNGState(), ModelCheckpoint(tmp_path / f"c{epochs}", save_last=True)],
+            {"enable_checkpointing": True, "max_epochs": epochs, "plugins": [AtomicCheckpointIO()]},
+            ckpt_path,
+        )[1]
+
+    last = tmp_path / "c1" / "last.ckpt"
+    run(1)
+    assert all("lora_" in name for name in load(last)["state_dict"])
+    resumed, whole = run(2, last), run(2)
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
+    changed = bytearray(last.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    last.write_bytes(changed)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        run(2, last)
+
+
+@pytest.fixture
+def other():
+    """Another reward function, which workers need not import."""
+
+    def other(prompts, completions, completion_ids, **kwargs):
+        return [0.5] * len(completions)
+
+    return other
+
+
+# Formats.
+
+
+def old_run(folder, reward, **settings):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), max_position_embeddings=64, **sizes, **heads, **ends
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    data = RolloutDataModule(
+        [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)],
+        [reward],
+        engine=TransformersEngine(),
+        **{
+            "prompts_per_round": 2,
+            "num_generations": 2,
+            "steps_per_round": 2,
+            "micro_batch_tokens": 64,
+            "max_completion_length": 8,
+            "seed": 3,
+            **settings,
+        },
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=[RNGState()],
+        plugins=[AtomicCheckpointIO()],
+    )
+    trainer.fit(GRPOModule(str(folder / "model")), datamodule=data, ckpt_path=OLD)
+    return trainer, data
+
+
+def test_a_checkpoint_of_the_first_format_goes_on(tmp_path, other):
+    state = torch.load(OLD)["RolloutDataModule"]
+    assert "format" not in state and state["num_rounds"] == 1 and state["round"] is not None
+    trainer, data = old_run(tmp_path, other)
+    assert trainer.global_step == 6 and data.num_rounds == 2
+    assert data.counters["num_completions"] == 3 * 4
+
+
+def test_an_unknown_format_is_refused_with_its_version(saved, fit):
+    contents = torch.load(saved)
+    assert contents["RolloutDataModule"]["format"] == FORMAT
+    contents["RolloutDataModule"].update(format=99, version="9.8.7")
+    save(contents, saved)
+    with pytest.raises(CheckpointError, match=r"has format 99, written by lit_rlsched 9\.8\.7"):
+        fit(ckpt_path=saved)
+    check_format({})
+
+
+# Other settings in the middle of a pool.
+
+
+class Keep(Callback):
+    """Saves after the first step, when the round is not trained on as a whole."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("version", ["old", "new"])
+def test_what_is_drawn_already_fixes_rewards_and_lengths(version, fit, tmp_path, digits, other):
+    path, small = tmp_path / "middle.ckpt", {"steps_per_round": 2, "num_generations": 2}
+    fit(callbacks=[Keep(path)], trainer={"max_steps": 1}, **small)
+    if version == "old":
+        contents = torch.load(path)
+        del contents["RolloutDataModule"]["reward_funcs"]
+        save(contents, path)
+    with pytest.raises(ValueError, match=r"`max_completion_length=24`.*`max_completion_length=16`"):
+        fit(ckpt_path=path, max_completion_length=16, **small)
+    with pytest.raises(
+        ValueError, match=r"`reward_funcs=.*this run has `reward_funcs=\['digits', "
+    ):
+        fit(ckpt_path=path, reward_funcs=[digits, other], **small)
+    if version == "new":
+        with pytest.raises(ValueError, match=r"`reward_funcs=\['digits'\]`.*\['other'\]"):
+            fit(ckpt_path=path, reward_funcs=[other], **small)
+    trainer, *_ = fit(ckpt_path=path, max_completion_length=30, **small)
+    assert trainer.global_step == 4
+
+
+def test_between_rounds_rewards_and_lengths_may_change(saved, fit, digits, other):
+    trainer, *_ = fit(ckpt_path=saved, max_completion_length=16, reward_funcs=[digits, other])
+    assert trainer.global_step == 2
