@@ -4,6 +4,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,6 +32,7 @@ class Server:
         """Number of the message that told the worker to run ahead."""
         self._asked = 0
         """Number of the message that is answered; 0: none is expected."""
+        self._began = 0.0
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         # a trainer that computes does not read: a full pipe must not hold the engine up
         threading.Thread(target=self._deliver, daemon=True).start()
@@ -47,6 +49,7 @@ class Server:
                 message = self._receive() if waits else None
             except (EOFError, OSError):
                 return  # the trainer is gone
+            self._began = time.monotonic()
             try:
                 if message is None:
                     assert worker is not None
@@ -94,7 +97,7 @@ class Server:
         return pickle.loads(self._connection.recv_bytes())
 
     def _send(self, value: Any, raised: bool = False) -> None:
-        answer = (self._asked, raised, value)
+        answer = (self._asked, raised, value, time.monotonic() - self._began)
         self._outbox.put(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self) -> None:

@@ -10,6 +10,10 @@ import torch
 from lit_rlsched.rollout.types import Event, Request
 
 
+class EngineBroken(RuntimeError):
+    """An engine has lost a part of itself; what it held is lost, and only a new start helps."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What an engine needs to know of the run; handed over once, by the data module."""
@@ -109,7 +113,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Event]:
-        """Advance by one decode step, or as far as the next event where the engine can jump."""
+        """Advance by one decode step, or as far as the next event where the engine can jump.
+
+        Raises:
+            EngineBroken: a process of the engine is gone. `ProcessEngine` starts another engine.
+        """
 
     @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,13 +15,24 @@ from typing import Any
 import cloudpickle
 import torch
 
-from lit_rlsched.engines.base import EngineSpec, EngineStats, Partial, RolloutEngine
+from lit_rlsched.engines._watch import Watch
+from lit_rlsched.engines.base import (
+    EngineBroken,
+    EngineSpec,
+    EngineStats,
+    Partial,
+    RolloutEngine,
+)
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.rewards.process import how_it_ended
+from lit_rlsched.rollout.trace import Step
 from lit_rlsched.rollout.types import Event, Request
+from lit_rlsched.scheduling.hangs import AnswerTimeouts
 
 MAX_DEATHS = 3
 """Times in a row that the process may die before the run is stopped."""
+TIMED = ("start", "sync_weights", "sleep", "wake")
+"""What may be asked and takes a time of its own; everything else waits for a step at most."""
 SHUTDOWN = 10.0
 """Seconds it may take to close the engine before it is killed."""
 
@@ -36,11 +48,13 @@ class ProcessEngine(RolloutEngine):
     decides between two steps could change what is drawn; `StreamedTraining` needs that. Weights are
     handed over through memory that both processes share, a second copy of them on the host.
 
-    A process that dies, by the kernel's hand or its own, is started anew under the same weights,
-    and what it was decoding goes on from the tokens that the trainer has received: from there on it
-    is drawn with other noise, unless the noise of the engine has no state (`TransformersEngine`).
-    `rollout/engine_restarts` counts it. One that dies three times without a step in between stops
-    the run.
+    A process that dies, by the kernel's hand or its own, or loses a worker process of vLLM, is
+    started anew under the same weights, and what it was decoding goes on from the tokens that the
+    trainer has received: from there on it is drawn with other noise, unless the noise of the engine
+    has no state (`TransformersEngine`). One that hangs is killed and replaced in the same way: it
+    may take 20 times as long for a step as 99 % of the run's steps have taken, and 120 s at least;
+    10 minutes for the first, 30 for its start (`AnswerTimeouts`). `rollout/engine_restarts` counts
+    it. One that dies three times without a step in between stops the run.
 
     Args:
         engine: The engine; `VLLMEngine()` by default.
@@ -71,6 +85,7 @@ class ProcessEngine(RolloutEngine):
         self._weights: tuple[SharedWeights, int] | None = None
         """That were synced last, and their policy version."""
         self._deaths = 0
+        self._timeouts = AnswerTimeouts()
 
     @property
     def pid(self) -> int | None:
@@ -101,15 +116,17 @@ class ProcessEngine(RolloutEngine):
         self._file = WeightsFile()
         self._deaths = 0
         try:
-            self._launch()
-        except BaseException as error:
+            try:
+                self._launch()
+            except EngineDied:
+                self.revive()
+        except BaseException:
             self.close()
-            if isinstance(error, EngineDied):
-                raise RuntimeError(f"The engine's process {error} while it started.") from None
             raise
 
     def _launch(self) -> None:
-        self._child = Child(self.engine)
+        self._timeouts.starts()
+        self._child = Child(self.engine, self._timeouts)
         self.kv_block, self.kv_capacity = self._child.call("start", self._spec)
         if self._weights is not None:
             self._child.call("engine", "sync_weights", *self._weights)
@@ -176,18 +193,30 @@ class ProcessEngine(RolloutEngine):
         Raises:
             RuntimeError: it died too often.
         """
+        error: Exception | None = None
         while True:
             how = self.child.kill()
+            if error is not None:
+                how = f"did not start again ({error})"
             self._deaths += 1
             if self._deaths >= MAX_DEATHS:
                 self.close()
                 raise RuntimeError(
                     f"The engine's process {how}, {self._deaths} times in a row. If it was killed "
                     "from outside, memory may have run out: give the key-value cache less."
-                )
+                ) from error
             self.restarts += 1
-            with suppress(EngineDied):
+            warnings.warn(
+                f"The engine's process {how}; another one takes its place and goes on from the "
+                f"tokens received (restart {self.restarts}).",
+                stacklevel=2,
+            )
+            try:
                 return self._launch()
+            except EngineDied:
+                error = None
+            except Exception as refusal:  # it has started like this before
+                error = refusal
 
     def went_on(self) -> None:
         """It has made a step since it was started."""
@@ -217,7 +246,7 @@ class ProcessEngine(RolloutEngine):
 class Child:
     """The process and the pipe to it."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, timeouts: AnswerTimeouts) -> None:
         try:
             pickled = cloudpickle.dumps(engine)
         except Exception as error:
@@ -226,6 +255,11 @@ class Child:
                 "it open what cannot be pickled in `start`."
             ) from error
         self._asked = 0
+        self._kind = ""
+        """Of the message that was asked last."""
+        self._timeouts = timeouts
+        self.prefill: Callable[[], int] = lambda: 0
+        """Most tokens that the next step may have to prefill."""
         self.connection, theirs = Pipe()
         read, self._lifeline = os.pipe()
         descriptors = [theirs.fileno(), read]
@@ -241,6 +275,7 @@ class Child:
         )
         theirs.close()
         os.close(read)
+        self._watch = Watch(self._kill_hanging)
         self.tell(pickled)
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
@@ -260,14 +295,20 @@ class Child:
     def ask(self, *message: Any) -> None:
         """Send a message that has answers."""
         self._asked += 1
+        self._kind = message[1] if message[0] == "engine" else message[0]
         self._send(self._asked, *message)
 
     def answer(self, skipped: Callable[[Any], object] = lambda value: None) -> Any:
         """The next answer to what was asked last; see `call`."""
         while True:
-            number, raised, value = self._receive()
+            number, raised, value, seconds = self._receive()
             if raised and number in (0, self._asked):
-                raise unpickled(value)
+                error = unpickled(value)
+                if isinstance(error, EngineBroken):
+                    self._fault = f"lost a part of its engine ({error})"
+                    raise EngineDied(self.kill()) from error
+                raise error
+            self._observe(value, seconds, number == self._asked)
             if number == self._asked:
                 return value
             skipped(value)
@@ -278,17 +319,39 @@ class Child:
 
     def _send(self, *message: Any) -> None:
         try:
-            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            with self._watch.waiting(self._limit):
+                self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         except OSError:
             raise EngineDied(self.kill()) from None
 
-    def _receive(self) -> tuple[int, bool, Any]:
-        """The number of the message that is answered, whether it raised, and the answer."""
+    def _receive(self) -> tuple[int, bool, Any, float]:
+        """The number of the message that is answered, whether it raised, the answer, its time."""
         try:
-            answer: tuple[int, bool, Any] = pickle.loads(self.connection.recv_bytes())
+            with self._watch.waiting(self._limit):
+                answer: tuple[int, bool, Any, float] = pickle.loads(self.connection.recv_bytes())
         except (OSError, EOFError):
             raise EngineDied(self.kill()) from None
         return answer
+
+    def _observe(self, value: Any, seconds: float, asked: bool) -> None:
+        if isinstance(value, Step):
+            kind = "prefill" if value.prefill_tokens else "decode"
+            self._timeouts.observe(kind, seconds, value.prefill_tokens)
+        elif asked and self._kind in TIMED:
+            self._timeouts.observe(self._kind, seconds)
+
+    def _limit(self) -> float:
+        if self._kind in TIMED:
+            return self._timeouts.limit(self._kind)
+        return self._timeouts.limit("decode", "prefill", size=self.prefill())
+
+    def _kill_hanging(self, seconds: float) -> None:
+        self._fault = f"did not answer for {seconds:.0f} s and was killed"
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> str:
         """Kill the process and all it started; says what it had died of if it was dead."""
@@ -296,13 +359,13 @@ class Child:
             return self._end
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=0.5)  # its own exit code, where it is about to exit
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._watch.end()
+        self._kill_group()
         self.process.wait()
         self.connection.close()
         os.close(self._lifeline)
         self._lifeline = -1
-        self._end = how_it_ended(self.process.returncode)
+        self._end = self._fault or how_it_ended(self.process.returncode)
         return self._end
 
     def close(self) -> None:
@@ -315,7 +378,7 @@ class Child:
         finally:
             self.kill()
 
-    _end = ""
+    _end = _fault = ""
 
 
 def unpickled(error: tuple[bytes, str]) -> BaseException:

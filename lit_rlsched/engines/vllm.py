@@ -13,6 +13,7 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_kwargs import check_engine_kwargs
 from lit_rlsched.engines.base import (
+    EngineBroken,
     EngineSpec,
     EngineStats,
     Partial,
@@ -339,13 +340,16 @@ class VLLMEngine(RolloutEngine):
         try:
             yield
         except Exception as error:
-            if not getattr(self._live.engine_core.engine_core.model_executor, "is_failed", False):
+            executor = self._live.engine_core.engine_core.model_executor
+            hangs = isinstance(error, TimeoutError)
+            if not (hangs or getattr(executor, "is_failed", False)):
                 raise
-            size = self.tensor_parallel_size
-            raise RuntimeError(
-                f"A worker process of `VLLMEngine(tensor_parallel_size={size})` has died, and the "
-                "requests with it. If it was killed for its memory, lower `kv_cache_gib` or "
-                "`gpu_memory_utilization`; resume from the last checkpoint."
+            size, what = self.tensor_parallel_size, "does not answer" if hangs else "has died"
+            raise EngineBroken(
+                f"A worker process of `VLLMEngine(tensor_parallel_size={size})` {what}, and the "
+                "requests are lost. If it was killed for its memory, lower `kv_cache_gib` or "
+                "`gpu_memory_utilization`. `ProcessEngine` replaces such an engine; without it, "
+                "resume from the last checkpoint."
             ) from error
 
     @property

@@ -1,5 +1,6 @@
 """A worker in the engine's own process, as the controller sees it."""
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -195,6 +196,7 @@ class RemoteWorker:
         while True:
             child = self.engine.child
             try:
+                child.prefill = self._most_prefill
                 child.call("admission", self.admission)
                 child.tell("worker", "start_round", self._turns, self._ahead)
                 child.tell("worker", "submit", list(self._requests.values()))
@@ -202,6 +204,12 @@ class RemoteWorker:
                 return
             except EngineDied:
                 self.engine.revive()
+
+    def _most_prefill(self) -> int:
+        """Tokens of the longest that wait, as many as there are slots."""
+        waiting = (r for name, r in self._requests.items() if name not in self._running)
+        tokens = (len(request.prompt_ids) + len(request.prefix_ids) for request in waiting)
+        return sum(heapq.nlargest(self.admission.slots, tokens))
 
     def _resumed(self, request_id: str) -> Request:
         request, told = self._requests[request_id], self._told[request_id].token_ids

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines._watch import Watch
+from lit_rlsched.engines.base import EngineBroken, EngineSpec
 from lit_rlsched.engines.process import MAX_DEATHS
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import Feedback, RolloutController
@@ -173,8 +174,26 @@ def test_more_groups_while_the_round_decodes(here, there):
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize(("name", "slots"), [("full", 4), ("tail", 18), ("partial", 4)])
-def test_a_killed_process_goes_on_from_the_tokens_received(here, there, name, slots):
+@pytest.fixture
+def impatient(there, monkeypatch):
+    """What hangs is killed after seconds."""
+    for name in ("floor", "first"):
+        monkeypatch.setattr(there.engine._timeouts, name, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "how"),
+    [
+        ("full", 4, signal.SIGKILL),
+        ("tail", 18, signal.SIGKILL),
+        ("partial", 4, signal.SIGKILL),
+        ("full", 18, signal.SIGSTOP),
+        ("partial", 4, signal.SIGSTOP),
+    ],
+)
+def test_a_killed_or_stopped_process_goes_on_from_the_tokens_received(
+    here, there, name, slots, how, impatient
+):
     """The noise of this engine has no state: what is drawn is what would have been drawn."""
     _, groups, _ = here.run(FullRound(PROMPTS), slots)
     whole = {g.id: [c.token_ids for c in g.completions] for g in groups}
@@ -182,9 +201,11 @@ def test_a_killed_process_goes_on_from_the_tokens_received(here, there, name, sl
 
     def kill_once(group):
         if not killed:
-            killed.append(os.kill(there.engine.pid, signal.SIGKILL))
+            killed.append(os.kill(there.engine.pid, how))
 
-    _, groups, (decoded, spans, *_) = there.run(POLICIES[name], slots, on_group=kill_once)
+    told = "died of SIGKILL; another" if how == signal.SIGKILL else "not answer for"
+    with pytest.warns(UserWarning, match=told):
+        _, groups, (decoded, spans, *_) = there.run(POLICIES[name], slots, on_group=kill_once)
     assert there.engine.restarts == before + 1
     tokens = {}
     for request, _, _, count in spans:
@@ -212,6 +233,96 @@ def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here
     assert [c.token_ids for g in same for c in g.completions] == [
         c.token_ids for g in groups for c in g.completions
     ]
+
+
+@pytest.mark.parametrize("what", ["sync", "submit"])
+def test_one_that_hangs_between_rounds_is_replaced(there, impatient, what):
+    """Whatever is asked first: weights, or more requests than the pipe takes."""
+    worker = make_worker(there.engine, Admission(18))
+    worker.start_trace()
+    before, pid = there.engine.restarts, there.engine.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.warns(UserWarning, match="did not answer for"):
+        if what == "sync":
+            there.sync()
+        else:
+            worker.submit([Request(f"r{i}", range(4, 20), 0, Sampling(400)) for i in range(9999)])
+    assert there.engine.restarts == before + 1 and not alive(pid)
+    worker.abort()
+
+
+@pytest.mark.slow
+def test_one_that_hangs_or_dies_while_it_starts_is_replaced(tmp_path):
+    class Hanging(SimulatedEngine):
+        def start(self, spec):
+            for name, how in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+                if not (tmp_path / name).exists():
+                    (tmp_path / name).touch()
+                    os.kill(os.getpid(), how)
+            super().start(spec)
+
+    def limit(*kinds, size=0):  # once it is stopped: until then it may take its time
+        return 1.0 if (tmp_path / "stopped").exists() and engine.restarts == 1 else 1e9
+
+    engine = ProcessEngine(Hanging())
+    engine._timeouts.limit = limit
+    with pytest.warns(UserWarning, match=r"did not answer for .*restart 2"):
+        engine.start(SPEC)
+    assert engine.restarts == 2 and engine.stats().running == 0
+    engine.close()
+
+
+def test_an_engine_that_lost_a_part_of_itself_is_replaced(tmp_path):
+    class Losing(SimulatedEngine):
+        def step(self):
+            if not (tmp_path / "lost").exists():
+                (tmp_path / "lost").touch()
+                raise EngineBroken("a worker has died")
+            return super().step()
+
+    engine = ProcessEngine(Losing(lengths=lambda request: 9))
+    engine.start(SPEC)
+    worker = make_worker(engine, Admission(2))
+    worker.start_trace()
+    worker.submit([Request("a", [5], 0, Sampling(400))])
+    with pytest.warns(UserWarning, match=r"lost a part of its engine \(a worker has died\)"):
+        assert worker.step()
+    assert engine.restarts == 1
+    engine.close()
+
+
+def test_one_that_started_once_and_is_refused_later_is_tried_again(tmp_path):
+    class Busy(SimulatedEngine):
+        def start(self, spec):
+            with open(tmp_path / "starts", "a+") as file:
+                file.write(".")
+                starts = file.tell()
+            if starts == 2:
+                raise ValueError("no memory yet")
+            super().start(spec)
+
+    engine = ProcessEngine(Busy())
+    engine.start(SPEC)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match=r"did not start again \(no memory yet\)"):
+        assert engine.stats().running == 0
+    assert engine.restarts == 2
+    engine.close()
+
+
+def test_who_waits_counts_the_time_in_which_it_runs():
+    killed = []
+    watch = Watch(killed.append)
+    watch.end()  # its own ticks are not wanted here
+    with watch.waiting(lambda: 3.5):
+        for seconds in (1.0, 0.5, 7200.0, 1.0):  # this process was stopped meanwhile
+            watch.tick(seconds)
+        assert killed == []
+        watch.tick(1.0)
+        watch.tick(1.0)
+    assert killed == [4.5], "once"
+    watch.tick(7200.0)
+    assert killed == [4.5], "nobody waits"
 
 
 def test_an_answer_that_nobody_waits_for_any_more(there):
@@ -251,7 +362,10 @@ def test_one_that_does_not_start_says_so(tiny_model):
             os._exit(3)
 
     engine = ProcessEngine(Stillborn())
-    with pytest.raises(RuntimeError, match="exited with code 3 while it started"):
+    with (
+        pytest.warns(UserWarning, match="exited with code 3; another one"),
+        pytest.raises(RuntimeError, match="exited with code 3, 3 times in a row"),
+    ):
         engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
     engine.close()
 

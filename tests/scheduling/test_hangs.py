@@ -1,0 +1,67 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling.hangs import WINDOW, AnswerTimeouts, RunningClock
+
+SECONDS = st.floats(0, 1000)
+
+
+def observed(*answers: tuple[str, float, int]) -> AnswerTimeouts:
+    timeouts = AnswerTimeouts()
+    for kind, seconds, size in answers:
+        timeouts.observe(kind, seconds, size)
+    return timeouts
+
+
+def test_the_rule():
+    timeouts = AnswerTimeouts()
+    assert timeouts.limit("start") == 1800.0
+    assert timeouts.limit("decode") == 600.0
+    for _ in range(99):
+        timeouts.observe("decode", 0.05)
+    assert timeouts.limit("decode") == 120.0
+    for _ in range(2):
+        timeouts.observe("decode", 10.0)
+    assert timeouts.limit("decode") == 200.0, "20 times the 99th percentile"
+    assert timeouts.limit("decode", "prefill") == 600.0, "none has prefilled yet"
+    timeouts.starts()
+    assert timeouts.limit("decode") == 600.0, "it may compile again"
+    timeouts.observe("decode", 0.05)
+    assert timeouts.limit("decode") == 200.0, "what was seen before holds"
+
+
+def test_compilation_and_long_prefills_count():
+    compiled = observed(("decode", 90.0, 0), *[("decode", 0.1, 0)] * 50)
+    assert compiled.limit("decode") == 1800.0
+    prefilled = observed(*[("decode", 0.1, 0)] * 1000, *[("prefill", 30.0, 4096)] * 3)
+    assert prefilled.limit("decode", "prefill", size=100) == 600.0
+    assert prefilled.limit("decode", "prefill", size=8192) == 1200.0
+    assert prefilled.limit("decode") == 120.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["decode", "prefill"]), SECONDS, st.integers(0, 9999))))
+def test_no_answer_like_those_before_is_ever_too_late(answers):
+    """However long 99 % of them took, twenty times as long is waited for, and the floor."""
+    timeouts = observed(*answers)
+    for kind in ("decode", "prefill"):
+        limit = timeouts.limit(kind)
+        assert limit >= 120.0 and timeouts.limit(kind, size=10**6) >= limit
+        assert timeouts.limit("decode", "prefill") >= limit
+        seen = sorted(seconds for name, seconds, _ in answers if name == kind)
+        assert sum(seconds * 20 > limit for seconds in seen) <= len(seen) / 100
+
+
+@given(st.lists(SECONDS, min_size=1), SECONDS)
+def test_it_remembers_so_much_and_no_more(before, now):
+    timeouts = observed(*[("decode", seconds, 0) for seconds in [*before, *[now] * WINDOW]])
+    assert timeouts.limit("decode") == max(120.0, 20.0 * now)
+
+
+@given(st.lists(SECONDS), st.floats(0.1, 10))
+def test_a_clock_that_stops_with_the_process(ticks, tick):
+    clock = RunningClock(tick)
+    total = [clock.advance(seconds) for seconds in ticks]
+    assert clock.seconds <= min(sum(ticks), len(ticks) * tick) * (1 + 1e-9)
+    assert total == sorted(total)
+    assert clock.seconds == pytest.approx(sum(s for s in ticks if s <= tick)) or max(ticks) > tick
