@@ -509,6 +509,7 @@ class RolloutDataModule(LightningDataModule):
             chat_template_kwargs=self.chat_template_kwargs,
         )
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
+        self.rewards.check_rows((prompt.uid, prompt.columns) for prompt in prompts.all)
         if prompts.train:
             self.round_policy.check_enough(len(prompts.train))
             self.round_policy.check_domains(prompts.train)

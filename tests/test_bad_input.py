@@ -20,6 +20,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
 )
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.rewards.functions import reasoning_gym_reward
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,19 @@ from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
         ({"micro_batch_tokens": 20}, r"`micro_batch_tokens=20` cannot hold .* Use 28 or more"),
         ({"val_data": [{"prompt": "1"}], "val_greedy": False}, r"leaves nothing to validate"),
         ({"tokenizer": "./nowhere"}, r"nowhere"),
+        (
+            {"reward_funcs": [reasoning_gym_reward]},
+            r"`reasoning_gym_reward` refuses the row .*no column \['metadata', 'task'\]",
+        ),
+        (
+            {
+                "reward_funcs": [reasoning_gym_reward],
+                "train_data": [
+                    {"prompt": str(n), "task": "new_task", "metadata": {}} for n in range(80)
+                ],
+            },
+            r"`reasoning_gym_reward` refuses the row .*`task='new_task'`.*was reviewed",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,32 +1,14 @@
 """Reward functions ready to use, called as TRL calls them. Verifiers are imported on first use."""
 
 import functools
-import json
-import re
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lit_rlsched.rewards.answers import checked_entry, import_reasoning_gym, score_entry
+
 Completion = str | list[dict[str, str]]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-ARITHMETIC = re.compile(r"[0-9+\-*/() ]{1,64}")
-EVALUATED_TASKS = {
-    "binary_matrix",
-    "countdown",
-    "intermediate_integration",
-    "n_queens",
-    "polynomial_multiplication",
-    "puzzle24",
-    "simple_integration",
-    "spiral_matrix",
-    "string_insertion",
-}
-"""reasoning-gym data sets whose verifier evaluates the answer as Python."""
-TRIGONOMETRY = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"}
-MATHEMATICS = TRIGONOMETRY | {"exp", "log", "ln", "sqrt", "Abs"}
-"""What such an answer may call."""
 
 
 def warmed_up_by(warm_up: Callable[[], object]) -> Callable[[Function], Function]:
@@ -39,40 +21,50 @@ def warmed_up_by(warm_up: Callable[[], object]) -> Callable[[Function], Function
     return mark
 
 
+def checks_rows_by(check: Callable[[Mapping[str, Any]], object]) -> Callable[[Function], Function]:
+    """Mark a reward function: `check` sees each row's columns before anything is started."""
+
+    def mark(function: Function) -> Function:
+        function.check_row = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def text_of(completion: Completion) -> str:
     """The completion as a string, whether the prompt was one or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-@functools.cache
-def import_reasoning_gym() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of data sets it is built on
-        import reasoning_gym
-        import reasoning_gym.utils
-    return reasoning_gym
-
-
-@functools.cache
-def verifier_of(task: str) -> Callable[..., float]:
-    """`score_answer` of the data set."""
-    verifier: Callable[..., float] = import_reasoning_gym().get_score_answer_fn(task)
-    return verifier
-
-
 def extract_answer(completion: Completion) -> str | None:
-    """What stands in the last `<answer>...</answer>`."""
-    answer: str | None = import_reasoning_gym().utils.extract_answer(text_of(completion))
+    """What stands in the last `<answer>...</answer>`, as reasoning-gym finds it.
+
+    Its own regular expression takes quadratic time where many are opened and none is closed.
+    """
+    text, answer, at = text_of(completion), None, 0
+    while (start := text.find("<answer>", at)) >= 0:
+        start += len("<answer>")
+        if (end := text.find("</answer>", start)) < 0:
+            break
+        answer, at = text[start:end].strip(), end + len("</answer>")
     return answer
 
 
-def harmless(answer: str) -> bool:
-    """Whether evaluating the answer calls nothing but mathematics."""
-    if re.search(r"[#\\]|[\])}'\"]\s*\(|\.\s*[^\W\d]|\blambda\b", answer):
-        return False
-    return MATHEMATICS.issuperset(re.findall(r"([^\W\d]\w*)\s*\(", answer))
+def check_reasoning_gym_row(columns: Mapping[str, Any]) -> None:
+    """Refuse a row that `reasoning_gym_reward` would not score.
+
+    Raises:
+        ValueError: its data set was not reviewed, or a column is not what it must be.
+    """
+    if missing := {"task", "metadata"} - columns.keys():
+        raise ValueError(
+            f"there is no column {sorted(missing)}. `reasoning_gym_reward` needs `task` (the data "
+            "set's name), `metadata` and `answer`, as `ReasoningGym` makes them."
+        )
+    checked_entry(columns["task"], columns["metadata"], columns.get("answer"), None)
 
 
+@checks_rows_by(check_reasoning_gym_row)
 @warmed_up_by(import_reasoning_gym)
 def reasoning_gym_reward(
     completions: Sequence[Completion],
@@ -85,8 +77,9 @@ def reasoning_gym_reward(
 ) -> list[float]:
     """The score the reasoning-gym data set itself gives to what stands in `<answer>...</answer>`.
 
-    Several of these data sets evaluate the answer as Python; one that would call anything but
-    mathematics is scored as if it were missing.
+    Nothing that a model or a row wrote is run: where the data set's verifier would evaluate it, one
+    of ours reads it instead (`lit_rlsched.rewards.answers`). An answer that is not of the data
+    set's kind is scored as if it were missing.
 
     Args:
         completions: Completions, as text or chat messages.
@@ -95,21 +88,24 @@ def reasoning_gym_reward(
         answer: `answer` of the entry.
         question: `question` of the entry.
         **kwargs: Ignored.
+
+    Raises:
+        ValueError: the data set was not reviewed, or a column is not what it must be.
     """
     rows = len(completions)
-    scores = []
-    for completion, name, facts, gold, text in zip(
-        completions, task, metadata, answer or [None] * rows, question or [""] * rows, strict=True
-    ):
-        given = extract_answer(completion)
-        if given is not None and name in EVALUATED_TASKS and not harmless(given):
-            given = None
-        entry = {"question": text, "answer": gold, "metadata": as_dict(facts)}
-        scores.append(float(verifier_of(name)(given, entry)))
-    return scores
+    return [
+        score_entry(name, extract_answer(completion), checked_entry(name, facts, gold, text))
+        for completion, name, facts, gold, text in zip(
+            completions,
+            task,
+            metadata,
+            answer or [None] * rows,
+            question or [""] * rows,
+            strict=True,
+        )
+    ]
 
 
-@warmed_up_by(import_reasoning_gym)
 def countdown_reward(
     completions: Sequence[Completion],
     *,
@@ -125,14 +121,14 @@ def countdown_reward(
         finish_reasons: `length` for a completion cut at the limit.
         **kwargs: Ignored.
     """
-    verify = verifier_of("countdown")
     scores = []
     for completion, facts, reason in zip(
         completions, metadata, finish_reasons or [None] * len(completions), strict=True
     ):
         answer = extract_answer(completion)
-        arithmetic = answer is not None and ARITHMETIC.fullmatch(answer) and "**" not in answer
-        solved = bool(arithmetic) and verify(answer, {"metadata": as_dict(facts)}) >= 0.999
+        plain = answer is not None and len(answer) <= 64 and "**" not in answer
+        entry = checked_entry("countdown", facts, None, None)
+        solved = plain and score_entry("countdown", answer, entry) >= 0.999
         scores.append(float(solved and reason != "length"))
     return scores
 
@@ -204,8 +200,3 @@ class SoftOverlongPunishment:
             min(0.0, max(-1.0, (free - len(ids)) / self.soft_punish_cache))
             for ids in completion_ids
         ]
-
-
-def as_dict(metadata: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Metadata of an entry; data sets in Arrow files keep it as JSON."""
-    return dict(json.loads(metadata) if isinstance(metadata, str) else metadata)

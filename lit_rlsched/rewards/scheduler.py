@@ -27,6 +27,7 @@ from lit_rlsched.rewards.signatures import (
     is_async,
     names_failures,
     unique_names,
+    unwrap,
 )
 from lit_rlsched.sizes import parse_bytes
 
@@ -135,6 +136,21 @@ class RewardScheduler:
     def pending(self) -> int:
         """Jobs submitted and not yet returned by `poll`."""
         return len(self._jobs)
+
+    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Let functions with an attribute `check_row` look at every row, named, before they run.
+
+        Raises:
+            ValueError: a function refuses a row.
+        """
+        checks = [getattr(unwrap(function), "check_row", None) for function in self._functions]
+        for uid, columns in rows if any(checks) else ():
+            for name, check in zip(self.names, checks, strict=True):
+                try:
+                    if check is not None:
+                        check(columns)
+                except ValueError as error:
+                    raise ValueError(f"`{name}` refuses the row `{uid}`: {error}") from None
 
     def start(self) -> None:
         """Launch the workers and import the functions there; returns when all can score."""

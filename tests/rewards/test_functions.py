@@ -4,7 +4,7 @@ from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.rewards.functions import (
     SoftOverlongPunishment,
     countdown_reward,
-    harmless,
+    extract_answer,
     math_verify_reward,
     reasoning_gym_reward,
 )
@@ -66,31 +66,13 @@ def test_reasoning_gym_takes_metadata_as_json_and_evaluates_no_code(tmp_path) ->
     assert not file.exists()
 
 
-@pytest.mark.parametrize(
-    "answer", ["7+5-3", "sin(x)**2/2 + C", "[['A', 'B'], ['C', 'D']]", "2.5*x*(x + 1)", "1 2\n3 4"]
-)
-def test_harmless_answers(answer: str) -> None:
-    assert harmless(answer)
+def test_the_last_answer_is_found_as_the_library_finds_it() -> None:
+    from reasoning_gym.utils import extract_answer as theirs
 
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "__import__('os').system('x')",
-        "exec (chr(1))",
-        "(exec)('1')",
-        "[exec][0]('1')",
-        "{'a': exec}['a']('1')",
-        "().__class__",
-        "exec#\n('1')",
-        "exec\\\n('1')",
-        "\uff45xec('1')",
-        "(lambda: 1)",
-        "sin(exec('1'))",
-    ],
-)
-def test_harmful_answers(answer: str) -> None:
-    assert not harmless(answer)
+    texts = ["", "<answer>", "<answer></answer>", "<answer> a <answer>b</answer>c</answer>"]
+    texts += ["</answer><answer>x\n</answer><answer>y", "<answer>1</answer> <answer>\t2 </answer>"]
+    assert [extract_answer(text) for text in texts] == [theirs(text) for text in texts]
+    assert extract_answer("<answer>" * 100_000) is None  # theirs takes minutes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,269 @@
+"""Answers are data: nothing that a model or a row wrote is run, in a real reward worker."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audited import Audited, AuditedEval
+from harness import collect, score, submit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lit_rlsched.rewards import RewardScheduler, ScoredJob
+from lit_rlsched.rewards.answers import REVIEWED, checked_entry, score_entry, verifier_of
+
+TOUCHED = Path("/tmp/touched-by-an-answer")
+TOUCH = f"open({str(TOUCHED)!r}, 'w')"
+ESCAPES = [
+    TOUCH,
+    f"sin({TOUCH!r})",
+    "sin(\"__import__%c'os'%c%csystem%c'touch X'%c\" % (40,41,46,40,41))",
+    f"[[{TOUCH}]]",
+    f"['{TOUCH}']",
+    f"__import__('pathlib').Path({str(TOUCHED)!r}).touch()",
+    f"(lambda: {TOUCH})()",
+    f"[f for f in ().__class__.__base__.__subclasses__()][0]({TOUCH})",
+    f"exec#\n({TOUCH!r})",
+    f"\uff45xec({TOUCH!r})",
+    f"Symbol({TOUCH!r})",
+    f"S({TOUCH!r})",
+    f"sympify({TOUCH!r})",
+    f"x.subs({TOUCH!r})",
+    f"Integral(x, {TOUCH!r})",
+    f"0x10 + {TOUCH}",
+    f"{{'a': {TOUCH}}}",
+    f"f'{{{TOUCH}}}'",
+    f"1 if {TOUCH} else 2",
+    "9**9**9",
+    "9**9**9**9**9",
+    "1e999999999",
+    "1" * 5000,
+    "2**-999999999999",
+    "1 << 999999999999",
+    "(" * 5000,
+    "[" * 5000,
+    "-" * 5000 + "1",
+    "R999999999",
+    "A+999999999999",
+    "x" * 30_000,
+    "exp(exp(exp(exp(exp(9)))))",
+    "\u2228".join(f"a{n}" for n in range(40)),
+    "cos\t.__globals__",
+    "os.system('true')",
+    "\x00",
+    "\ud800",
+    "!!python/object/apply:os.system ['true']",
+    "cos\nsystem\n(S'true'\ntR.",
+]
+EVALUATED = [
+    *("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens"),
+    *("number_sorting", "polynomial_multiplication", "puzzle24", "simple_integration"),
+    *("spiral_matrix", "string_insertion"),
+]
+"""Data sets whose own verifier runs an answer or a column."""
+QUICK = [*EVALUATED, "coin_flip", "rubiks_cube", "propositional_logic", "chain_sum", "game_of_life"]
+
+
+def entries(task: str, count: int = 1) -> list[dict[str, Any]]:
+    import reasoning_gym
+
+    data = reasoning_gym.create_dataset(task, size=count, seed=1)
+    return [data[index] for index in range(count)]
+
+
+def gold_of(task: str, entry: Mapping[str, Any]) -> str | None:
+    """An answer that is right, for all data sets but two."""
+    facts = entry["metadata"]
+    if task == "graph_color":
+        return json.dumps(facts["possible_answer"])
+    return entry["answer"] or facts.get("example_correct_answer") or facts.get("example_answer")
+
+
+def columns_of(task: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {"task": task, **{name: entry[name] for name in ("answer", "metadata", "question")}}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    TOUCHED.unlink(missing_ok=True)
+    return {}
+
+
+@pytest.fixture(scope="module")
+def audited() -> Iterator[RewardScheduler]:
+    with RewardScheduler([Audited()], timeout=60) as scheduler:
+        yield scheduler
+
+
+def check_silent(
+    scheduler: RewardScheduler, tasks: list[str], answers: list[str], rows: dict[str, Any]
+) -> None:
+    """Score all answers to all tasks; nothing of it may be heard of."""
+    for task in tasks:
+        if task not in rows:
+            rows[task] = columns_of(task, entries(task)[0])
+            submit(scheduler, (task, "the data set's files are read"), "", columns=rows[task])
+        for number, answer in enumerate(answers):
+            completion = f"<answer>{answer}</answer>"
+            submit(scheduler, (task, number), completion, columns=rows[task])
+    check_jobs(collect(scheduler, 300))
+
+
+def check_jobs(jobs: dict[Any, ScoredJob]) -> None:
+    for key, job in jobs.items():
+        assert job.extra.get("events", []) == [], key
+    failures = {key: job.failures for key, job in jobs.items() if job.failures != [None]}
+    assert not failures
+    assert not TOUCHED.exists()
+
+
+def test_the_hook_hears_what_is_evaluated() -> None:
+    jobs, _ = score([AuditedEval()], ["1 + 1"])
+    assert [event.split()[0] for event in jobs["1 + 1"].extra["events"]] == ["compile", "exec"]
+
+
+def test_no_known_escape_is_run_where_theirs_evaluates(audited, rows) -> None:
+    check_silent(audited, QUICK, ESCAPES, rows)
+
+
+@pytest.mark.slow
+def test_no_known_escape_is_run(audited, rows) -> None:
+    check_silent(audited, sorted(REVIEWED), ESCAPES, rows)
+
+
+NAMES = ["sin", "exp", "eval", "__import__", "os", "lambda", "%c", "0x1f", "1e9", "**", "<<"]
+PIECES = st.sampled_from([*NAMES, "\n", *" ()[]'\",.*/+-\\#07xC"])
+STRINGS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=40).map("".join))
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(st.lists(STRINGS, min_size=20, max_size=20))
+def test_no_random_answer_is_run_where_theirs_evaluates(audited, rows, answers: list[str]) -> None:
+    check_silent(audited, QUICK, answers, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(st.lists(STRINGS, min_size=20, max_size=20))
+def test_no_random_answer_is_run(audited, rows, answers: list[str]) -> None:
+    check_silent(audited, sorted(REVIEWED), answers, rows)
+
+
+def spoiled(value: Any, with_: Any) -> Iterator[Any]:
+    """Copies of a value, each with one leaf replaced; the first few of a list stand for all."""
+    if isinstance(value, Mapping):
+        for name in value:
+            for leaf in spoiled(value[name], with_):
+                yield {**value, name: leaf}
+    elif isinstance(value, list | tuple):
+        for index in range(min(2, len(value))):
+            for leaf in spoiled(value[index], with_):
+                yield [*value[:index], leaf, *value[index + 1 :]]
+    else:
+        yield with_
+
+
+def check_columns(scheduler: RewardScheduler, tasks: list[str], escapes: list[Any]) -> None:
+    """Put each escape into each place of a row: the row is scored, or costs its own completion."""
+    for task in tasks:
+        entry = entries(task)[0]
+        good = columns_of(task, entry)
+        completion = f"<answer>{gold_of(task, entry)}</answer>"
+        submit(scheduler, (task, "the data set's files are read"), completion, columns=good)
+        for number, escape in enumerate(escapes):
+            columns = {name: good[name] for name in ("answer", "metadata")}
+            for place, bad in enumerate(spoiled(columns, escape)):
+                submit(scheduler, (task, number, place), completion, columns=good | bad)
+    jobs = collect(scheduler, 300)
+    for key, job in jobs.items():
+        assert job.extra.get("events", []) == [], key
+        assert job.failures[0] is None or job.failures[0].startswith("raised: "), (key, job)
+    assert not TOUCHED.exists()
+
+
+COLUMN_ESCAPES = [TOUCH, f"(0x1 << 0x1) + {TOUCH}", f"['1', {TOUCH}]", "9**9**9", 10**15]
+
+
+def test_no_column_is_run_where_theirs_evaluates(audited) -> None:
+    check_columns(audited, QUICK, COLUMN_ESCAPES[:3])
+
+
+@pytest.mark.slow
+def test_no_column_is_run(audited) -> None:
+    check_columns(audited, sorted(REVIEWED), COLUMN_ESCAPES + ESCAPES[:8])
+
+
+def test_every_data_set_was_reviewed_but_one_that_is_made_of_others() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    assert set(DATASETS) == {*REVIEWED, "composite"}
+    assert set(EVALUATED) < {name for name, review in REVIEWED.items() if review.score}
+
+
+@pytest.mark.parametrize("tasks", [QUICK, pytest.param(REVIEWED, marks=pytest.mark.slow)], ids=len)
+def test_the_row_s_own_answer_scores_one(tasks: Collection[str]) -> None:
+    for task in tasks:
+        entry = entries(task)[0]
+        gold = gold_of(task, entry)
+        for metadata in (entry["metadata"], json.dumps(entry["metadata"])):
+            checked = checked_entry(task, metadata, entry["answer"], entry["question"])
+            assert gold is None or score_entry(task, gold, checked) == 1.0, task
+
+
+@pytest.mark.parametrize("task", EVALUATED)
+def test_our_verifiers_give_the_scores_of_the_data_set(task: str) -> None:
+    for entry in entries(task, 4):
+        checked = checked_entry(task, entry["metadata"], entry["answer"], entry["question"])
+        gold = entry["answer"]
+        if "Integral" in gold:  # not worked out: theirs takes that, of any function
+            continue
+        others = [gold, None, "", "12", "1 2 3", "[]", gold + "0", gold[:-1], gold[1:], f"({gold})"]
+        listed = [str(list(gold)), json.dumps([line.split() for line in gold.split("\n")])]
+        for answer in [*others, *listed, gold.replace("2", "3"), gold.replace(" ", "")]:
+            theirs = verifier_of(task)(answer, entry)
+            assert score_entry(task, answer, checked) == theirs, (answer, entry)
+
+
+def test_where_ours_are_stricter() -> None:
+    halting = checked_entry("game_of_life_halting", {}, "False", "")
+    assert score_entry("game_of_life_halting", "whatever", halting) == 0.0
+    assert score_entry("game_of_life_halting", "false", halting) == 1.0
+    puzzle = checked_entry("puzzle24", {"numbers": [1, 2, 3, 4]}, "1*2*3*4", "")
+    scores = {"1*2*3*4": 1.0, "10+10+2+2": 0.01, "(1+3)*(2+4)": 1.0, "4*3*2+1/1": 0.01}
+    assert {answer: score_entry("puzzle24", answer, puzzle) for answer in scores} == scores
+    facts = {"variable": "x", "integrand": "2*x"}
+    integral = checked_entry("simple_integration", facts, "x**2 + C", "")
+    scores = {"x**2 + C": 1.0, "x*x + 3": 1.0, "Integral(2*x, x)": 0.0, "x**2 + y*x": 0.0}
+    assert {answer: score_entry("simple_integration", answer, integral) for answer in scores} == (
+        scores
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "metadata", "answer", "message"),
+    [
+        ("composite", {}, "1", r"`task='composite'`.*reviewed.*REVIEWED"),
+        (None, {}, "1", r"`task=None`"),
+        ("countdown", [1], "1", r"`metadata=\[1\]` is not a dict"),
+        ("countdown", {"numbers": ["1"], "target": 2}, "1", r"`metadata.numbers` has '1'"),
+        ("countdown", "{", "1", r"`task='countdown'`: the columns"),
+        ("number_sorting", {"direction": "ascending"}, f"[{TOUCH}]", "`task='number_sorting'`"),
+        ("bitwise_arithmetic", {"problem": TOUCH}, "1", r"no function `open`|no formula"),
+        ("bitwise_arithmetic", {"problem": "1 << 65"}, "1", r"a shift by 65"),
+        ("bitwise_arithmetic", {"problem": "1" * 2001}, "1", r"2000 are the most"),
+        ("simple_integration", {"variable": "xx", "integrand": "x"}, "1", r"not a letter"),
+        ("simple_integration", {"variable": "x", "integrand": "9**9**9"}, "1", r"`task=.*9\*\*9"),
+        ("polynomial_multiplication", {}, "x**9999", r"a power of 9999"),
+        ("rubiks_cube", {"cube_size": 10**9, "scramble_moves": ""}, None, r"from 1 to 20"),
+        ("tower_of_hanoi", {"num_disks": 10**9, "num_pegs": 3}, "1", r"from 1 to 100"),
+        ("propositional_logic", {"variables": ["P"], "premises": ["Q"]}, None, r"letters that"),
+        ("coin_flip", {}, "1e999999999", r"`answer='1e999999999'` is not a number"),
+        ("ab", {"x": object()}, "1", r"a object is no plain data"),
+        ("ab", {"x": "y" * 300_000}, "1", r"more than 100000 values or 200000 characters"),
+    ],
+)
+def test_rows_that_are_refused(task: Any, metadata: Any, answer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_entry(task, metadata, answer, "")
