@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from lit_rlsched.lm_head import check_lm_head, is_checked, lm_head, model_parts
 
 CHUNK_BYTES = 64 * 2**20
 """Memory of one chunk's fp32 logits, from which the default chunk length follows."""
@@ -33,7 +34,8 @@ def completion_logprobs(
 
     Only the positions that predict a completion token go through the LM head, a chunk at a time.
     With more than one chunk, a chunk's logits are computed again in the backward pass instead of
-    being kept.
+    being kept. The first call with a model compares that with the model's own forward, which is
+    used instead, with a warning, where it gives other logits.
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.
@@ -53,13 +55,16 @@ def completion_logprobs(
         completion, at least fp32, zero where `completion_mask(completion_lengths)` is False.
 
     Raises:
-        ValueError: if a prompt is empty, a row does not fit in `T`, or the model has no LM head.
+        ValueError: if a prompt is empty, a row does not fit in `T`, the model has no LM head, or no
+            log-probs of completions can be had from it (`lm_head.check_lm_head`).
     """
     starts = prompt_lengths
     if completion_rows is not None:
         starts = _completion_starts(prompt_lengths, completion_lengths, completion_rows)
     _check_lengths(input_ids, prompt_lengths, starts + completion_lengths)
-    causal_lm, head, config = _parts(model)
+    causal_lm, _, config = model_parts(model)
+    _check_once(model, input_ids, starts + completion_lengths, completion_rows)
+    head = lm_head(model, temperature)
     mask = completion_mask(completion_lengths)
     rows, columns = mask.nonzero(as_tuple=True)
     targets = starts[rows] + columns
@@ -72,20 +77,19 @@ def completion_logprobs(
         if config._attn_implementation == "eager":
             dtype = causal_lm.get_input_embeddings().weight.dtype
             layout["attention_mask"] = _to_addend(layout["attention_mask"], dtype)
-    hidden = causal_lm.base_model(input_ids=input_ids, use_cache=False, **layout).last_hidden_state
-
-    score = partial(_score, head, logit_transform(config, temperature), entropy)
+    states = head.states(input_ids, **layout)[rows, sources]
+    score = partial(_score, head.logits, entropy)
     chunk_tokens = chunk_tokens or max(1, CHUNK_BYTES // (4 * config.vocab_size))
-    logp, entropies = _score_in_chunks(
-        score, hidden[rows, sources], input_ids[rows, targets], chunk_tokens
-    )
+    logp, entropies = _score_in_chunks(score, states, input_ids[rows, targets], chunk_tokens)
     return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
 
 
 def completion_states(
     model: nn.Module, input_ids: Tensor, prompt_lengths: Tensor, completion_lengths: Tensor
 ) -> Tensor:
-    """What the LM head predicts each completion token from, `[N, H]`, one completion after another.
+    """What each completion token is predicted from, `[N, H]`, one completion after another.
+
+    The LM head's input; where only the model's own forward is right, its logits `[N, V]`.
 
     Args:
         model: See `completion_logprobs`; so are the others.
@@ -93,72 +97,35 @@ def completion_states(
         prompt_lengths: `[B]`.
         completion_lengths: `[B]`.
     """
-    causal_lm, _, _ = _parts(model)
+    _check_once(model, input_ids, prompt_lengths + completion_lengths)
     rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
-    hidden = causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    return hidden[rows, prompt_lengths[rows] + columns - 1]
+    return lm_head(model).states(input_ids)[rows, prompt_lengths[rows] + columns - 1]
 
 
 def vocabulary_logprobs(model: nn.Module, states: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """The whole distributions predicted from `states` `[N, H]`: log-probs `[N, V]`, at least fp32.
+    """The whole distributions predicted from `states` of `completion_states`: `[N, V]` log-probs.
 
     The caller sees to it that they fit in memory.
     """
-    _, head, config = _parts(model)
-    return logit_transform(config, temperature)(head(states)).log_softmax(-1)
+    return lm_head(model, temperature).logits(states).log_softmax(-1)
 
 
-def _parts(model: nn.Module) -> tuple[Any, nn.Module, Any]:
-    """The language model, its head and its configuration.
-
-    Raises:
-        ValueError: the model has no LM head.
-    """
-    causal_lm: Any = model
-    if hasattr(model, "get_base_model"):  # PEFT; its layers stay in place
-        causal_lm = causal_lm.get_base_model()
-    head, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
-    if head is None:
-        raise ValueError(
-            f"`{type(causal_lm).__name__}` has no LM head. Load it with `AutoModelForCausalLM`."
-        )
-    return causal_lm, head, config
-
-
-def logit_transform(config: Any, temperature: float) -> Callable[[Tensor], Tensor]:
-    """What happens to the LM head's output before the softmax, by the names transformers uses.
-
-    A constant factor (Cohere, Falcon-H1, Granite, ...), then Gemma's soft cap, then temperature.
-    """
-    factor = 1.0
-    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling"):
-        value = getattr(config, name, None)
-        if value is not None:
-            # Granite divides by `logits_scaling`; HyperCLOVA X, alone, multiplies by it.
-            divides = name == "logits_scaling" and config.model_type != "hyperclovax"
-            factor = 1.0 / value if divides else value
-            break
-    cap = getattr(config, "final_logit_softcapping", None)
-
-    def transform(logits: Tensor) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if cap is not None:
-            return torch.tanh(logits * (factor / cap)) * (cap / temperature)
-        scale = factor / temperature
-        return logits if scale == 1.0 else logits * scale
-
-    return transform
+def _check_once(
+    model: nn.Module, input_ids: Tensor, ends: Tensor, completion_rows: Tensor | None = None
+) -> None:
+    """On the longest row; without padding, which a model that looks ahead would see."""
+    if is_checked(model):
+        return
+    longest = int(ends.argmax())
+    row = longest if completion_rows is None else int(completion_rows[longest])
+    check_lm_head(model, input_ids[row, : int(ends[longest])])
 
 
 def _score(
-    head: nn.Module,
-    transform: Callable[[Tensor], Tensor],
-    entropy: bool,
-    hidden: Tensor,
-    targets: Tensor,
+    head: Callable[[Tensor], Tensor], entropy: bool, states: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (or zeros): `[n, H]` and `[n]` to `[n]`, `[n]`."""
-    logits = transform(head(hidden))
+    logits = head(states)
     log_normalizer = logits.logsumexp(dim=-1)
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
     if not entropy:
@@ -170,11 +137,11 @@ def _score(
 
 def _score_in_chunks(
     score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    hidden: Tensor,
+    states: Tensor,
     targets: Tensor,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+    chunks = list(zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
     # A single chunk fits in memory anyway; checkpointing it would only cost a second LM head call.
     if len(chunks) > 1 and torch.is_grad_enabled():
         scored = [checkpoint(score, h, t, use_reentrant=False) for h, t in chunks]

@@ -27,6 +27,7 @@ from lit_rlsched.checkpoints import check_resumable
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.evaluation import Evaluated
 from lit_rlsched.finite import check_gradient
+from lit_rlsched.lm_head import tolerance
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.logs import StepMetrics, log_now
 from lit_rlsched.losses import (
@@ -256,7 +257,7 @@ class PolicyModule(LightningModule):
         try:
             with self.trainer.precision_plugin.forward_context():
                 logprobs, gradients = sharing.difference(model, rows)
-                allowed = sharing.tolerance(model)
+                allowed = tolerance(model)
             if logprobs <= allowed and gradients <= allowed:  # NaN is not
                 return True
             wrong = (

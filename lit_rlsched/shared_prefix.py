@@ -33,11 +33,6 @@ reaches them has come through the attention of all layers above."""
 CHECKED_PROMPT = 16
 """Tokens of its prompt that are left for a second comparison. What completions wrongly see of each
 other stands out there; the whole prompt shows what depends on the distance."""
-TOLERANCE = 1e-3
-"""Difference of log-probs, and of gradients in relation to their norm, that is taken for rounding:
-a thousand times that of fp32. A mask that is ignored makes 0.01 to 1."""
-TOLERANCE_HALF = 0.1
-"""The same in bf16, fp16 and TF32: ten times the rounding."""
 
 
 def obstacle(policy: nn.Module) -> str | None:
@@ -131,17 +126,6 @@ def difference(policy: nn.Module, rows: Sequence[Row]) -> tuple[float, float]:
     pairs = [_difference(policy, of, weights) for of in (rows, cut)]
     logprobs, gradients = torch.tensor(pairs).amax(0).tolist()  # NaN stays NaN
     return logprobs, gradients
-
-
-def tolerance(policy: nn.Module) -> float:
-    """What is rounding in the precision of the moment."""
-    dtype, device = base_model(policy).dtype, base_model(policy).device
-    half = (
-        dtype in (torch.bfloat16, torch.float16)
-        or torch.is_autocast_enabled(device.type)
-        or torch.get_float32_matmul_precision() != "highest"
-    )
-    return TOLERANCE_HALF if half else TOLERANCE
 
 
 def _difference(
