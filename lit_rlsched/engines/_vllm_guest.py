@@ -3,12 +3,14 @@
 import logging
 import os
 import random
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import count
+from multiprocessing import resource_tracker
 from traceback import walk_tb
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ _cores = 0
 """Engine cores alive in this process; they share vLLM's process groups."""
 _owns_group = False
 """The default process group is vLLM's own, not the trainer's."""
+_trackers: list["subprocess.Popen[bytes]"] = []
 _originals: dict[str, Callable[..., None]] = {}
 
 
@@ -123,6 +126,7 @@ def _starting_workers(device: torch.device, workers: int) -> Iterator[None]:
         changes["VLLM_CPU_OMP_THREADS_BIND"] = bind_threads(
             sorted(os.sched_getaffinity(0)), workers
         )
+    track_apart()
     import_module("vllm.envs").disable_envs_cache()  # a core that is alive has switched it on
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:  # without `__main__` an unguarded script does not run once more in each worker
@@ -130,6 +134,31 @@ def _starting_workers(device: torch.device, workers: int) -> Iterator[None]:
             yield
     finally:
         sys.modules["__main__"] = main
+
+
+def track_apart() -> None:
+    """Start Python's resource tracker where no signal to this process's group reaches it.
+
+    It unlinks shared memory and semaphores once everybody who uses them is gone. One that is killed
+    with them, as when the trainer of a `ProcessEngine` dies, leaves all that in `/dev/shm`.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        return
+    read, tracker._fd = os.pipe()
+    _trackers.append(
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"from multiprocessing.resource_tracker import main; main({read})",
+            ],
+            pass_fds=[read],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    )
+    os.close(read)
 
 
 def _end_workers(error: BaseException | None) -> None:

@@ -4,8 +4,10 @@ Functions that `collective_rpc` calls with the worker: in the trainer's process 
 whole, else in the workers'.
 """
 
+import os
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,20 @@ def prepare(worker: Any) -> str:
         return type(runner).__name__
     runner.kept_noise = KeptNoise(batch)
     return "by_request"
+
+
+def take_names_away(worker: Any) -> str:
+    """Unlink the memory over which workers on CPU exchange tensors: vLLM would leave it behind.
+
+    All of them have opened it by now, and whoever has keeps it until it ends, however it ends.
+
+    Returns:
+        Where the workers have met.
+    """
+    run = os.environ.get("VLLM_DIST_IDENT")
+    for path in Path("/dev/shm").glob(f"{run}-*-cpushm_*") if run else ():
+        path.unlink(missing_ok=True)
+    return str(getattr(worker, "distributed_init_method", ""))
 
 
 def load(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,8 @@ class VLLMEngine(RolloutEngine):
             if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # vLLM would take the first GPU
             self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        (met, *_) = self._engine.collective_rpc(beside_model.take_names_away)
+        self._meeting_place = met.removeprefix("file://") if met.startswith("file:") else None
         self._noise = guest.Noise(self._engine.collective_rpc(beside_model.prepare)[0])
         self._forget_counts()
         self._spec = spec
@@ -326,6 +329,8 @@ class VLLMEngine(RolloutEngine):
         if self._engine is None:
             return
         self._held.clear()
+        if self._meeting_place is not None:
+            Path(self._meeting_place).unlink(missing_ok=True)
         self._engine.engine_core.shutdown()
         self._engine = None
 

@@ -1,9 +1,11 @@
 """vLLM with its model split over two worker processes, against the one in this process."""
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 import pytest
@@ -58,6 +60,23 @@ def check_ended(others: set[psutil.Process]) -> None:
     assert not psutil.wait_procs(workers() - others, timeout=20)[1]
 
 
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """What they have mapped of `/dev/shm`, its names taken away or not."""
+    lines = [
+        line for p in processes for line in Path(f"/proc/{p.pid}/maps").read_text().splitlines()
+    ]
+    paths = [line.split("/dev/shm/")[1] for line in lines if "/dev/shm/" in line]
+    return {Path("/dev/shm", path.strip().removesuffix(" (deleted)")) for path in paths}
+
+
+def check_gone(paths: set[Path]) -> None:
+    """Nothing of it stays; the tracker that unlinks it may need a moment."""
+    end = time.monotonic() + 60
+    while left := {path for path in paths if path.exists()}:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> str:
     """As `tiny_model`, tied embeddings and all, with two heads of keys and values to part."""
@@ -93,6 +112,10 @@ def both(
     cache = 9 * 32 * 2 * 2 * 2 * 32 * 4 / 2**30  # 9 blocks of both heads, in each process
     split = VLLMEngine(tensor_parallel_size=2, kv_cache_gib=cache)
     split.start(spec(model))
+    left = shared_memory(workers() - before)
+    assert any("cpushm" in path.name for path in left)
+    assert split._meeting_place is not None and Path(split._meeting_place).exists()
+    left.add(Path(split._meeting_place))
     assert not torch.distributed.is_initialized()
     assert torch.equal(torch.get_rng_state(), state)
     assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
@@ -116,6 +139,7 @@ def both(
         whole.close()
         torch.distributed.destroy_process_group()
     check_ended(before)
+    check_gone(left)
 
 
 @pytest.fixture
