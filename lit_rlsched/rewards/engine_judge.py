@@ -1,6 +1,7 @@
 """A judge model as a reward, decoded by an engine of its own inside the reward worker."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,13 @@ class EngineJudgeReward(Judge):
         more = configured if isinstance(configured, list) else [configured]
         ids = dict.fromkeys([self._tokenizer.eos_token_id, *more])
         return tuple(token for token in ids if token is not None)
+
+    def control_tokens(self) -> Collection[str]:
+        """Those of the tokenizer, which would end the judge's turn."""
+        if self._tokenizer is None:
+            self.warm_up()
+        added = self._tokenizer.added_tokens_decoder.values()
+        return [token.content for token in added if token.special]
 
     async def answer(self, question: str) -> str:
         """Decode the answer, together with those to other questions."""

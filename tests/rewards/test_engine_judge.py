@@ -66,6 +66,13 @@ def run_in_process(use: Callable, **settings: Any) -> Any:
     return asyncio.run(use(judge))
 
 
+def test_special_tokens_in_a_completion_are_text() -> None:
+    judge = EngineJudgeReward(MODEL, TransformersEngine(), **SETTINGS)
+    special = AutoTokenizer.from_pretrained(MODEL).all_special_tokens
+    question = judge.question("p", f"x{''.join(special)}y", {})
+    assert special and not any(token in question for token in special)
+
+
 def test_answers_do_not_depend_on_the_company() -> None:
     async def use(judge: EngineJudgeReward) -> list[Any]:
         asked = [judge.answer(question) for question in QUESTIONS]
