@@ -7,17 +7,20 @@ from typing import Any, Literal
 # Before torch is loaded. As torchrun does: threads of several processes (trainer, reward workers)
 # that wait for each other by spinning stall each other on a machine of few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What torch's C++ and vLLM's say below an error is about their sources, not about the run.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
-from lit_rlsched.callbacks import RNGState, RolloutLogger, RolloutProgressBar
+from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutLogger, RolloutProgressBar
 from lit_rlsched.checkpoints import with_atomic_io
+from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
+from lit_rlsched.data.settings import check_one_process
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.module import PolicyModule
@@ -54,10 +57,18 @@ class RolloutTrainer(Trainer):
 class RolloutCLI(LightningCLI):
     """Lightning's CLI with our defaults."""
 
+    def __init__(self, run: "_Run", **kwargs: Any) -> None:
+        self._run = run
+        super().__init__(PolicyModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Our defaults; a config overrides them."""
+        parser.add_argument(
+            "--debug", action=DebugOption, help="Show the traceback where a run is refused."
+        )
         parser.set_defaults(
             {
+                "trainer.devices": 1,
                 "trainer.num_sanity_val_steps": 0,
                 "trainer.log_every_n_steps": 1,
                 "trainer.enable_model_summary": False,
@@ -72,20 +83,9 @@ class RolloutCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would let the checkpoint's hyperparameters win over the config."""
 
-    def instantiate_classes(self) -> None:
-        """Say what is wrong with the configuration without a traceback."""
-        try:
-            super().instantiate_classes()
-        except (ValueError, FileNotFoundError, MisconfigurationException) as error:
-            self._parser(self.subcommand).error(str(error))
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        if subcommand != "estimate":
-            return super()._run_subcommand(subcommand)
-        try:
-            super()._run_subcommand(subcommand)
-        except (ValueError, FileNotFoundError, MisconfigurationException) as error:
-            self._parser(self.subcommand).error(str(error))
+    def before_instantiate_classes(self) -> None:
+        """Let errors name the subcommand."""
+        self._run.command = command_of(self._parser(self.subcommand))
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -106,7 +106,9 @@ class RolloutCLI(LightningCLI):
         if self.subcommand == "estimate":
             self._instantiate_on_cpu(config)
         given = config["callbacks"] or []
-        given = [*(given if isinstance(given, list) else [given]), *callbacks]
+        given = given if isinstance(given, list) else [given]
+        config["callbacks"] = [self._run, *given]  # it knows before others fail
+        given = [*given, *callbacks]
         if not any(isinstance(c, RNGState) for c in given):
             callbacks.append(RNGState())
         if config.get("enable_progress_bar") is not False and not any(
@@ -114,7 +116,9 @@ class RolloutCLI(LightningCLI):
         ):
             callbacks.append(RolloutProgressBar())
         config["plugins"] = with_atomic_io(config["plugins"])
-        return super()._instantiate_trainer(config, callbacks)
+        trainer = super()._instantiate_trainer(config, callbacks)
+        check_one_process(trainer.world_size)  # before it starts the others
+        return trainer
 
     def after_fit(self) -> None:
         """Close W&B, which prints on exit, so that the summary is the last line."""
@@ -125,17 +129,31 @@ class RolloutCLI(LightningCLI):
                 print(callback.summary(self.trainer), flush=True)
 
 
+class _Run(RolloutCallback):
+    """Knows how far the run is."""
+
+    def __init__(self) -> None:
+        self.command = "lit-rlsched"
+        self.begun = False
+
+    def on_round_start(self, *_: Any) -> None:
+        """From here on an error is not about the configuration alone."""
+        self.begun = True
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line; `args` stands in for it in tests."""
     sys.path.insert(0, os.getcwd())  # reward functions live beside the config
     keep_heap()
-    RolloutCLI(
-        PolicyModule,
-        RolloutDataModule,
-        trainer_class=RolloutTrainer,
-        subclass_mode_model=True,
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,
-        args=args,
-    )
+    run, given = _Run(), sys.argv[1:] if args is None else args
+    debug = isinstance(given, list) and "--debug" in given
+    with plain_warnings(), refusals(debug, run):
+        RolloutCLI(
+            run,
+            parser_class=Parser,
+            subclass_mode_model=True,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            args=args,
+        )

@@ -11,7 +11,6 @@ from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
-from transformers import AutoTokenizer
 
 from lit_rlsched import __version__
 from lit_rlsched.callbacks.rollout_callback import fire
@@ -23,6 +22,7 @@ from lit_rlsched.data.settings import (
     check_gen_batches,
     check_lengths,
     check_logprobs,
+    check_one_process,
     check_probe,
     check_resumed,
     check_resumed_groups,
@@ -36,7 +36,13 @@ from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
 from lit_rlsched.logs import log_now
-from lit_rlsched.policy import base_model, context_length, eos_token_ids, find_policy
+from lit_rlsched.policy import (
+    base_model,
+    context_length,
+    eos_token_ids,
+    find_policy,
+    load_tokenizer,
+)
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.drawing import RoundDrawer
@@ -236,11 +242,7 @@ class RolloutDataModule(LightningDataModule):
             MisconfigurationException: the Trainer runs more than one process.
         """
         assert self.trainer is not None
-        if self.trainer.world_size > 1:
-            raise MisconfigurationException(
-                f"`Trainer` runs {self.trainer.world_size} processes, but RolloutDataModule trains "
-                "in one. Use `devices=1, num_nodes=1`."
-            )
+        check_one_process(self.trainer.world_size)
         if stage == "fit":
             check_siblings(self.num_generations, self.learner.needs_group)
             if self.learner.needs_engine_logprobs(off_policy=False):
@@ -500,7 +502,7 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         policy, limit = self._policy, self.sampling.max_completion_length
         model = str(base_model(policy).name_or_path)
-        self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or model)
+        self._tokenizer = load_tokenizer(self.tokenizer_name or model)
         self._prompts = prompts = tokenize(
             self._rows,
             self._tokenizer,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
 def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
@@ -45,6 +45,24 @@ def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
         if getattr(policy.config, name, 0.0):
             setattr(policy.config, name, 0.0)
     return policy
+
+
+def load_tokenizer(tokenizer: str) -> Any:
+    """Load a tokenizer.
+
+    Args:
+        tokenizer: Folder or hub name.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`tokenizer={tokenizer}`: neither a folder with a tokenizer here nor one on the hub. "
+            f"Check the spelling and the working directory. ({error})"
+        ) from error
 
 
 def add_lora(policy: PreTrainedModel, rank: int, alpha: int, target_modules: str) -> nn.Module:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rollout.types import Group, Sampling
 
@@ -38,6 +40,19 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate `val_data` "
             "with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
+
+
+def check_one_process(world_size: int) -> None:
+    """Refuse to train in several processes.
+
+    Raises:
+        MisconfigurationException: says what to use instead.
+    """
+    if world_size > 1:
+        raise MisconfigurationException(
+            f"`Trainer` runs {world_size} processes, but RolloutDataModule trains in one. Use "
+            "`devices=1, num_nodes=1`."
         )
 
 

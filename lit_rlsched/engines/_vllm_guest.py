@@ -90,6 +90,7 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
     trainers_group = torch.distributed.is_initialized()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    excepthook = sys.excepthook  # a process group puts `[rank0]` before every line of a traceback
     try:
         try:
             with ExitStack() as stack:
@@ -102,6 +103,8 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
         finally:
             _owns_group |= torch.distributed.is_initialized() and not trainers_group
         _cores += 1
+        if _owns_group:
+            _expect_no_sync()
     except BaseException as error:
         _end_workers(error)
         if _cores == 0:
@@ -113,6 +116,12 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
         np.random.set_state(numpy_state)
         torch.set_num_threads = set_num_threads  # on CPU vLLM makes it a no-op
         torch.set_num_threads(threads)
+        sys.excepthook = excepthook
+
+
+def _expect_no_sync() -> None:
+    """Lightning takes vLLM's process group, of this process alone, for a distributed run's."""
+    warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
 
 
 @contextmanager

@@ -1,0 +1,206 @@
+"""What the command line prints where a run is refused, and where it is not."""
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lit_rlsched.cli import main
+
+ROOT = Path(__file__).parents[1]
+BASE = [
+    *("fit", "-c", "configs/quickstart.yaml", "--trainer.logger=false"),
+    *("--data.engine=TransformersEngine", "--data.train_data.size=40", "--data.val_data.size=2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+    monkeypatch.setattr(sys, "argv", ["lit-rlsched"])
+
+
+@pytest.fixture
+def refused(capfd, tmp_path):
+    """The one message of a refusal: what else is on stderr is progress, and no usage."""
+
+    def refused(*args, base=BASE):
+        where = [f"--trainer.default_root_dir={tmp_path}"]
+        with pytest.raises(SystemExit) as stop:
+            main([*base, *args, *(where if base is BASE else [])])
+        assert stop.value.code == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert lines[-1].startswith("tip: `lit-rlsched")
+        assert not [line for line in lines if "usage:" in line or "Traceback" in line]
+        first = next(i for i, line in enumerate(lines) if line.startswith("error: "))
+        return "\n".join(lines[first:-1]).removeprefix("error: ")
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "--data.num_generation=8",
+            "There is no option `--data.num_generation`. Did you mean `--data.num_generations`?",
+        ),
+        ("--trainer.max_epoch=3", "`--trainer.max_epoch`. Did you mean `--trainer.max_epochs`?"),
+        ("--data.num_generations=lots", "`data.num_generations=lots`: must be a whole number."),
+        ("--trainer.max_epochs=x", "`trainer.max_epochs=x`: must be a whole number or null."),
+        (
+            "--model.learn_rate=1",
+            "`model.learn_rate` of `GRPOModule`. Did you mean `model.learning",
+        ),
+        ("--data.engine.threads=3", "There is no setting `data.engine.threads` of `Transformers"),
+        (
+            "--data.engine=VLLEngine",
+            "`data.engine=VLLEngine`: there is no such class. Did you mean ",
+        ),
+        ("--model.loss_type=ppo", "`model.loss_type=ppo`: use 'grpo', 'bnpo'"),
+        ("--model.loss_type=gpro", "Did you mean `gspo`?"),
+        ("--data.reward_funcs=[mine.score]", "`data.reward_funcs=mine.score`: No module named"),
+        ("--config=nowhere.yaml", "nowhere.yaml`: there is no such file."),
+        ("configs/pods.yaml", "Did you mean `--config configs/pods.yaml`?"),
+        ("--data.prompts_per_round=0", "`prompts_per_round=0`: use 1 or more."),
+        ("--data.train_data=nowhere.jsonl", "There is no file `nowhere.jsonl`"),
+        ("--model.model=./nowhere", "`model=./nowhere`: no such folder."),
+        ("--data.tokenizer=./nowhere", "`tokenizer=./nowhere`: neither a folder with"),
+        ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
+        ("--trainer.devices=3", "`Trainer` runs 3 processes, but RolloutDataModule trains in one."),
+    ],
+)
+def test_one_message(refused, given, said):
+    message = refused(given)
+    assert said in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "data: {num_generation: 4}",
+            "`data.num_generation`. Did you mean `data.num_generations`?",
+        ),
+        (
+            "data: {engine: {class_path: VLLMEngine, init_args: {kv_cach_gib: 3}}}",
+            "`data.engine.kv_cach_gib` of `VLLMEngine`. Did you mean `data.engine.kv_cache_gib`?",
+        ),
+        ("data:\n  seed: [4\n", "bad.yaml`, line 3 is not YAML: "),
+    ],
+)
+def test_one_message_about_a_file(refused, tmp_path, text, said):
+    (tmp_path / "bad.yaml").write_text(text)
+    assert said in refused("-c", str(tmp_path / "bad.yaml"))
+
+
+def test_commands(refused):
+    assert "use fit, validate, test" in refused(base=["fits"])
+    assert "`data.reward_funcs`, `model` must be given" in refused(base=["fit"])
+    assert "Which command?" in refused(base=[])
+
+
+def test_debug_shows_the_traceback_as_well(capfd):
+    with pytest.raises(SystemExit) as stop:
+        main([*BASE, "--data.prompts_per_round=0", "--debug"])
+    error = capfd.readouterr().err
+    assert stop.value.code == 2
+    assert "Traceback (most recent call last):" in error and "check_settings" in error
+    assert "\nerror: `prompts_per_round=0`: use 1 or more.\n" in error
+
+
+BUGGY = """
+from lightning import Callback
+from lit_rlsched.callbacks import RolloutCallback
+
+class InSetup(Callback):
+    def setup(self, *_, **__):
+        raise ValueError("a bug of the user")
+
+class Unpacks(Callback):
+    def setup(self, trainer, *_, **__):
+        trainer.datamodule.num_generations = "x"  # what our own code then trips over
+
+class InARound(RolloutCallback):
+    def on_round_start(self, *_, **__):
+        from lit_rlsched.data.settings import check_val_temperature
+        check_val_temperature(-1.0)
+"""
+
+
+@pytest.mark.parametrize(("callback", "error"), [("InSetup", ValueError), ("Unpacks", TypeError)])
+def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch, callback, error):
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = f"--trainer.default_root_dir={tmp_path}"
+    with pytest.raises(error, match=r"a bug of the user|not supported"):
+        main([*BASE, folder, f"--trainer.callbacks=[buggy.{callback}]"])
+
+
+def test_once_rounds_have_begun_every_error_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = f"--trainer.default_root_dir={tmp_path}"
+    with pytest.raises(ValueError, match="val_temperature=-1"):
+        main([*BASE, folder, "--trainer.callbacks=[buggy.InARound]", "--data.val_data=null"])
+
+
+def test_warnings_are_printed_without_path_and_source(capfd, monkeypatch):
+    def warn(*args, **kwargs):
+        warnings.warn("mind this", stacklevel=1)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("lit_rlsched.cli.RolloutCLI", warn)
+    before = warnings.formatwarning
+    monkeypatch.setattr("warnings.showwarning", _shown_as_python_does)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capfd.readouterr().err == "UserWarning: mind this\n"
+    assert warnings.formatwarning is before
+
+
+def _shown_as_python_does(message, category, filename, lineno, file=None, line=None):
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_run_with_vllm_prints_nothing_that_is_not_about_the_run(tmp_path):
+    (tmp_path / "late.py").write_text(
+        "from lightning import Callback\n"
+        "class Late(Callback):\n"
+        "    def on_fit_end(self, *_):\n"
+        "        raise ValueError('a bug after training')\n"
+    )
+    command = Path(sys.executable).with_name("lit-rlsched")
+    small = [
+        "--data.train_data.size=8",
+        "--data.val_data.size=2",
+        "--data.prompts_per_round=2",
+        "--data.max_completion_length=16",
+        "--trainer.max_epochs=2",
+        "--trainer.check_val_every_n_epoch=1",
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.callbacks=[late.Late]",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
+    run = subprocess.run(
+        [command, "fit", "-c", "configs/quickstart.yaml", *small],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )
+    assert run.returncode == 1
+    said, _, trace = run.stderr.partition("Traceback (most recent call last):")
+    assert trace.rstrip().endswith("ValueError: a bug after training")
+    for noise in ("sync_dist", "rank0", "[W", "site-packages", "deprecated", "Tip", "Warning"):
+        assert noise not in said, said
+    assert "rank0" not in trace
