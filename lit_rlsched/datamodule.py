@@ -91,6 +91,8 @@ class RolloutDataModule(LightningDataModule):
         reward_workers: Processes that run reward functions.
         reward_memory_limit: Memory that calls of reward functions may take in each of them, such as
             `4GiB`; by default half of the machine's, shared by all.
+        reward_env_vars: Names of environment variables that reward functions are given, besides the
+            few that Python needs.
         tokenizer: Folder or hub name; by default the policy's.
         chat_template_kwargs: More arguments for the chat template.
         engine: What decodes; by default vLLM.
@@ -132,6 +134,7 @@ class RolloutDataModule(LightningDataModule):
         reward_timeout: float = 30.0,
         reward_workers: int = 1,
         reward_memory_limit: str | None = None,
+        reward_env_vars: list[str] | None = None,
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         engine: RolloutEngine | None = None,
@@ -166,6 +169,7 @@ class RolloutDataModule(LightningDataModule):
             workers=reward_workers,
             timeout=reward_timeout,
             memory_limit=reward_memory_limit,
+            env_vars=reward_env_vars or (),
         )
         self.tokenizer_name = tokenizer
         self.chat_template_kwargs = chat_template_kwargs

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 
+from lit_rlsched._environment import hide_environment
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.rewards.worker import die_with
 from lit_rlsched.rollout.worker import RolloutWorker
@@ -119,6 +120,7 @@ def _pickled(error: Exception) -> bytes:
 
 def main(connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
+    hide_environment()  # reward workers may read it
     Server(Connection(connection)).serve()
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lit_rlsched._environment import hide_environment
+
 NOISE = "lit_rlsched_noise"
 """Under it a request says, in its sampling parameters, which noise is its own."""
 
@@ -23,6 +25,7 @@ def prepare(worker: Any) -> str:
         How it draws: `by_request`, with a generator for each request, which it keeps from now on;
         `by_position`; or the name of a model runner that is not known.
     """
+    hide_environment()  # reward workers may read it
     sampler: Any = import_module("vllm.v1.sample.sampler")
     # nobody reads the rank, but its torch.compile holds up the first step for seconds
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)

@@ -84,6 +84,11 @@ class EngineJudgeReward(Judge):
         self._running: dict[str, _Asked] = {}
         self._driver: asyncio.Task[None] | None = None
 
+    @property
+    def env_vars(self) -> tuple[str, ...]:
+        """For a model that the hub gives to some only; its workers alone see it."""
+        return ("HF_TOKEN",)
+
     def warm_up(self) -> None:
         """Load tokenizer and model.
 

@@ -1,8 +1,14 @@
 """One completion on its way through the reward functions, and what becomes of it."""
 
-from collections.abc import Hashable
+import json
+import math
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
+
+
+class BadMessage(Exception):
+    """What came from a reward worker cannot be what `worker.py` sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +20,53 @@ class Result:
     failure: str | None
     extra: dict[str, Any]
     metrics: dict[str, list[float]]
+
+    @classmethod
+    def received(cls, seconds: Any, score: Any, failure: Any, extra: Any, metrics: Any) -> "Result":
+        """Check what a worker sent: reward functions run there, and may write to its pipe.
+
+        Raises:
+            BadMessage: a part is of another type, or the score is not finite.
+        """
+        texts = isinstance(failure, str | None) and isinstance(extra, dict)
+        lists = isinstance(metrics, dict) and all(isinstance(v, list) for v in metrics.values())
+        logged = lists and all(isinstance(x, float) for v in metrics.values() for x in v)
+        if not (texts and logged and _is_number(seconds) and _is_number(score)):
+            raise BadMessage(f"a result of other types: {score!r:.80}")
+        return cls(seconds, score, failure, extra, metrics)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isfinite(value))
+
+
+def parse_message(data: bytes) -> tuple[str, list[Any]]:
+    """The kind of a worker's message, and what comes with it.
+
+    Raises:
+        BadMessage: it is no such message.
+    """
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadMessage(f"no JSON: {data!r:.80}") from None
+    if not isinstance(message, list) or not message:
+        raise BadMessage(f"no list: {message!r:.80}")
+    kind, *rest = message
+    types = MESSAGES.get(kind if isinstance(kind, str) else "")
+    if types is None or list(map(type, rest[: len(types)])) != types:
+        raise BadMessage(f"an unknown message: {message!r:.80}")
+    return str(kind), rest
+
+
+MESSAGES: dict[str, list[type]] = {
+    "loading": [int],
+    "unloadable": [int, str],
+    "ready": [],
+    "begun": [float],
+    "score": [int, int, float],
+}
+"""Each kind of message, with the types that it begins with."""
 
 
 @dataclass(slots=True)
@@ -31,6 +84,10 @@ class Job:
     @property
     def complete(self) -> bool:
         return None not in self.results
+
+    def todo(self, functions: Collection[int]) -> list[int]:
+        """Which of these functions it has no result of."""
+        return [index for index in functions if self.results[index] is None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
+from lit_rlsched._environment import PROXIES
 from lit_rlsched.rewards.functions import Completion, text_of
 from lit_rlsched.rewards.quoting import closing_delimiters, quoted, redact, secrets_in
 from lit_rlsched.rollout.types import stable_hash
@@ -254,7 +255,8 @@ class JudgeReward(Judge):
     Args:
         model: Its name at the endpoint.
         base_url: Of the endpoint, such as `http://localhost:8000/v1`.
-        api_key_env: Environment variable that holds the key. None: the endpoint asks for none.
+        api_key_env: Environment variable that holds the key; the judge is then called in workers of
+            its own, which alone are given it. None: the endpoint asks for none.
         max_retries: Times an endpoint that fails is asked again.
         request_kwargs: More arguments of `chat.completions.create`, taken as they are; they win
             over ours, and one that is None leaves ours out.
@@ -299,6 +301,11 @@ class JudgeReward(Judge):
         self.request_kwargs = request_kwargs or {}
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def env_vars(self) -> tuple[str, ...]:
+        """Variables that its workers are given and those of other functions are not."""
+        return PROXIES if self.api_key_env is None else (self.api_key_env, *PROXIES)
 
     def warm_up(self) -> None:
         """Import the client: it takes a second.

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.rewards.jobs import Job
+from lit_rlsched.rewards.jobs import BadMessage, Job
 
 STARTUP_TIMEOUT = 300.0
 """Seconds a worker may take to import the reward functions."""
@@ -41,8 +41,10 @@ class WorkerProcess:
     then all coroutines of the batch together.
     """
 
-    pickled: list[bytes]
-    is_async: list[bool]
+    functions: Mapping[int, bytes]
+    """Pickled, by number."""
+    is_async: Sequence[bool]
+    environment: Mapping[str, str]
     memory_limit: int
     """Bytes it may allocate beyond what it holds once the functions are loaded."""
     ready: bool = False
@@ -60,11 +62,14 @@ class WorkerProcess:
     process: "subprocess.Popen[bytes]" = field(init=False)
     lifeline: int = field(init=False)
     mark: str = field(init=False)
+    oom_kills: int = field(init=False)
+    """Processes that the kernel had ended for want of memory when this one was started."""
 
     def __post_init__(self) -> None:
         self.connection, theirs = Pipe()
         limit_blocking(self.connection, PIPE_TIMEOUT)
         self.mark = uuid.uuid4().hex
+        self.oom_kills = oom_kills()
         read, self.lifeline = os.pipe()
         descriptors = [theirs.fileno(), read]
         # Not multiprocessing: that would run an unguarded user script once more in each worker.
@@ -75,15 +80,16 @@ class WorkerProcess:
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             # the same hash order in every worker: what walks through a set (sympy) scores the same
-            env={"PYTHONHASHSEED": "0", **os.environ, _MARK: self.mark},
+            env={"PYTHONHASHSEED": "0", **self.environment, _MARK: self.mark},
             start_new_session=True,
         )
         theirs.close()
         os.close(read)
         setup = {
             "sys_path": [path or os.getcwd() for path in sys.path],
-            "functions": self.pickled,
-            "is_async": self.is_async,
+            "functions": dict(self.functions),
+            "is_async": list(self.is_async),
+            "withheld": [name for name in os.environ if name not in self.environment],
             "memory_limit": self.memory_limit,
         }
         self.deadline = time.monotonic() + STARTUP_TIMEOUT
@@ -103,28 +109,49 @@ class WorkerProcess:
         self.jobs = [job.key for job in batch]
         self.timeouts = {job.key: job.timeout for job in batch}
         for job in batch:
-            todo = [index for index, result in enumerate(job.results) if result is None]
+            todo = job.todo(self.functions)
             message.append((job.key, job.payload, [(index, job.timeout) for index in todo]))
             self.calls.extend((job.key, index) for index in todo if not self.is_async[index])
             self.coroutines.update((job.key, index) for index in todo if self.is_async[index])
         self._send(message)
         self._started(time.monotonic())
 
+    def loads(self, index: int, error: str = "") -> None:
+        """It loads this function now, or has failed to."""
+        if self.ready or index not in self.functions:
+            raise BadMessage("functions are loaded already, or it has no such function")
+        self.loading, self.start_error = index, error
+
+    def loaded(self) -> None:
+        """It waits for work."""
+        if self.ready:
+            raise BadMessage("it was ready before")
+        self.ready = True
+        self.deadline = math.inf
+
     def began(self, stamp: float) -> None:
         """It took up the batch at this time of its clock, which is ours."""
+        if self.begun or not self.busy:
+            raise BadMessage("there was nothing to begin")
         self.begun = True
         self._started(stamp)
 
     def reported(self, key: int, index: int, stamp: float) -> None:
-        """A call came to its end at this time."""
-        if self.is_async[index]:
-            self.coroutines.discard((key, index))
+        """A call came to its end at this time.
+
+        Raises:
+            BadMessage: it is not one that was running.
+        """
+        call = (key, index)
+        if self.begun and call in self.coroutines and not self.calls:
+            self.coroutines.remove(call)
             if not self.busy:
                 self.deadline = math.inf
-        else:
-            call = self.calls.popleft()
-            assert call == (key, index), "reward worker out of step"
+        elif self.begun and self.calls and self.calls[0] == call:
+            self.calls.popleft()
             self._started(stamp)
+        else:
+            raise BadMessage("a score out of turn")
 
     def at_fault(self) -> list[tuple[int, int]]:
         """The calls that may have been running, if they belong to one completion."""
@@ -145,10 +172,15 @@ class WorkerProcess:
             self.process.wait(timeout=5)
         self.connection.close()
         os.close(self.lifeline)
-        return how_it_ended(self.process.returncode)
+        end = how_it_ended(self.process.returncode)
+        if self.process.returncode == -signal.SIGKILL and oom_kills() > self.oom_kills:
+            end += ", while the kernel's out-of-memory killer was at work"
+        return end
 
     def _started(self, stamp: float) -> None:
         """The next call began at this time."""
+        if not 0 <= stamp <= time.monotonic():
+            raise BadMessage("a time that is not now")
         if self.calls:
             self.limit = self.timeouts[self.calls[0][0]]
             self.deadline = stamp + self.limit
@@ -202,6 +234,13 @@ def machine_memory() -> int:
         with suppress(OSError, ValueError):  # ValueError: "max"
             sizes.append(int(Path("/sys/fs/cgroup", file).read_text()))
     return min(sizes)
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has ended for want of memory since the machine started."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
+    return 0
 
 
 def how_it_ended(code: int | None) -> str:

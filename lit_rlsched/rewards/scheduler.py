@@ -1,6 +1,5 @@
 """Scores completions as they finish, outside the trainer's process."""
 
-import json
 import logging
 import math
 import os
@@ -9,21 +8,26 @@ import selectors
 import time
 import weakref
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
-from lit_rlsched.rewards.jobs import Job, Result, ScoredJob, scored
-from lit_rlsched.rewards.process import (
-    STARTUP_TIMEOUT,
-    WorkerProcess,
-    kill_strays,
-    machine_memory,
+from lit_rlsched._environment import hide_environment, worker_environment
+from lit_rlsched.rewards.jobs import (
+    BadMessage,
+    Job,
+    Result,
+    ScoredJob,
+    parse_message,
+    scored,
 )
+from lit_rlsched.rewards.pool import WorkerPool
+from lit_rlsched.rewards.process import WorkerProcess, kill_strays, machine_memory
 from lit_rlsched.rewards.signatures import (
     check_reward_function,
+    environment_of,
     is_async,
     names_failures,
     unique_names,
@@ -45,14 +49,10 @@ FAILURE_KINDS = {
 """First word of a failure -> last part of its counter."""
 JUDGES_ONLY = ("no_answer", "unparsed")
 """Counted for functions that say so themselves, with `log_failure`."""
-MAX_BATCH = 32
-"""Most completions sent to a worker at once."""
-BATCH_SECONDS = 1.0
-"""As many as it will have scored after this: those behind one that hangs wait for its time-out."""
+MAX_MESSAGE = 64 << 20
+"""Bytes that a worker may say at once."""
 MIN_MEMORY = 64 << 20
 """Bytes that a worker needs for what it is sent."""
-MAX_FAILED_STARTS = 3
-"""Replacement workers that may fail in a row before the run is stopped."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -69,13 +69,17 @@ class RewardScheduler:
     Args:
         reward_funcs: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
             sync or async. An attribute `warm_up` is called once in each worker before it counts.
+            An attribute `env_vars` names environment variables that it needs and the others must
+            not see, such as a key: it is then called in workers of its own.
         reward_weights: Weight of each function in the reward. None: 1 each.
-        workers: Processes that score.
+        workers: Processes that score; as many again for functions with an `env_vars` of their own.
         timeout: Seconds one call of one function may take before its process is killed.
         memory_limit: Memory that calls may take in a worker, such as `4GiB`, beside what it holds
             once the functions are loaded. What asks for more gets a MemoryError; processes that it
             starts have the same limit each. None: half of the machine's, shared by the workers.
             Linux only.
+        env_vars: Names of environment variables that all workers are given, besides the few that
+            Python and its packages need (`docs/rewards.md` lists them).
 
     Example:
         >>> from lit_rlsched.rewards.functions import countdown_reward
@@ -92,6 +96,7 @@ class RewardScheduler:
         workers: int = 1,
         timeout: float = 30.0,
         memory_limit: str | int | None = None,
+        env_vars: Sequence[str] = (),
     ) -> None:
         if not reward_funcs:
             raise ValueError("`reward_funcs` is empty. Give at least one reward function.")
@@ -113,24 +118,18 @@ class RewardScheduler:
         self._is_async = [is_async(function) for function in reward_funcs]
         self._names_failures = [names_failures(function) for function in reward_funcs]
         self._num_workers = workers
-        if memory_limit is None:
-            memory_limit = machine_memory() // 2 // workers
-        self._memory_limit = parse_bytes(memory_limit, "memory_limit")
-        if self._memory_limit < MIN_MEMORY:
-            raise ValueError(f"`memory_limit={memory_limit!r}`: use '64MiB' or more.")
+        self._env_vars = check_env_vars(env_vars)
+        self._memory_limit = check_memory_limit(memory_limit)
         self._pace = [0.0] * len(reward_funcs)
         """Seconds a call has taken lately; 0 for coroutines, which do not wait for each other."""
-        self._pickled: list[bytes] = []
-        self._workers: list[WorkerProcess] = []
+        self._pools: list[WorkerPool] = []
         self._selector = selectors.DefaultSelector()
         self._keys: dict[Hashable, int] = {}
         self._jobs: dict[int, Job] = {}
-        self._queue: deque[Job] = deque()
         self._finished: list[Job] = []
         self._submitted = 0
-        self._failed_starts = 0
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._kill_at_exit = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+        self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     @property
     def pending(self) -> int:
@@ -153,19 +152,51 @@ class RewardScheduler:
                     raise ValueError(f"`{name}` refuses the row `{uid}`: {error}") from None
 
     def start(self) -> None:
-        """Launch the workers and import the functions there; returns when all can score."""
-        if self._workers:
+        """Launch the workers and import the functions there; returns when all can score.
+
+        Raises:
+            ValueError: a function cannot be sent to another process.
+            RuntimeError: a function cannot be loaded there.
+        """
+        if self._pools:
             return
-        self._pickled = [self._pickle(index) for index in range(len(self._functions))]
-        for _ in range(self._num_workers):
-            self._launch()
-        self._failed_starts = MAX_FAILED_STARTS  # no second try: the first failure is told
+        pickled = [self._pickle(index) for index in range(len(self._functions))]
+        hide_environment()
+        kinds = self._kinds()
+        memory = self._memory_limit or machine_memory() // 2 // (self._num_workers * len(kinds))
+        for variables, indices in kinds.items():
+            self._pools.append(
+                WorkerPool(
+                    {index: pickled[index] for index in indices},
+                    self.names,
+                    self._is_async,
+                    worker_environment(variables),
+                    self._num_workers,
+                    memory,
+                    self._selector,
+                )
+            )
         try:
-            while not all(worker.ready for worker in self._workers):
+            for pool in self._pools:
+                pool.start()
+            while not all(pool.ready for pool in self._pools):
                 self._turn(1.0)
         except BaseException:
             self.close()
             raise
+
+    def _kinds(self) -> dict[frozenset[str], list[int]]:
+        """Which functions share workers: those that are given the same variables."""
+        common = worker_environment(self._env_vars)
+        kinds: dict[frozenset[str], list[int]] = {}
+        for index, function in enumerate(self._functions):
+            own = {name for name in environment_of(function) if name in os.environ}
+            kinds.setdefault(frozenset(own - common.keys() | set(self._env_vars)), []).append(index)
+        return kinds
+
+    @property
+    def _workers(self) -> list[WorkerProcess]:
+        return [worker for pool in self._pools for worker in pool.workers]
 
     def submit(
         self,
@@ -211,7 +242,8 @@ class RewardScheduler:
         self._submitted += 1
         self._keys[job_id] = job.key
         self._jobs[job.key] = job
-        self._queue.append(job)
+        for pool in self._pools:
+            pool.queue.append(job)
 
     def poll(self) -> list[ScoredJob]:
         """All jobs finished since the last call, in the order they were submitted."""
@@ -237,7 +269,8 @@ class RewardScheduler:
         for job_id in job_ids:
             if job_id in self._keys:
                 self._forget(self._jobs[self._keys[job_id]])
-        self._queue = deque(job for job in self._queue if job.key in self._jobs)
+        for pool in self._pools:
+            pool.drop(self._jobs)
         self._finished = [job for job in self._finished if job.key in self._jobs]
 
     def counters(self) -> dict[str, int]:
@@ -253,13 +286,10 @@ class RewardScheduler:
         """Kill the workers and forget all jobs. The next `submit` starts anew."""
         for worker in self._workers:
             self._selector.unregister(worker.connection)
-            worker.kill()
-        if self._workers:
-            kill_strays(self._workers)
-        self._workers.clear()
+        _kill_all(self._pools, os.getpid())
+        self._pools.clear()
         self._keys.clear()
         self._jobs.clear()
-        self._queue.clear()
         self._finished.clear()
 
     def __enter__(self) -> "RewardScheduler":
@@ -286,49 +316,44 @@ class RewardScheduler:
         while ready := self._selector.select(max(0.0, block)):
             block = 0.0
             for key, _ in ready:
-                self._receive(key.data)
-        for worker in list(self._workers):
-            if worker.time_left() <= 0:
-                self._replace(worker, overdue=True)
+                self._receive(*key.data)
+        for pool in self._pools:
+            for worker in list(pool.workers):
+                if worker.time_left() <= 0:
+                    self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
         self._feed()
 
     def _feed(self) -> None:
-        for worker in self._workers:
-            if self._queue and worker.ready and not worker.busy:
-                worker.assign(self._next_batch())
+        for pool in self._pools:
+            pool.feed(sum(self._pace[index] for index in pool.functions))
 
-    def _next_batch(self) -> list[Job]:
-        size = min(MAX_BATCH, math.ceil(len(self._queue) / len(self._workers)))
-        size = min(size, math.ceil(BATCH_SECONDS / max(sum(self._pace), 1e-9)))
-        batch = [self._queue.popleft()]
-        while len(batch) < size and not (batch[0].alone or self._queue[0].alone):
-            batch.append(self._queue.popleft())
-        return batch
-
-    def _receive(self, worker: WorkerProcess) -> None:
+    def _receive(self, pool: WorkerPool, worker: WorkerProcess) -> None:
         try:
-            kind, *message = json.loads(worker.connection.recv_bytes())
-        except (EOFError, OSError, ValueError):  # ValueError: a function wrote to our pipe
-            self._replace(worker, overdue=False)
-            return
+            self._heard(pool, worker, *parse_message(worker.connection.recv_bytes(MAX_MESSAGE)))
+        except (EOFError, OSError):
+            self._replace(pool, worker)
+        except BadMessage as error:  # a function wrote to our pipe
+            self._replace(pool, worker, f"crashed: the worker sent {error}")
+
+    def _heard(self, pool: WorkerPool, worker: WorkerProcess, kind: str, rest: list[Any]) -> None:
         if kind == "score":
-            key, index, *result = message
-            worker.reported(key, index, stamp=result[0])
-            outcome = Result(*result[1:])
+            key, index, stamp, *result = rest
+            try:
+                outcome = Result.received(*result)
+            except TypeError:
+                raise BadMessage("a score of another length") from None
+            worker.reported(key, index, stamp)
+            pool.scored()
             self._take(key, index, outcome)
             if outcome.failure is not None and outcome.failure.startswith("out_of_memory"):
                 worker.begun = False  # what comes next in it is not to blame
-                self._replace(worker, overdue=False)  # it may still hold what was too much
+                self._replace(pool, worker)  # it may still hold what was too much
         elif kind == "begun":
-            worker.began(stamp=message[0])
-        elif kind == "loading":
-            worker.loading = message[0]
-        elif kind == "unloadable":
-            worker.start_error = message[1]
+            worker.began(rest[0])
+        elif kind == "ready":
+            pool.loaded(worker)
         else:
-            worker.ready = True
-            worker.deadline = math.inf
-            self._failed_starts = 0
+            worker.loads(*rest)
 
     def _take(self, key: int, index: int, result: Result) -> None:
         job = self._jobs.get(key)
@@ -353,46 +378,9 @@ class RewardScheduler:
                 *(name, failure, FAILURE_KINDS[kind], count),
             )
 
-    def _replace(self, worker: WorkerProcess, *, overdue: bool) -> None:
-        """Find out whose fault the worker's end was, and go on with another one."""
-        self._selector.unregister(worker.connection)
-        self._workers.remove(worker)
-        death = worker.kill()
-        kill_strays([worker])
-        if not worker.ready:
-            self._start_failed(worker, overdue, death)
-        elif not worker.at_fault():
-            logger.warning("a reward worker %s; another one scores what it had not scored", death)
-        failure = f"crashed: the worker {death}"
-        if overdue:
-            failure = f"timeout: killed after {worker.limit:g} s"
-        for key, index in worker.at_fault():
-            self._take(key, index, Result(None, None, failure, {}, {}))
-        unfinished = [self._jobs[key] for key in worker.jobs if key in self._jobs]
-        for job in reversed([job for job in unfinished if not job.complete]):
-            # of coroutines that ran together, one hung or crashed: next time each is by itself
-            job.alone = job.alone or (worker.begun and not worker.calls)
-            self._queue.appendleft(job)
-        self._launch()
-
-    def _start_failed(self, worker: WorkerProcess, overdue: bool, death: str) -> None:
-        self._failed_starts += 1
-        reason = worker.start_error or (
-            f"no end within {STARTUP_TIMEOUT:g} s" if overdue else f"the worker {death}"
-        )
-        name = self.names[worker.loading]
-        logger.warning("reward function `%s` failed to load in a worker: %s", name, reason)
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise RuntimeError(
-                f"Reward function `{name}` cannot be loaded in a reward worker: {reason}. Reward "
-                "functions run in processes of their own: they, and all they use, must be "
-                "importable there."
-            )
-
-    def _launch(self) -> None:
-        worker = WorkerProcess(self._pickled, self._is_async, self._memory_limit)
-        self._workers.append(worker)
-        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+    def _replace(self, pool: WorkerPool, worker: WorkerProcess, failure: str | None = None) -> None:
+        for key, index, result in pool.replace(worker, failure, self._jobs):
+            self._take(key, index, result)
 
     def _forget(self, job: Job) -> None:
         del self._keys[job.id]
@@ -404,8 +392,40 @@ def check_timeout(timeout: float) -> None:
         raise ValueError(f"`timeout={timeout}` must be a positive number of seconds.")
 
 
-def _kill_all(workers: list[WorkerProcess], owner: int) -> None:
+def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
+    """Refuse variables that are not there.
+
+    Raises:
+        ValueError: names them.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"`env_vars={names!r}`: give a list of names, such as `[{names}]`.")
+    if missing := sorted(set(names) - os.environ.keys()):
+        raise ValueError(
+            f"`env_vars={list(names)}`: {', '.join(missing)} not set in the trainer's environment. "
+            "Set every variable that is listed, or leave it out."
+        )
+    return tuple(names)
+
+
+def check_memory_limit(limit: str | int | None) -> int | None:
+    """The limit in bytes.
+
+    Raises:
+        ValueError: it is no size, or less than a worker needs for what it is sent.
+    """
+    if limit is None:
+        return None
+    size = parse_bytes(limit, "memory_limit")
+    if size < MIN_MEMORY:
+        raise ValueError(f"`memory_limit={limit!r}`: use '64MiB' or more.")
+    return size
+
+
+def _kill_all(pools: list[WorkerPool], owner: int) -> None:
     if os.getpid() == owner:  # a forked child leaves its parent's workers alone
+        workers = [worker for pool in pools for worker in pool.workers]
         for worker in workers:
             worker.kill()
-        kill_strays(workers)
+        if workers:
+            kill_strays(workers)

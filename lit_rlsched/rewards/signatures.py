@@ -20,6 +20,27 @@ def check_reward_function(index: int, function: object) -> None:
             f"`reward_funcs[{index}]` is a torch module ({type(function).__name__}). Reward models "
             "are not run by the scheduler: wrap yours in a function that returns a list of scores."
         )
+    environment_of(function)
+
+
+def environment_of(function: Any) -> tuple[str, ...]:
+    """Environment variables it needs and other functions are not to see: its attribute `env_vars`.
+
+    Raises:
+        ValueError: the attribute is no list of names.
+    """
+    names = getattr(function, "env_vars", None)
+    if names is None and unwrap(function) is not function:
+        names = getattr(unwrap(function), "env_vars", None)
+    names = () if names is None else names
+    if not isinstance(names, tuple | list | set | frozenset) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise ValueError(
+            f"The reward function {unwrap(function)!r} has the attribute `env_vars={names!r}`. "
+            "Make it a tuple of names of environment variables, or give it another name."
+        )
+    return tuple(names)
 
 
 def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ NAMED_ONLY = ("log_failure", "reward_timeout")
 """Keyword arguments that TRL has not: for functions that name them."""
 LOGGED_FAILURES = ("no_answer", "unparsed")
 """What `log_failure` takes."""
+WITHHELD: set[str] = set()
+"""Environment variables that the trainer has and this process was not given."""
 
 
 class Worker:
@@ -31,9 +33,9 @@ class Worker:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._functions: list[Callable[..., Any]] = []
+        self._functions: dict[int, Callable[..., Any]] = {}
         self._is_async: list[bool] = []
-        self._takes: list[set[str]] = []
+        self._takes: dict[int, set[str]] = {}
         """Arguments beyond TRL's that each function takes."""
         self._pid = os.getpid()
         self._runner = asyncio.Runner()
@@ -47,7 +49,8 @@ class Worker:
         sys.path[:] = setup["sys_path"]
         sys.argv[1:] = []
         self._is_async = setup["is_async"]
-        for index, pickled in enumerate(setup["functions"]):
+        WITHHELD.update(setup["withheld"])
+        for index, pickled in setup["functions"].items():
             self._send("loading", index)
             try:
                 function = pickle.loads(pickled)
@@ -55,8 +58,8 @@ class Worker:
             except BaseException as error:
                 self._send("unloadable", index, describe(error))
                 raise SystemExit(1) from None
-            self._functions.append(function)
-            self._takes.append(taken_by(function))
+            self._functions[index] = function
+            self._takes[index] = taken_by(function)
         limit_memory(setup["memory_limit"])
         self._send("ready")
 
@@ -224,6 +227,10 @@ def describe(error: BaseException) -> str:
     """The error and the place it comes from, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    if isinstance(error, KeyError) and str(error.args[:1])[2:-3] in WITHHELD:
+        where += (
+            ". Reward workers are not given this environment variable: list it in `reward_env_vars`"
+        )
     return f"{type(error).__name__}: {str(error)[:500]}{where}"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import re
 import signal
@@ -188,3 +189,26 @@ def wait_for(completions: list[str], **kwargs: Any) -> list[float]:
         while True:
             time.sleep(0.01)
     return [float(len(completions[0]))]
+
+
+def forge(completions: list[str], **kwargs: Any) -> list[float]:
+    """Sends what the completion says through the worker's own pipe, where it is a message."""
+    if completions[0].startswith("["):
+        (pipe,) = [o for o in gc.get_objects() if type(o).__name__ == "Connection"]
+        pipe.send_bytes(completions[0].replace("NOW", repr(time.monotonic())).encode())
+        time.sleep(100)
+    return [float(len(completions[0]))]
+
+
+class Ends:
+    """Ends its process while it is loaded, once a file says how."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def warm_up(self) -> None:
+        if os.path.exists(self.path):
+            os.kill(os.getpid(), int(Path(self.path).read_text()))
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return misbehave(completions)

@@ -11,7 +11,7 @@ import pytest
 import reward_cases as cases
 from harness import alive, collect, score, submit, wait_until
 
-from lit_rlsched.rewards import RewardScheduler, process
+from lit_rlsched.rewards import RewardScheduler, pool, process
 
 GOOD = ["a" * n for n in range(1, 11)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits and /proc")
@@ -189,3 +189,100 @@ def test_few_wait_behind_one_that_hangs_where_calls_take_long() -> None:
         scheduler.poll()
         assert len(scheduler._workers[0].jobs) <= 3
         scheduler.cancel(range(40))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '["score", 0, 0, NOW, 0.0, 1.0, null, {}, {}]',
+        '["score", 3, 1, NOW, 0.0, 1.0, null, {}, {}]',
+        '["score", 3, 0, NOW]',
+        '["score", 3, 0, NOW, 0.0, "1", null, {}, {}]',
+        '["score", 3, 0, NOW, 0.0, Infinity, null, {}, {}]',
+        '["score", 3, 0, NOW, 0.0, 1.0, null, {}, {"metric": 1}]',
+        '["score", [3], 0, NOW, 0.0, 1.0, null, {}, {}]',
+        '["begun", NOW]',
+        '["begun", 1e300]',
+        '["ready"]',
+        '["loading", 0]',
+        '["unloadable", 7, "x"]',
+        '["unknown"]',
+        "[[]]",
+        "[]",
+        "[" * 100_000,
+    ],
+)
+def test_a_message_out_of_order_costs_the_completion_that_ran(message: str) -> None:
+    """A reward function runs in the process that reports, and may write to its pipe."""
+    jobs, counters = score([cases.forge], ["a", "bb", "ccc", message, "dddd"], timeout=100.0)
+    assert jobs.pop(message).failures[0].startswith("crashed: the worker sent ")
+    assert {text: job.scores for text, job in jobs.items()} == {
+        text: [float(len(text))] for text in ("a", "bb", "ccc", "dddd")
+    }
+    assert counters.pop("rewards/forge/crashes") == 1 and not any(counters.values())
+
+
+def test_a_message_that_claims_to_be_huge_is_not_read() -> None:
+    def claim(completions: list[str], **kwargs: Any) -> list[float]:
+        import gc
+        import os
+        import struct
+        import time
+
+        if completions[0] == "claim":
+            (pipe,) = [o for o in gc.get_objects() if type(o).__name__ == "Connection"]
+            os.write(pipe.fileno(), struct.pack("!i", 2**31 - 1))
+            time.sleep(100)
+        return [1.0]
+
+    jobs, counters = score([claim], ["a", "claim", "b"], timeout=100.0)
+    assert [jobs[text].scores for text in ("a", "claim", "b")] == [[1.0], [None], [1.0]]
+    assert counters["rewards/claim/crashes"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_killed_whenever_it_starts_is_told_as_such(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    how = tmp_path / "signal"
+    with RewardScheduler([cases.Ends(str(how))], timeout=1.0) as scheduler:
+        submit(scheduler, 0, "a")
+        assert collect(scheduler)[0].scores == [1.0]
+        how.write_text(str(int(number)))
+        submit(scheduler, 1, "exit")
+        submit(scheduler, 2, "a")
+        with pytest.raises(RuntimeError) as error:
+            collect(scheduler)
+    assert (
+        f"`Ends` cannot be loaded in a reward worker: the worker died of {number.name} (3"
+        in str(error.value)
+    )
+    assert "importable" not in str(error.value) and "out-of-memory" in str(error.value)
+
+
+def test_workers_killed_over_and_over_end_the_run_and_say_how_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "MAX_DEATHS", 3)
+    assign = process.WorkerProcess.assign
+
+    def assign_to_the_dead(worker: process.WorkerProcess, batch: list) -> None:
+        os.kill(worker.process.pid, signal.SIGKILL)
+        wait_until(lambda: not alive(worker.process.pid))
+        assign(worker, batch)
+
+    monkeypatch.setattr(process.WorkerProcess, "assign", assign_to_the_dead)
+    with RewardScheduler([cases.length]) as scheduler:
+        submit(scheduler, 0, "a")
+        with pytest.raises(RuntimeError, match=r"3 reward workers in a row .* SIGKILL \(3 times\)"):
+            collect(scheduler)
+        assert not any(scheduler.counters().values())
+
+
+def test_the_out_of_memory_killer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([4])  # when the worker is started
+    monkeypatch.setattr(process, "oom_kills", lambda: next(kills, 5))
+    jobs, _ = score([cases.misbehave], ["a", "killed"])
+    assert jobs["killed"].failures == [
+        "crashed: the worker died of SIGKILL, while the kernel's out-of-memory killer was at work"
+    ]
