@@ -54,6 +54,7 @@ from lit_rlsched.rollout.selection import Selection
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.rollout.streaming import Streaming
+from lit_rlsched.rollout.trainer_state import trainer_state
 from lit_rlsched.rollout.types import Prompt, Sampling
 from lit_rlsched.rollout.update import Update
 from lit_rlsched.scheduling.admission import Admission
@@ -597,7 +598,7 @@ class RolloutDataModule(LightningDataModule):
             self.engine,
             spec,
             lambda: self.admission(spec),
-            Scorer(self.rewards, decode, self.timeouts),
+            Scorer(self.rewards, decode, self.timeouts, self._trainer_state),
             self._policy,
             seed=self.seed,
             probe=self._prompts.all[:2] if self.verify_sync else (),
@@ -608,6 +609,11 @@ class RolloutDataModule(LightningDataModule):
             on_completion=lambda completion: self._fire("on_completion_end", completion),
             on_group=lambda group: self._fire("on_group_end", group),
         )
+
+    def _trainer_state(self) -> Any:
+        assert self.trainer is not None
+        prompts = len(self._prompts.train)
+        return trainer_state(self.trainer, self.steps_per_epoch, self.prompts_per_round, prompts)
 
     def _fire(self, hook: str, *args: Any) -> None:
         assert self.trainer is not None

@@ -118,6 +118,7 @@ class WorkerPool:
         self._selector.unregister(worker.connection)
         self.workers.remove(worker)
         death = worker.kill()
+        failure = worker.too_much or failure
         kill_strays([worker])
         at_fault = worker.at_fault()
         if not worker.ready:

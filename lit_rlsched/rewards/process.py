@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlsched.rewards.jobs import BadMessage, Job
+from lit_rlsched.rewards.memory import held_memory
 
 STARTUP_TIMEOUT = 300.0
 """Seconds a worker may take to import the reward functions."""
@@ -62,6 +64,13 @@ class WorkerProcess:
     process: "subprocess.Popen[bytes]" = field(init=False)
     lifeline: int = field(init=False)
     mark: str = field(init=False)
+    held: int = 0
+    """Bytes it held once the functions were loaded."""
+    too_much: str = ""
+    """Why it was ended for its memory, as a failure."""
+    over: bool = False
+    """It was killed and waited for: its number may be another process's."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
     oom_kills: int = field(init=False)
     """Processes that the kernel had ended for want of memory when this one was started."""
 
@@ -126,8 +135,24 @@ class WorkerProcess:
         """It waits for work."""
         if self.ready:
             raise BadMessage("it was ready before")
+        self.held = held_memory(self.process.pid)
         self.ready = True
         self.deadline = math.inf
+
+    def check_memory(self) -> None:
+        """End it if it and what it started hold too much; called in a thread of its own."""
+        if not self.ready:
+            return
+        most = self.held + self.memory_limit
+        if (held := held_memory(self.process.pid, more_than=most)) <= most:
+            return
+        with self.lock:
+            if not self.over:
+                self.too_much = (
+                    f"out_of_memory: {(held - self.held) >> 20} MiB, shared memory and what it "
+                    f"started included; the limit is {self.memory_limit >> 20} MiB"
+                )
+                self._kill()
 
     def began(self, stamp: float) -> None:
         """It took up the batch at this time of its clock, which is ours."""
@@ -165,17 +190,21 @@ class WorkerProcess:
 
     def kill(self) -> str:
         """Kill the process and its group; says what it had died of if it was dead."""
-        # before `wait`: a process not yet waited for keeps its number, and its own exit code
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=5)
+        with self.lock:
+            self._kill()  # before `wait`: one not yet waited for keeps its number and exit code
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+            self.over = True
         self.connection.close()
         os.close(self.lifeline)
         end = how_it_ended(self.process.returncode)
         if self.process.returncode == -signal.SIGKILL and oom_kills() > self.oom_kills:
             end += ", while the kernel's out-of-memory killer was at work"
         return end
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _started(self, stamp: float) -> None:
         """The next call began at this time."""
@@ -225,15 +254,6 @@ def _marked(process: Path, marks: list[bytes]) -> bool:
     except OSError:  # it ended, or is another user's
         return False
     return any(mark in environment for mark in marks)
-
-
-def machine_memory() -> int:
-    """Bytes of memory of this machine, or of the container this runs in."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # ValueError: "max"
-            sizes.append(int(Path("/sys/fs/cgroup", file).read_text()))
-    return min(sizes)
 
 
 def oom_kills() -> int:

@@ -10,6 +10,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -23,8 +24,9 @@ from lit_rlsched.rewards.jobs import (
     parse_message,
     scored,
 )
+from lit_rlsched.rewards.memory import MemoryWatch, machine_memory
 from lit_rlsched.rewards.pool import WorkerPool
-from lit_rlsched.rewards.process import WorkerProcess, kill_strays, machine_memory
+from lit_rlsched.rewards.process import WorkerProcess, kill_strays
 from lit_rlsched.rewards.signatures import (
     check_reward_function,
     environment_of,
@@ -75,9 +77,9 @@ class RewardScheduler:
         workers: Processes that score; as many again for functions with an `env_vars` of their own.
         timeout: Seconds one call of one function may take before its process is killed.
         memory_limit: Memory that calls may take in a worker, such as `4GiB`, beside what it holds
-            once the functions are loaded. What asks for more gets a MemoryError; processes that it
-            starts have the same limit each. None: half of the machine's, shared by the workers.
-            Linux only.
+            once the functions are loaded. What asks for more gets a MemoryError; a worker that
+            with all it started holds more, shared memory included, is ended. None: half of the
+            machine's, shared by the workers. Linux only.
         env_vars: Names of environment variables that all workers are given, besides the few that
             Python and its packages need (`docs/rewards.md` lists them).
 
@@ -123,6 +125,7 @@ class RewardScheduler:
         self._pace = [0.0] * len(reward_funcs)
         """Seconds a call has taken lately; 0 for coroutines, which do not wait for each other."""
         self._pools: list[WorkerPool] = []
+        self._watch: MemoryWatch | None = None
         self._selector = selectors.DefaultSelector()
         self._keys: dict[Hashable, int] = {}
         self._jobs: dict[int, Job] = {}
@@ -176,6 +179,7 @@ class RewardScheduler:
                     self._selector,
                 )
             )
+        self._watch = MemoryWatch(partial(_workers_of, self._pools))
         try:
             for pool in self._pools:
                 pool.start()
@@ -196,7 +200,7 @@ class RewardScheduler:
 
     @property
     def _workers(self) -> list[WorkerProcess]:
-        return [worker for pool in self._pools for worker in pool.workers]
+        return _workers_of(self._pools) or []
 
     def submit(
         self,
@@ -286,8 +290,9 @@ class RewardScheduler:
         """Kill the workers and forget all jobs. The next `submit` starts anew."""
         for worker in self._workers:
             self._selector.unregister(worker.connection)
+        if self._watch is not None:
+            self._watch.stop()
         _kill_all(self._pools, os.getpid())
-        self._pools.clear()
         self._keys.clear()
         self._jobs.clear()
         self._finished.clear()
@@ -424,8 +429,13 @@ def check_memory_limit(limit: str | int | None) -> int | None:
 
 def _kill_all(pools: list[WorkerPool], owner: int) -> None:
     if os.getpid() == owner:  # a forked child leaves its parent's workers alone
-        workers = [worker for pool in pools for worker in pool.workers]
-        for worker in workers:
-            worker.kill()
-        if workers:
+        if workers := _workers_of(pools):
+            for worker in workers:
+                worker.kill()
             kill_strays(workers)
+        pools.clear()
+
+
+def _workers_of(pools: list[WorkerPool]) -> list[WorkerProcess] | None:
+    """All of them; None once they are killed. Not a method: a thread must not keep us alive."""
+    return [worker for pool in list(pools) for worker in list(pool.workers)] if pools else None

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+CAP_SYS_RESOURCE = 24
+"""With it a process may raise the limits that are set for it."""
 NAMED_ONLY = ("log_failure", "reward_timeout")
 """Keyword arguments that TRL has not: for functions that name them."""
 LOGGED_FAILURES = ("no_answer", "unparsed")
@@ -220,7 +222,30 @@ def limit_memory(more: int) -> None:
     limit = int(held[1]) * 1024 + more
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with contextlib.suppress(OSError, AttributeError):  # musl has no `capset`
+        drop_capability(CAP_SYS_RESOURCE)
+
+
+def drop_capability(number: int) -> None:
+    """Give up a capability for good, for this process and all that it starts. Linux only.
+
+    Raises:
+        OSError: the kernel does not let it.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    # root gets by `exec` whatever is in the bounding set; a process without CAP_SETPCAP is not root
+    libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: bits 0-31, then 32-63
+    if libc.capget(header, sets) == 0:
+        for index in range(3):
+            sets[3 * (number // 32) + index] &= ~(1 << number % 32) & 0xFFFFFFFF
+        if libc.capset(header, sets) == 0:
+            return
+    raise OSError(ctypes.get_errno(), f"capability {number} is kept")
 
 
 def describe(error: BaseException) -> str:

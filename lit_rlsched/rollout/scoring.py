@@ -15,6 +15,7 @@ class Scorer:
         scheduler: Runs the reward functions outside this process.
         decode: Token ids to text, special tokens left out.
         timeouts: How long the functions may take for each prompt; by default as long as for any.
+        trainer_state: Gives what the functions are told of the training's progress.
     """
 
     def __init__(
@@ -22,10 +23,12 @@ class Scorer:
         scheduler: RewardScheduler,
         decode: Callable[[list[int]], str],
         timeouts: AdaptiveTimeout | None = None,
+        trainer_state: Callable[[], Any] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.decode = decode
         self.timeouts = timeouts
+        self.trainer_state = trainer_state
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
 
@@ -53,6 +56,7 @@ class Scorer:
             completion_ids=completion.token_ids,
             columns={**group.prompt.columns, "finish_reasons": completion.finish_reason},
             timeout=None if self.timeouts is None else self.timeouts.of(group.prompt.uid),
+            trainer_state=self.trainer_state(),
         )
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:

@@ -3,8 +3,10 @@
 import asyncio
 import ctypes
 import gc
+import mmap
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -179,7 +181,59 @@ def eat(completions: list[str], **kwargs: Any) -> list[float]:
         case "in another process":
             code = "b = bytearray(4 << 30)"
             subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
+        case "after raising the limit":
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+            bytearray(4 << 30)
     return [float(len(completions[0]))]
+
+
+def share(completions: list[str], **kwargs: Any) -> list[float]:
+    """Takes 2 GiB of memory that the kernel does not count as the process's own."""
+    piece = bytes(1 << 20)
+    match completions[0]:
+        case "mapped":
+            with mmap.mmap(-1, 2 << 30) as memory:
+                for at in range(0, 2 << 30, len(piece)):
+                    memory[at : at + len(piece)] = piece
+        case "written to a memfd":
+            file = os.memfd_create("x")
+            for _ in range(2 << 10):
+                os.write(file, piece)
+            os.close(file)
+        case "a mapped memfd":
+            file = os.memfd_create("x")
+            os.ftruncate(file, 2 << 30)
+            with mmap.mmap(file, 2 << 30) as memory:
+                os.close(file)
+                for at in range(0, 2 << 30, len(piece)):
+                    memory[at : at + len(piece)] = piece
+        case "eight processes":
+            children = [os.fork() for _ in range(8)]
+            if 0 in children:
+                private = [bytes([number]) * (1 << 20) for number in range(200)]
+                time.sleep(100)
+                os._exit(len(private))
+            os.waitpid(children[0], 0)
+        case "forked and untouched":
+            for _ in range(8):
+                if not os.fork():
+                    time.sleep(1)
+                    os._exit(0)
+            time.sleep(0.5)
+    return [float(len(completions[0]))]
+
+
+class Holds:
+    """Holds private memory from the start, which forked children share."""
+
+    def __init__(self, mebibytes: int) -> None:
+        self.mebibytes = mebibytes
+
+    def warm_up(self) -> None:
+        self.private = [bytes([n % 256]) * (1 << 20) for n in range(self.mebibytes)]
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return share(completions)
 
 
 def wait_for(completions: list[str], **kwargs: Any) -> list[float]:

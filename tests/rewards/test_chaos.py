@@ -1,7 +1,9 @@
 """Reward functions that fork, leave processes behind, eat memory or are stopped from outside."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,16 +81,60 @@ def test_no_daemon_outlives_its_worker(tmp_path: Path, end: str) -> None:
 
 
 @on_linux
-@pytest.mark.parametrize("way", ["at once", "bit by bit", "leak", "in another process"])
+@pytest.mark.parametrize(
+    "way", ["at once", "bit by bit", "leak", "in another process", "after raising the limit"]
+)
 def test_eating_memory_costs_one_completion(way: str) -> None:
     jobs, counters = score(
         [cases.eat], [*GOOD[:5], way, *GOOD[5:]], memory_limit="256MiB", timeout=60.0
     )
-    kind = "raised" if way == "in another process" else "out_of_memory"
+    in_the_call = way in ("in another process", "after raising the limit")
+    kind = "raised" if in_the_call else "out_of_memory"
     assert jobs.pop(way).scores == [None]
     assert {text: job.scores for text, job in jobs.items()} == {g: [float(len(g))] for g in GOOD}
     assert counters.pop(f"rewards/eat/{kind}") == 1
     assert not any(counters.values())
+
+
+@on_linux
+@pytest.mark.parametrize(
+    "way", ["mapped", "written to a memfd", "a mapped memfd", "eight processes"]
+)
+def test_sharing_memory_costs_one_completion(way: str) -> None:
+    jobs, counters = score(
+        [cases.share], [*GOOD[:5], way, *GOOD[5:]], memory_limit="256MiB", timeout=60.0
+    )
+    (failure,) = jobs.pop(way).failures
+    assert re.fullmatch(
+        r"out_of_memory: \d+ MiB, shared memory and .* the limit is 256 MiB", failure
+    )
+    assert {text: job.scores for text, job in jobs.items()} == {g: [float(len(g))] for g in GOOD}
+    assert counters.pop("rewards/share/out_of_memory") == 1 and not any(counters.values())
+
+
+@on_linux
+def test_what_forked_children_share_counts_once() -> None:
+    way = "forked and untouched"  # by eight children of 100 MiB each
+    jobs, counters = score([cases.Holds(100)], ["a", way], memory_limit="256MiB", timeout=60.0)
+    assert jobs[way].scores == [float(len(way))] and not any(counters.values())
+
+
+@on_linux
+def test_a_capability_that_is_dropped_is_gone_for_children_too() -> None:
+    code = """
+import os, re, subprocess
+from lit_rlsched.rewards.worker import drop_capability
+NUMBER = 23  # CAP_SYS_NICE, which root mostly has, in a container too
+def holds(name, text):
+    return int(re.search(name + r":\\s+(\\S+)", text)[1], 16) >> NUMBER & 1
+drop_capability(NUMBER)
+status = open("/proc/self/status").read(), subprocess.check_output(["cat", "/proc/self/status"])
+for text in (status[0], status[1].decode()):
+    # who is not root cannot lessen the bounding set, and has nothing to gain from it
+    for name in ("CapEff", "CapPrm", "CapInh", *(() if os.getuid() else ("CapBnd",))):
+        assert not holds(name, text), (name, text)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @on_linux
