@@ -257,6 +257,7 @@ class RolloutDataModule(LightningDataModule):
             data = getattr(self, f"{name}_data")
             if data is not None and name not in self._rows:
                 self._rows[name] = load_rows(data)
+                self.rewards.check_columns(self._rows[name], f"{name}_data")
             elif data is None and (stage, name) != ("fit", "val"):
                 raise MisconfigurationException(
                     f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."

@@ -111,6 +111,11 @@ class Judge(ABC):
         self.score_range = lowest, highest
         self.max_tokens = max_tokens
 
+    @property
+    def required_columns(self) -> list[str]:
+        """Columns that the template names."""
+        return sorted(self._columns)
+
     @abstractmethod
     async def answer(self, question: str) -> str:
         """What the judge says; greedy, `max_tokens` at most.

@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 
 from lit_rlsched._environment import hide_environment, worker_environment
+from lit_rlsched.rewards.columns import check_columns
 from lit_rlsched.rewards.jobs import (
     BadMessage,
     Job,
@@ -153,6 +154,19 @@ class RewardScheduler:
                         check(columns)
                 except ValueError as error:
                     raise ValueError(f"`{name}` refuses the row `{uid}`: {error}") from None
+
+    def check_columns(self, rows: Sequence[Mapping[str, Any]], data: str) -> None:
+        """Refuse functions that cannot be called for these rows.
+
+        Args:
+            rows: Of the data set, with all columns.
+            data: What it is called.
+
+        Raises:
+            ValueError: names function, argument and columns.
+        """
+        for name, function in zip(self.names, self._functions, strict=True):
+            check_columns(function, name, rows, data)
 
     def start(self) -> None:
         """Launch the workers and import the functions there; returns when all can score.

@@ -108,10 +108,12 @@ def check_rewards(round: Round, weights: Sequence[float], enough: int) -> None:
     if len(round.completions) < enough:
         return
     if reward_matrix(round.groups, weights).isnan().all():
+        failures = [c.failure for c in round.completions if c.failure is not None]
         raise RuntimeError(
             f"None of the {len(round.completions)} completions of round {round.number} has a "
-            "reward: every reward function failed, or returned None, for each of them. The log "
-            "says how the first failed."
+            f"reward. {len(failures)} failed, and for {len(round.completions) - len(failures)} "
+            "every reward function returned None."
+            + (f" The first failed by {failures[0]}" if failures else "")
         )
 
 

@@ -70,7 +70,9 @@ class Scorer:
                 continue  # forgotten since
             group, completion = self._pending.pop(job.job_id)
             completion.scores = job.scores
-            if any(job.failures):  # siblings have what is missing here: the rest is no reward
+            failed = zip(self.scheduler.names, job.failures, strict=True)
+            completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
+            if completion.failure:  # siblings have what is missing here: the rest is no reward
                 completion.scores = [None] * len(job.scores)
             completion.extra, completion.logged = job.extra, job.metrics
             if self.timeouts is not None:

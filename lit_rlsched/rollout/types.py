@@ -114,6 +114,8 @@ class Completion:
     """What reward functions gave to `log_extra`: more columns of the completions table."""
     logged: dict[str, list[float]] = field(default_factory=dict)
     """What reward functions gave to `log_metric`."""
+    failure: str | None = field(default=None, compare=False)
+    """Which reward function failed first, and how; not in checkpoints."""
     dropped: str | None = None
     """Why it is not trained on: a counter's name, such as `nonfinite_logprob`."""
     advantage: float = 0.0
