@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lit_rlsched.rewards.cgroup import MemoryGroup, new_group
 from lit_rlsched.rewards.jobs import BadMessage, Job
 from lit_rlsched.rewards.memory import held_memory
 
@@ -64,6 +65,8 @@ class WorkerProcess:
     process: "subprocess.Popen[bytes]" = field(init=False)
     lifeline: int = field(init=False)
     mark: str = field(init=False)
+    group: MemoryGroup | None = field(init=False)
+    """Limits its memory, where this user may make a cgroup."""
     held: int = 0
     """Bytes it held once the functions were loaded."""
     too_much: str = ""
@@ -94,6 +97,7 @@ class WorkerProcess:
         )
         theirs.close()
         os.close(read)
+        self.group = new_group(self.process.pid, self.mark)
         setup = {
             "sys_path": [path or os.getcwd() for path in sys.path],
             "functions": dict(self.functions),
@@ -107,6 +111,11 @@ class WorkerProcess:
     @property
     def busy(self) -> bool:
         return bool(self.calls or self.coroutines)
+
+    @property
+    def limit_text(self) -> str:
+        """What calls may take."""
+        return f"{self.memory_limit >> 20} MiB"
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -136,6 +145,9 @@ class WorkerProcess:
         if self.ready:
             raise BadMessage("it was ready before")
         self.held = held_memory(self.process.pid)
+        if self.group is not None:
+            with suppress(OSError):
+                self.group.limit(self.memory_limit)
         self.ready = True
         self.deadline = math.inf
 
@@ -150,7 +162,7 @@ class WorkerProcess:
             if not self.over:
                 self.too_much = (
                     f"out_of_memory: {(held - self.held) >> 20} MiB, shared memory and what it "
-                    f"started included; the limit is {self.memory_limit >> 20} MiB"
+                    f"started included; the limit is {self.limit_text}"
                 )
                 self._kill()
 
@@ -195,6 +207,10 @@ class WorkerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=5)
             self.over = True
+        if self.group is not None:
+            if self.group.struck:
+                self.too_much = f"out_of_memory: its cgroup has a limit of {self.limit_text}"
+            self.group.remove()
         self.connection.close()
         os.close(self.lifeline)
         end = how_it_ended(self.process.returncode)

@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 
 from lit_rlsched._environment import hide_environment, worker_environment
+from lit_rlsched.rewards.cgroup import remove_leftovers
 from lit_rlsched.rewards.columns import check_columns
 from lit_rlsched.rewards.jobs import (
     BadMessage,
@@ -193,6 +194,7 @@ class RewardScheduler:
                     self._selector,
                 )
             )
+        remove_leftovers()
         self._watch = MemoryWatch(partial(_workers_of, self._pools))
         try:
             for pool in self._pools:

@@ -100,7 +100,8 @@ def test_eating_memory_costs_one_completion(way: str) -> None:
 @pytest.mark.parametrize(
     "way", ["mapped", "written to a memfd", "a mapped memfd", "eight processes"]
 )
-def test_sharing_memory_costs_one_completion(way: str) -> None:
+def test_sharing_memory_costs_one_completion(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "new_group", lambda *of_a_worker: None)  # see test_cgroup.py
     jobs, counters = score(
         [cases.share], [*GOOD[:5], way, *GOOD[5:]], memory_limit="256MiB", timeout=60.0
     )
