@@ -72,7 +72,10 @@ def test_data_that_cannot_work(fit, settings, message):
 
 
 def test_two_prompts_of_one_uid(fit):
-    rows = [{"prompt": f"{i}+1=", "answer": "1", "uid": "same" if i in (2, 5) else str(i)} for i in range(8)]
+    rows = [
+        {"prompt": f"{i}+1=", "answer": "1", "uid": "same" if i in (2, 5) else str(i)}
+        for i in range(8)
+    ]
     with pytest.raises(ValueError, match=r"Rows 2 and 5 have the same `uid` 'same'"):
         fit(train_data=rows)
 
