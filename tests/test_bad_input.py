@@ -52,7 +52,7 @@ from lit_rlsched.rewards.functions import reasoning_gym_reward
         ({"tokenizer": "./nowhere"}, r"nowhere"),
         (
             {"reward_funcs": [reasoning_gym_reward]},
-            r"`reasoning_gym_reward` refuses the row .*no column \['metadata', 'task'\]",
+            r"`reasoning_gym_reward` requires `task`, and row 0 of `train_data`",
         ),
         (
             {

@@ -13,7 +13,8 @@ from harness import collect, score, submit
 
 import lit_rlsched
 from lit_rlsched._environment import hide_environment, worker_environment
-from lit_rlsched.engines.process import Child
+from lit_rlsched.engines import ProcessEngine, SimulatedEngine
+from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
@@ -91,12 +92,12 @@ def test_a_worker_finds_no_secret_in_its_environment_nor_in_the_trainer_s(
 def test_an_engine_s_process_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    child = Child([])  # type: ignore[arg-type]  # anything: it is not started
+    engine = ProcessEngine(SimulatedEngine())
+    engine.start(EngineSpec("", 2, 64, (1,)))
     try:
-        assert child.call("engine", "copy") == []  # it serves
-        shown = Path(f"/proc/{child.process.pid}/environ").read_bytes()
+        shown = Path(f"/proc/{engine.pid}/environ").read_bytes()
     finally:
-        child.close()
+        engine.close()
     assert b"WANDB_API_KEY=" in shown and b"canary" not in shown
 
 
