@@ -17,9 +17,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
-from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutLogger, RolloutProgressBar
+from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutProgressBar, RoundCheckpoint
 from lit_rlsched.checkpoints import with_atomic_io
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
+from lit_rlsched.cli_folder import SaveConfig, keep_together, place
+from lit_rlsched.cli_result import say_result, stoppable
 from lit_rlsched.data.settings import check_one_process
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
@@ -84,8 +86,17 @@ class RolloutCLI(LightningCLI):
         """Do nothing: Lightning would let the checkpoint's hyperparameters win over the config."""
 
     def before_instantiate_classes(self) -> None:
-        """Let errors name the subcommand."""
-        self._run.command = command_of(self._parser(self.subcommand))
+        """Let errors name the subcommand, and choose the folder of the run."""
+        subcommand = str(self.subcommand)
+        self._run.command = command_of(self._parser(subcommand))
+        self._given, self._folder = self.config[subcommand].clone(), None
+        if subcommand != "estimate":
+            self._folder = place(self.config[subcommand], subcommand)
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train; where a signal stops it, say how to go on, and exit with the signal's code."""
+        with stoppable(self.trainer):
+            self.trainer.fit(**kwargs)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -115,18 +126,22 @@ class RolloutCLI(LightningCLI):
             isinstance(c, ProgressBar) for c in given
         ):
             callbacks.append(RolloutProgressBar())
+        saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False
+        if saves and not any(isinstance(c, RoundCheckpoint) for c in given):
+            callbacks.append(RoundCheckpoint())  # the last one: it saves what the others know
+        if self._folder is not None:
+            keep_together(given, self._folder)
         config["plugins"] = with_atomic_io(config["plugins"])
         trainer = super()._instantiate_trainer(config, callbacks)
         check_one_process(trainer.world_size)  # before it starts the others
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SaveConfig):
+                callback.config = self._given
         return trainer
 
     def after_fit(self) -> None:
-        """Close W&B, which prints on exit, so that the summary is the last line."""
-        if "wandb" in sys.modules:
-            sys.modules["wandb"].finish()
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RolloutLogger):
-                print(callback.summary(self.trainer), flush=True)
+        """Say what came of it in the last line."""
+        say_result(self.trainer)
 
 
 class _Run(RolloutCallback):
@@ -153,7 +168,7 @@ def main(args: ArgsType = None) -> None:
             parser_class=Parser,
             subclass_mode_model=True,
             seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=SaveConfig,
             auto_configure_optimizers=False,
             args=args,
         )

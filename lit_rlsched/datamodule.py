@@ -35,6 +35,7 @@ from lit_rlsched.data.settings import (
 from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
+from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import (
     base_model,
@@ -329,6 +330,13 @@ class RolloutDataModule(LightningDataModule):
             yield step
 
     @property
+    def rounds_over(self) -> int:
+        """Rounds that are trained on as a whole."""
+        if self._resumed is not None:
+            return int(self._resumed["num_rounds"])
+        return self.num_rounds + self._round_is_over
+
+    @property
     def _cursor(self) -> int:
         """Steps of the current round that were taken: whatever was taken, a checkpoint has."""
         assert self.trainer is not None
@@ -411,7 +419,8 @@ class RolloutDataModule(LightningDataModule):
 
     def held_out(self, stage: str) -> list[Prompt]:
         """The prompts of `val` or `test`."""
-        self._ensure_session()  # tokenises them
+        if stage not in self._prompts.held_out:  # else Lightning may ask after the end, too
+            self._ensure_session()  # tokenises them
         return self._prompts.held_out[stage]
 
     def evaluate(self, stage: str) -> Iterator[Evaluated]:
@@ -609,6 +618,7 @@ class RolloutDataModule(LightningDataModule):
             probe_tokens=self._probe_tokens,
             on_completion=lambda completion: self._fire("on_completion_end", completion),
             on_group=lambda group: self._fire("on_group_end", group),
+            heed=self._heed,
         )
 
     def _trainer_state(self) -> Any:
@@ -620,6 +630,10 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         if self.trainer.training:
             fire(self.trainer, hook, *args)
+
+    def _heed(self) -> None:
+        assert self.trainer is not None
+        heed(self.trainer)
 
     def most_completions(self, num_generations: int | None = None) -> int:
         """Completions that a round or a validation may decode, whichever are more.

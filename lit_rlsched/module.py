@@ -27,6 +27,7 @@ from lit_rlsched.checkpoints import check_resumable
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.evaluation import Evaluated
 from lit_rlsched.finite import check_gradient
+from lit_rlsched.interrupts import heed
 from lit_rlsched.lm_head import tolerance
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.logs import StepMetrics, log_now
@@ -357,6 +358,7 @@ class PolicyModule(LightningModule):
         """Add the gradient of these micro-batches to that of the coming optimizer step."""
         with self.trainer.precision_plugin.train_step_context():
             for batch in step:
+                heed(self.trainer)
                 batch = batch.to(self.device)
                 output = self.loss(batch)
                 self.manual_backward(output.loss)

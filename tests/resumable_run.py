@@ -3,7 +3,8 @@
 `resumable_run.py FOLDER ENGINE MODEL SCHEDULE PLACE...`: a process for each place, one after the
 other, each going on where the one before was killed. They are forks of this one, which has done the
 imports by then and nothing else. The exit status of the last is that of this process; each of the
-others must have been killed.
+others must have been killed. At a place that begins with TERM, the process is sent SIGTERM instead,
+and must save the run and exit with 143; nothing else saves then.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import (
@@ -27,10 +29,13 @@ from lit_rlsched.callbacks import (
     RNGState,
     RolloutCallback,
     RolloutLogger,
+    RoundCheckpoint,
     SortedBatching,
     StreamedTraining,
     TailBatching,
 )
+from lit_rlsched.checkpoints import AtomicCheckpointIO
+from lit_rlsched.run_folder import newest_checkpoint
 from lit_rlsched.scheduling.rounds import SortedRound
 
 SCHEDULES = {
@@ -96,7 +101,8 @@ class Die(RolloutCallback):
     """Counts what happens in this process and in those before it, and dies at the place."""
 
     def __init__(self, place):
-        self.event, _, count = place.partition(" ")
+        self.signal = signal.SIGTERM if place.startswith("TERM ") else signal.SIGKILL
+        self.event, _, count = place.removeprefix("TERM ").partition(" ")
         self.at = int(count or 0)
         self.seen = Counter()
         self.partial = False
@@ -104,10 +110,18 @@ class Die(RolloutCallback):
     def _count(self, event, reached):
         self.seen[event] += 1
         if event == self.event and reached(self.at):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signal)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen["micro"] = 0
         self._count("step", lambda at: trainer.global_step == at)
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self._count("micro", lambda at: trainer.global_step == at and self.seen["micro"] == 2)
+
+    def on_validation_start(self, trainer, pl_module):
+        number = trainer.global_step // trainer.datamodule.steps_per_epoch
+        self._count("answers", lambda at: number == at)
 
     def on_round_start(self, trainer, pl_module, plan):
         self.seen["harvest"] = self.seen["resumed"] = 0
@@ -150,6 +164,23 @@ class Uids(RolloutCallback):
         self.uids, self.spans = state_dict["uids"], state_dict["spans"]
 
 
+class History(RolloutCallback):
+    """The figures of every validation, kept in the checkpoint."""
+
+    def __init__(self):
+        self.figures = []
+
+    def on_validation_end(self, trainer, pl_module):
+        found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        self.figures.append([trainer.global_step, found])
+
+    def state_dict(self):
+        return {"figures": self.figures}
+
+    def load_state_dict(self, state_dict):
+        self.figures = state_dict["figures"]
+
+
 class Recovered(RolloutCallback):
     """Tokens of drafts that were accepted, kept in the checkpoint."""
 
@@ -177,7 +208,7 @@ def state_hash(state):
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def main(folder, engine, model, schedule, place):
+def main(folder, engine, model, schedule, place, stops):
     folder = Path(folder)
     seed_everything(1)
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
@@ -194,6 +225,9 @@ def main(folder, engine, model, schedule, place):
     )
     uids, recovered, prediction = Uids(), Recovered(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=1)
+    if stops:
+        checkpoints = RoundCheckpoint(max_share=1e-9)
+    history = History()
     trainer = Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -209,12 +243,15 @@ def main(folder, engine, model, schedule, place):
             RolloutLogger(num_completions=4),
             uids,
             recovered,
+            history,
             checkpoints,
             Die(place),
         ],
+        plugins=[AtomicCheckpointIO()],
     )
     module = GRPOModule(model, learning_rate=1e-3)
-    trainer.fit(module, datamodule=data, ckpt_path="last")
+    ckpt_path = newest_checkpoint(folder) if stops else "last"
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
     rows = (folder / "completions.jsonl").read_text()
     figures = {
@@ -229,6 +266,7 @@ def main(folder, engine, model, schedule, place):
         "draft_weights": state_hash(data._drawer.drafts.state_dict()),
         "recovered": recovered.tokens,
         "audit": {k: v for k, v in data._drawer.audit.state_dict().items() if "seconds" not in k},
+        "validations": history.figures if stops else [],
         "uids": uids.uids,
         "spans": uids.spans,
         "columns": sorted(json.loads(rows.splitlines()[-1])),
@@ -245,6 +283,8 @@ def run(*args):
         try:
             main(*args)
             status = 0
+        except SIGTERMException:
+            status = 128 + signal.SIGTERM
         except BaseException:
             import traceback
 
@@ -261,7 +301,9 @@ if __name__ == "__main__":
     *killed, last = sys.argv[5:]
     if engine == "VLLMEngine":
         import vllm  # noqa: F401
+    stops = any(place.startswith("TERM ") for place in sys.argv[5:])
     for place in killed:
-        status = run(*settings, engine, model, schedule, place)
-        assert status == -signal.SIGKILL, f"{place}: ended with {status}"
-    sys.exit(run(*settings, engine, model, schedule, last))
+        status = run(*settings, engine, model, schedule, place, stops)
+        expected = 128 + signal.SIGTERM if place.startswith("TERM ") else -signal.SIGKILL
+        assert status == expected, f"{place}: ended with {status}"
+    sys.exit(run(*settings, engine, model, schedule, last, stops))

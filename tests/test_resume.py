@@ -58,15 +58,26 @@ SELECTED = [
     "round_end 2",  # all drawn and selected, nothing trained on
     "step 6",
 ]
+STOPPED = [
+    "TERM completion 3",  # while the first round is drawn
+    "TERM micro 1",  # in the second optimizer step of a round, between two micro-batches
+    "TERM completion 40",
+    "TERM step 4",
+    "TERM answers 3",  # while the third validation is drawn
+    "TERM validation 3",  # in the one that is begun anew
+    "TERM round_end 3",
+    "TERM step 9",  # in the last step of the last round
+]
+"""Where SIGTERM comes."""
 VLLM = ["completion 40", "validation 3", "step 7"]
 RESUMED = "resumed 5"
 """While completions that another round began are gone on with."""
 
 
-def run(folder, engine, model, schedule, *places):
+def run(folder, engine, model, schedule, *places, last="never"):
     """Die at each place, one after the other, go on to the end, and give the figures of the run."""
     process = subprocess.run(
-        [sys.executable, SCRIPT, str(folder), engine, model, schedule, *places, "never"],
+        [sys.executable, SCRIPT, str(folder), engine, model, schedule, *places, last],
         capture_output=True,
         text=True,
         timeout=600,
@@ -119,3 +130,23 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         assert len(whole["uids"]) == 2 * whole["rounds"]
     if schedule in ("tail", "drafts"):
         assert whole["dropped"]["dropped/stopped"] > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "schedule", "places"),
+    [
+        ("TransformersEngine", "full", STOPPED),
+        ("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
+        pytest.param(
+            *("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_stopped_anywhere_and_resumed_equals_never_stopped(
+    engine, schedule, places, tiny_model, tmp_path
+):
+    whole = run(tmp_path / "whole", engine, tiny_model, schedule, last="TERM never")
+    resumed = run(tmp_path / "stopped", engine, tiny_model, schedule, *places)
+    assert resumed["weights"] == whole["weights"]
+    assert len(whole["validations"]) == whole["rounds"]
+    assert resumed == whole

@@ -9,6 +9,7 @@ Every run is kept in `--out` and not repeated; a figure of accuracy and length g
 
 import argparse
 import csv
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path
             script = [sys.executable, "examples/countdown/warm_start.py", "--seed", str(seed)]
             subprocess.run([*script, "--out", model], check=True)
         arguments.append(f"--model.model={model}")
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    folder.mkdir(parents=True)
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "lit_rlsched", "fit", *arguments]
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)

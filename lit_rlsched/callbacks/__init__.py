@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.rng_state import RNGState
     from lit_rlsched.callbacks.rollout_callback import RolloutCallback
     from lit_rlsched.callbacks.rollout_logger import RolloutLogger
+    from lit_rlsched.callbacks.round_checkpoint import RoundCheckpoint
     from lit_rlsched.callbacks.sorted_batching import SortedBatching
     from lit_rlsched.callbacks.streamed_training import StreamedTraining
     from lit_rlsched.callbacks.tail_batching import TailBatching
@@ -31,6 +32,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutLogger",
     "RolloutProgressBar",
+    "RoundCheckpoint",
     "SortedBatching",
     "StreamedTraining",
     "TailBatching",
@@ -48,6 +50,7 @@ _HOMES = {
     "RolloutCallback": "rollout_callback",
     "RolloutLogger": "rollout_logger",
     "RolloutProgressBar": "progress",
+    "RoundCheckpoint": "round_checkpoint",
     "SortedBatching": "sorted_batching",
     "StreamedTraining": "streamed_training",
     "TailBatching": "tail_batching",

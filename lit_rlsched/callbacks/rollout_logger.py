@@ -16,6 +16,7 @@ from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.types import Prompt
+from lit_rlsched.run_folder import folder_of, leave, occupy
 
 if TYPE_CHECKING:
     import wandb
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 class RolloutLogger(RolloutCallback):
     """Write each round's completions down and draw the run, for W&B and in files without it.
 
-    In the Trainer's `default_root_dir`, whatever loggers there are: `completions.jsonl`, a row for
-    each completion with TRL's columns; `learning.png`, reward and held-out accuracy; `timeline.png`
-    and `lengths.png` of the round drawn last. A run that is not resumed replaces them. A
+    In the Trainer's `default_root_dir`, or without one in a new folder `runs/version_N`, whatever
+    loggers there are: `completions.jsonl`, a row for each completion with TRL's columns;
+    `learning.png`, reward and held-out accuracy; `timeline.png` and `lengths.png` of the round
+    drawn last. The folder is locked meanwhile. A run that is not resumed replaces them. A
     `WandbLogger` gets the completions too, as the table `completions` that each round's rows are
     added to, and the pictures under `pictures/`; a `TensorBoardLogger` gets the pictures.
 
@@ -75,6 +77,7 @@ class RolloutLogger(RolloutCallback):
         self._started: float | None = None
         self._last: Round | None = None
         self._clean = False
+        self._occupied: Path | None = None
         self._tables: dict[Any, wandb.Table] = {}
 
     # Hooks.
@@ -83,10 +86,14 @@ class RolloutLogger(RolloutCallback):
         """Start the clock.
 
         Raises:
+            FolderInUse: another process runs in the run's folder.
             MisconfigurationException: there are no rollouts.
         """
         if stage == "fit":
             rollout_datamodule(trainer, self)
+            if _writes(trainer):
+                self._occupied = folder_of(trainer)
+                occupy(self._occupied)
             self._started, self._clean, self._last = time.monotonic(), False, None
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
@@ -96,7 +103,7 @@ class RolloutLogger(RolloutCallback):
         self.rounds.append({"round": round.number, "step": round.version, "reward": reward})
         if not _writes(trainer):
             return
-        folder = _folder(trainer)
+        folder = folder_of(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         if not self._clean:
             _drop_rows(folder / "completions.jsonl", round.number)
@@ -133,6 +140,18 @@ class RolloutLogger(RolloutCallback):
             self._draw(trainer)
         self._last = None
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let others use the folder."""
+        folder, self._occupied = self._occupied, None
+        if folder is not None:
+            leave(folder)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """The same: Lightning does not tear down after one."""
+        self.teardown(trainer, pl_module, "fit")
+
     # What it leaves.
 
     @property
@@ -148,11 +167,11 @@ class RolloutLogger(RolloutCallback):
             result = f"held-out accuracy {_from_to(accuracies)}"
         else:
             result = f"reward {_from_to(rewards)}" if rewards else "nothing trained"
-        folder = _folder(trainer)
+        folder = folder_of(trainer)
         rounds = int(self.rounds[-1]["round"]) + 1 if self.rounds else 0
         completions = rollout_datamodule(trainer, self).counters["num_completions"]
         return (
-            f"{folder.resolve().name}: {result} ({rounds} rounds, {completions} completions, "
+            f"{_name_of(folder)}: {result} ({rounds} rounds, {completions} completions, "
             f"{self.seconds:.0f} s); pictures and metrics in {folder}"
         )
 
@@ -202,7 +221,7 @@ class RolloutLogger(RolloutCallback):
             self._publish(trainer, name, figure)
 
     def _publish(self, trainer: Trainer, name: str, figure: "Figure") -> None:
-        path = _folder(trainer) / f"{name}.png"
+        path = folder_of(trainer) / f"{name}.png"
         figure.savefig(path)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
@@ -227,9 +246,10 @@ class RolloutLogger(RolloutCallback):
         self._seconds = state_dict["seconds"]
 
 
-def _folder(trainer: Trainer) -> Path:
-    """Where everything of the run is, whichever loggers it has."""
-    return Path(trainer.default_root_dir)
+def _name_of(folder: Path) -> str:
+    """What a run is called: `runs/countdown/version_3` is `countdown`."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name.startswith("version_") else folder.name
 
 
 def _writes(trainer: Trainer) -> bool:

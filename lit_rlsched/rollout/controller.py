@@ -15,6 +15,9 @@ from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy, RoundState
 
+HEED_SECONDS = 0.5
+"""Longest wait for a score without a look at whether to stop."""
+
 
 def completion_seed(
     run_seed: int, group: Group, completion: Completion, version: int, salt: str = ""
@@ -64,6 +67,8 @@ class RolloutController:
         probe_tokens: Tokens after which it is asked; 0: before anything is drawn.
         on_completion: Called with each completion once its scores are there.
         on_group: Called with each group once all of its completions are scored.
+        heed: Called before each step, and now and then while scores are awaited; may raise, and the
+            round is dropped.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class RolloutController:
         probe_tokens: int = 0,
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
+        heed: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
         self.scorer = scorer
@@ -88,6 +94,7 @@ class RolloutController:
         """Seconds for which the round's slots idled for scores."""
         self._on_completion = on_completion
         self._on_group = on_group
+        self._heed = heed
         self._live: dict[str, tuple[Row, Request]] = {}
         self._undecoded: dict[str, int] = {}
         self._came_finished: list[Row] = []
@@ -158,6 +165,7 @@ class RolloutController:
             self._submit(rows)
             yield from self._react([])  # to drafts that were kept whole: they may be enough
             while self._live and not policy.done(self._state):
+                self._heed()
                 events = self.worker.step()
                 self._state.final = len(self._state.decoded)  # who comes now comes after them
                 yield from self._react(self._take(events))
@@ -165,7 +173,8 @@ class RolloutController:
             self._state.patient = False
             races = policy.patience is not None
             while self.scorer.pending and not (races and policy.done(self._state)):
-                self.scorer.wait()
+                self._heed()
+                self.scorer.wait(HEED_SECONDS)
                 yield from self._scored()
         finally:
             self.worker.abort()
@@ -245,8 +254,9 @@ class RolloutController:
 
     def _wait(self, timeout: float | None = None) -> float:
         """Wait for a score, and count the seconds."""
+        self._heed()
         began = time.perf_counter()
-        self.scorer.wait(timeout)
+        self.scorer.wait(HEED_SECONDS if timeout is None else min(timeout, HEED_SECONDS))
         waited = time.perf_counter() - began
         self.waited += waited
         return waited

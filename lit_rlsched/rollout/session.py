@@ -47,6 +47,7 @@ class RolloutSession:
         probe_tokens: See `RolloutController`.
         on_completion: See `RolloutController`.
         on_group: See `RolloutController`.
+        heed: See `RolloutController`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RolloutSession:
         probe_tokens: int = 0,
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
+        heed: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.spec = spec
@@ -91,6 +93,7 @@ class RolloutSession:
             probe_tokens=probe_tokens,
             on_completion=on_completion,
             on_group=on_group,
+            heed=heed,
         )
 
     @property
