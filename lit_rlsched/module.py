@@ -43,6 +43,7 @@ from lit_rlsched.losses import (
 from lit_rlsched.policy import add_lora, base_model, load_policy
 from lit_rlsched.rollout.learner import RoundLogprobs
 from lit_rlsched.rollout.types import Group, Row
+from lit_rlsched.settings import check_finite
 
 # Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
 # engine's; a checkpoint is of the weights after the step; there may be no validation.
@@ -124,6 +125,7 @@ class PolicyModule(LightningModule):
         old_logprobs: Literal["trainer", "engine"] | None = None,
         shared_prefix: bool | None = None,
     ) -> None:
+        check_finite(locals())
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False

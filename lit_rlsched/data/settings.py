@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rollout.types import Group, Sampling
+from lit_rlsched.settings import check_finite
 
 _LEAST = {
     "prompts_per_round": 1,
@@ -24,6 +25,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the argument, its value and what to use instead.
     """
+    check_finite(settings, besides=["train_data", "val_data", "test_data"])
     for name, low in _LEAST.items():
         if settings[name] < low:
             raise ValueError(f"`{name}={settings[name]}`: use {low} or more.")

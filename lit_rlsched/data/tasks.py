@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from lit_rlsched.rollout.types import stable_hash
+from lit_rlsched.settings import check_finite
 
 Split = Literal["train", "heldout"]
 
@@ -54,6 +55,7 @@ class Countdown(PromptTask):
         max_target: int = 20,
     ) -> None:
         _check_size(size, split)
+        check_finite({"numbers": numbers})
         if not numbers or min(numbers) < 2 or min(numbers.values()) <= 0:
             raise ValueError(
                 f"`numbers={numbers}` must give sizes of 2 or more a share above 0, "

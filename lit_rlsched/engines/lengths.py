@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 
 from lit_rlsched.rollout.types import Request, stable_hash
+from lit_rlsched.settings import check_finite
 
 
 class LogNormalLengths:
@@ -31,6 +32,7 @@ class LogNormalLengths:
         seed: int = 0,
         key: Literal["id", "seed"] = "id",
     ) -> None:
+        check_finite(locals())
         if median <= 0 or sigma < 0:
             raise ValueError(f"got median={median}, sigma={sigma}: they must be > 0 and >= 0")
         self.median, self.sigma, self.seed, self.key = median, sigma, seed, key

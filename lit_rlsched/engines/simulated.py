@@ -20,6 +20,7 @@ from lit_rlsched.engines.base import (
 from lit_rlsched.engines.lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.types import Event, FinishReason, Request
+from lit_rlsched.settings import check_finite
 
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
 
@@ -71,6 +72,7 @@ class SimulatedEngine(RolloutEngine):
         kv_block: int | None = 1,
         kv_capacity: int | None = None,
     ) -> None:
+        check_finite(locals(), besides=["lengths"])
         costs = (step_time_base, per_running, per_kv_token, per_prefill_token)
         if min(costs) < 0:
             raise ValueError(f"the costs of a step must not be negative, got {costs}")

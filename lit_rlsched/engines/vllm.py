@@ -24,6 +24,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.rollout.types import Event, Request
+from lit_rlsched.settings import check_finite
 
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
@@ -97,6 +98,7 @@ class VLLMEngine(RolloutEngine):
         engine_kwargs: dict[str, Any] | None = None,
         tensor_parallel_size: int = 1,
     ) -> None:
+        check_finite(locals())
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise ValueError(
                 f"`VLLMEngine({tensor_parallel_size=})`: must be a whole number, 1 or more."

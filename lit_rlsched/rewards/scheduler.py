@@ -37,6 +37,7 @@ from lit_rlsched.rewards.signatures import (
     unique_names,
     unwrap,
 )
+from lit_rlsched.settings import check_finite
 from lit_rlsched.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class RewardScheduler:
                 f"`reward_weights={list(reward_weights)}` has {len(reward_weights)} entries, but "
                 f"`reward_funcs` has {len(reward_funcs)}. Give one weight for each function."
             )
+        check_finite({"reward_weights": reward_weights})
         if workers < 1:
             raise ValueError(f"`workers={workers}` must be at least 1.")
         check_timeout(timeout)

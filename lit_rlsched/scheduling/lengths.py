@@ -10,6 +10,7 @@ import torch
 
 from lit_rlsched.rollout.types import Row
 from lit_rlsched.scheduling.hashed_tokens import HashedTokens
+from lit_rlsched.settings import check_finite
 
 BINS = 256
 """Of the histogram of lengths; each is 5 % wider than the last, so the last begins at 344,000."""
@@ -86,6 +87,7 @@ class PromptHistory(LengthPredictor):
         half_life: float = 2000.0,
         max_prompts: int = 100_000,
     ) -> None:
+        check_finite(locals())
         if not 0 < decay <= 1 or shrinkage < 0 or half_life <= 0 or max_prompts < 1:
             raise ValueError(
                 f"got decay={decay}, shrinkage={shrinkage}, half_life={half_life}, "
@@ -230,6 +232,7 @@ class TokenConditioned(LengthPredictor):
         history: PromptHistory | None = None,
         max_waiting: int = 16_384,
     ) -> None:
+        check_finite(locals())
         if features < 1 or ridge <= 0 or half_life <= 0 or max_waiting < 1:
             raise ValueError(
                 f"got features={features}, ridge={ridge}, half_life={half_life}, "

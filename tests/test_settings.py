@@ -1,0 +1,82 @@
+"""Every number of a configuration is checked, by whatever it is called."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import lit_rlsched.callbacks as callbacks
+import lit_rlsched.engines as engines
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
+from lit_rlsched.data import tasks
+from lit_rlsched.engines.lengths import LogNormalLengths
+from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
+from lit_rlsched.scheduling import lengths
+
+
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.0]
+
+
+NEEDED: dict[type, dict[str, Any]] = {
+    GRPOModule: {"model": "m"},
+    RLOOModule: {"model": "m"},
+    RolloutDataModule: {"train_data": [{"prompt": "1"}], "reward_funcs": [reward]},
+    RewardScheduler: {"reward_funcs": [reward]},
+    JudgeReward: {"model": "m", "base_url": "http://here/v1"},
+    EngineJudgeReward: {"model": "m"},
+    callbacks.DownSampling: {"keep": 4},
+    callbacks.MicroGroupSampling: {"slots": 4},
+}
+OTHERS = [LogNormalLengths, lengths.PromptHistory, lengths.TokenConditioned, tasks.Countdown]
+
+
+def parameters(kind: type) -> dict[str, inspect.Parameter]:
+    found: dict[str, inspect.Parameter] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("lit_rlsched") and "__init__" in vars(base):
+            found |= inspect.signature(base.__init__).parameters
+    return found
+
+
+def floats() -> Iterator[tuple[type, str, Any]]:
+    named = [getattr(home, name) for home in (callbacks, engines) for name in home.__all__]
+    for kind in [*NEEDED, *(k for k in named if k not in NEEDED), *OTHERS]:
+        for name, parameter in parameters(kind).items():
+            annotation = str(parameter.annotation)
+            if "float" not in annotation or "Callable" in annotation:
+                continue
+            for bad in (float("nan"), float("inf")):
+                if "dict" in annotation:
+                    yield kind, name, {2: bad}
+                elif "tuple" in annotation or "list" in annotation:
+                    yield kind, name, (0.0, bad)
+                else:
+                    yield kind, name, bad
+
+
+ALL = list(floats())
+
+
+def test_the_settings_that_matter_are_among_them() -> None:
+    assert {
+        *("learning_rate", "betas", "epsilon", "epsilon_high", "delta", "beta", "weight_decay"),
+        *("importance_sampling_clip_max", "gradient_clip_val", "temperature", "top_p", "min_p"),
+        *("reward_weights", "reward_timeout", "val_temperature", "oversubscribe", "per_domain"),
+        *("scale", "prompt_ratio", "reward_range", "score_range", "kv_cache_gib"),
+    } <= {name for _, name, _ in ALL}
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), ALL, ids=lambda v: getattr(v, "__name__", None))
+def test_what_is_not_finite_is_refused_by_name(kind: type, name: str, value: Any) -> None:
+    if name == "reward_weights":
+        value = [float("nan")]
+    with pytest.raises(ValueError, match=rf"\b{name}=.*(nan|inf)"):
+        kind(**NEEDED.get(kind, {}) | {name: value})
+
+
+def test_rows_are_no_settings() -> None:
+    rows = [{"prompt": "1", "answer": float("nan")}]
+    engine = engines.SimulatedEngine()
+    RolloutDataModule(rows, [reward], val_data=rows, engine=engine)
