@@ -71,7 +71,7 @@ class RolloutCLI(LightningCLI):
         parser.set_defaults(
             {
                 "trainer.devices": 1,
-                "trainer.num_sanity_val_steps": 0,
+                "trainer.num_sanity_val_steps": -1,  # the baseline, before anything is trained
                 "trainer.log_every_n_steps": 1,
                 "trainer.enable_model_summary": False,
             }

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from lit_rlsched.data.settings import (
 )
 from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
-from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
+from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import (
@@ -112,6 +112,9 @@ class RolloutDataModule(LightningDataModule):
         val_num_generations: Completions drawn of each held-out prompt, for mean@k and pass@k.
         val_temperature: Their temperature; by default that of training.
         val_greedy: Whether each held-out prompt is also answered greedily.
+        val_accuracy_threshold: Score of the first reward function from which on a held-out
+            completion counts as correct in `val/accuracy`, `mean@k`, `pass@k` and
+            `greedy_accuracy`.
         shuffle: Whether prompts come in a new random order in each pass over the data.
         seed: Of the order and of every completion; by default that of `seed_everything`.
         verify_sync: Check after each weight sync that the engine's log-probs are the trainer's.
@@ -154,6 +157,7 @@ class RolloutDataModule(LightningDataModule):
         val_num_generations: int = 0,
         val_temperature: float | None = None,
         val_greedy: bool = True,
+        val_accuracy_threshold: float = 1.0,
         shuffle: bool = True,
         seed: int | None = None,
         verify_sync: bool = True,
@@ -196,8 +200,10 @@ class RolloutDataModule(LightningDataModule):
             ),
             val_num_generations,
             val_greedy,
+            val_accuracy_threshold,
         )
         self.shuffle = shuffle
+        self._told_of_threshold = False
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.verify_sync = verify_sync
 
@@ -433,7 +439,14 @@ class RolloutDataModule(LightningDataModule):
             stage,
             lambda groups: session.rollout(groups, version, salt=stage),
             self.rewards.weights,
+            self._look_at_accuracy,
         )
+
+    def _look_at_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
+        said = never_correct(evaluated, self.rewards.names[0], self.evaluation.threshold)
+        if said is not None and not self._told_of_threshold:
+            self._told_of_threshold = True
+            rank_zero_warn(said)
 
     # State.
 

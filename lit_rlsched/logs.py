@@ -8,17 +8,34 @@ from lightning import Trainer
 from torch import Tensor
 
 
-def log_now(trainer: Trainer, metrics: Mapping[str, float | torch.Tensor]) -> None:
+def log_now(
+    trainer: Trainer, metrics: Mapping[str, float | torch.Tensor], step: int | None = None
+) -> None:
     """Send figures to every logger at once, and let callbacks monitor them.
 
     `self.log` is refused between Lightning's hooks, and would repeat a round's figures at each of
     its steps; this is the way LearningRateMonitor takes.
+
+    Args:
+        trainer: Whose loggers.
+        metrics: The figures by name.
+        step: Where on the loggers' x-axis; by default the number of the coming optimizer step.
     """
     plain = {name: float(value) for name, value in metrics.items()}
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    if step is None:
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
         logger.log_metrics(plain, step=step)
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in plain.items()})
+
+
+def is_partial_check(trainer: Trainer) -> bool:
+    """Whether this is a sanity check on some of the held-out prompts, which measures nothing.
+
+    One on all of them that are validated on (`num_sanity_val_steps=-1`) is the baseline.
+    """
+    partial = trainer.num_sanity_val_batches != trainer.num_val_batches
+    return trainer.sanity_checking and (partial or trainer.global_step > 0)
 
 
 class StepMetrics:

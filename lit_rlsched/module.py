@@ -30,7 +30,7 @@ from lit_rlsched.finite import check_gradient
 from lit_rlsched.interrupts import heed
 from lit_rlsched.lm_head import tolerance
 from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.logs import StepMetrics, log_now
+from lit_rlsched.logs import StepMetrics, is_partial_check, log_now
 from lit_rlsched.losses import (
     ImportanceSamplingMode,
     LossOutput,
@@ -438,14 +438,17 @@ class PolicyModule(LightningModule):
     def _log_evaluation(self, stage: str) -> None:
         figures = {f"{stage}/{name}": m.compute() for name, m in self._evaluation.items()}
         trainer = self.trainer
-        if trainer.sanity_checking:  # Lightning drops what is logged here
-            if trainer.num_sanity_val_batches == trainer.num_val_batches:
-                log_now(trainer, figures)  # on all held-out prompts, it is the baseline
-        else:
+        training = trainer.state.fn == "fit"
+        if training and not is_partial_check(trainer):
+            # at the steps that were taken: Lightning would put what the first step has made beside
+            # the baseline, and drops the baseline
+            log_now(trainer, figures, step=trainer.global_step)
+        if not trainer.sanity_checking:
             headline = f"{stage}/accuracy"
             rest = {k: v for k, v in figures.items() if k != headline}
-            self.log_dict(rest, batch_size=1, sync_dist=True)
-            self.log(headline, figures[headline], prog_bar=True, batch_size=1, sync_dist=True)
+            also: Any = {"batch_size": 1, "sync_dist": True, "logger": not training}
+            self.log_dict(rest, **also)
+            self.log(headline, figures[headline], prog_bar=True, **also)
 
     # Checkpoints.
 

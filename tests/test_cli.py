@@ -174,7 +174,7 @@ trainer:
     assert len((folder / "completions.jsonl").read_text().splitlines()) == 32
     with (folder / "metrics/version_0/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [r["step"] for r in rows if r["val/accuracy"]] == ["0", "0", "1"]  # baseline, then each
+    assert [r["step"] for r in rows if r["val/accuracy"]] == ["0", "1", "2"]  # baseline, then each
     assert {"reward", "loss", "rollout/bubble_ratio", "batch/pad_frac"} <= rows[0].keys()
     (wandb,) = (folder / "wandb").glob("offline-run-*")
     assert list(wandb.glob("files/media/table/completions*.json"))

@@ -1,11 +1,14 @@
+import csv
 import json
 import math
+import warnings
 
 import psutil
 import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutCallback, RolloutLogger
@@ -254,6 +257,38 @@ def test_validation(fit, sums, engine):
         assert 0 <= baseline.before[f"val/{name}"] <= 1
         assert 0 <= figures[f"val/{name}"] <= 1
     assert figures["val/accuracy"] == figures["val/mean@2"] <= figures["val/pass@2"]
+
+
+def test_the_baseline_has_a_point_of_its_own_and_a_part_of_the_prompts_gives_none(
+    fit, sums, tmp_path
+):
+    def validated(name, **settings):
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        fit(val_data=sums[80:84], trainer={"logger": logger, "log_every_n_steps": 1, **settings})
+        logger.save()
+        with (tmp_path / name / "version_0" / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        return [int(row["step"]) for row in rows if row.get("val/accuracy")]
+
+    assert validated("whole", num_sanity_val_steps=-1) == [0, 1, 2]
+    assert validated("lightnings_default", num_sanity_val_steps=2) == [1, 2]
+    limited = {"num_sanity_val_steps": -1, "limit_val_batches": 2}
+    assert validated("limited", **limited) == [0, 1, 2], "the same two prompts each time"
+
+
+def test_a_reward_that_never_counts_as_correct_is_said_once(fit, sums):
+    def half(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    def fractions(**settings):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer, _, _ = fit(reward_funcs=[half], val_data=sums[80:82], **settings)
+        said = [w for w in caught if "val_accuracy_threshold" in str(w.message)]
+        return len(said), float(trainer.callback_metrics["val/accuracy"])
+
+    assert fractions() == (1, 0.0)
+    assert fractions(val_accuracy_threshold=0.5) == (0, 1.0)
 
 
 def test_validation_does_not_change_training(fit, sums):

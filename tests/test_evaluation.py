@@ -1,6 +1,6 @@
 import torch
 
-from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate
+from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
 from lit_rlsched.logs import StepMetrics
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
 
@@ -27,6 +27,23 @@ def test_figures_by_hand():
         "completions/mean_length": 2.5,
         "completions/clipped_ratio": 0.0,
     }
+
+
+def test_the_threshold_says_what_is_correct():
+    sampled = answered([[0.6], [0.4], [None], [0.5]])
+    figures = Evaluated(None, sampled, [1.0], threshold=0.5).metrics()
+    assert (figures["accuracy"], figures["pass@4"]) == (0.5, 1.0)
+
+
+def test_fractions_that_never_count_are_said():
+    def said(*scores, threshold=1.0):
+        return never_correct(
+            [Evaluated(None, answered([[s] for s in scores]), [1.0])], "f", threshold
+        )
+
+    assert "`f` gave 0.6 at most, and `val_accuracy_threshold=1.0`" in said(0.6, 0.2, None)
+    assert said(0.0, 0.0, None) is None, "wrong, as an untrained model is"
+    assert said(0.6, 1.0) is said(0.6, threshold=0.5) is said() is None
 
 
 def test_greedy_alone_is_the_accuracy():

@@ -197,8 +197,7 @@ def _draw_accuracy(axes: Axes, curves: Mapping[str, Sequence[tuple[float, float]
     for (name, points), colour, line in looks:
         label = labels.get(name, f"sampled ({name.removeprefix('val/')})")
         axes.plot(*zip(*points, strict=True), line, color=colour, label=label, markersize=5)
-    values = [value for _, value in next(iter(curves.values()))]
-    axes.set_title(f"Held-out accuracy: {values[0]:.2f} to {values[-1]:.2f}")
+    axes.set_title(f"Held-out accuracy: {_from_to(next(iter(curves.values())))}")
     axes.set(ylim=(-0.02, 1.02), ylabel="accuracy")
     axes.legend(loc="lower right")
 
@@ -219,8 +218,17 @@ def _draw_reward(axes: Axes, rounds: Sequence[Mapping[str, float]]) -> None:
         axes.plot(steps, means, "-", color=GREEN, linewidth=2, label=label)
     axes.set_ylabel("reward")
     if drawn:
-        axes.set_title(f"Reward of the training rollouts: {rewards[0]:.2f} to {rewards[-1]:.2f}")
+        way = _from_to(list(zip(steps, rewards, strict=True)))
+        axes.set_title(f"Reward of the training rollouts: {way}")
         axes.legend(loc="lower right")
+
+
+def _from_to(points: Sequence[tuple[float, float]]) -> str:
+    """From the untrained model's figure to the last; the last alone where that was not measured."""
+    (step, first), (_, last) = points[0], points[-1]
+    if step > 0:
+        return f"{last:.2f} at the end"
+    return f"{first:.2f} to {last:.2f}" if len(points) > 1 else f"{first:.2f} before training"
 
 
 def _whole_numbers(most: int) -> MaxNLocator:

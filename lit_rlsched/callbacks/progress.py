@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.logs import is_partial_check
 from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.types import Completion, Group
 
@@ -91,11 +92,11 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the headline figure in sight."""
         accuracy = trainer.callback_metrics.get("val/accuracy")
-        if trainer.state.fn == "fit" and accuracy is not None:
+        if trainer.state.fn == "fit" and accuracy is not None and not is_partial_check(trainer):
             self._figures["val/accuracy"] = float(accuracy)
-            self._print(
-                f"validation at step {trainer.global_step}", {"val/accuracy": float(accuracy)}
-            )
+            step = trainer.global_step
+            when = f"at step {step}" if step else "before training"
+            self._print(f"validation {when}", {"val/accuracy": float(accuracy)})
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

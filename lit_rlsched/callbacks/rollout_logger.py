@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lit_rlsched.callbacks import pictures
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.logs import is_partial_check
 from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.types import Prompt
 from lit_rlsched.run_folder import folder_of, leave, occupy
@@ -33,7 +34,9 @@ class RolloutLogger(RolloutCallback):
     `WandbLogger` gets the completions too, as the table `completions` that each round's rows are
     added to, and the pictures under `pictures/`; a `TensorBoardLogger` gets the pictures.
 
-    The figures of a round are logged by the data module, to every logger.
+    The figures of a round are logged by the data module, to every logger. The summary and the
+    pictures start at the untrained model where it was measured: `num_sanity_val_steps=-1`, which is
+    the CLI's default, validates before training (Lightning's own default of 2 measures nothing).
 
     Args:
         num_completions: Completions of a round to write down: the first ones in the order of the
@@ -122,12 +125,9 @@ class RolloutLogger(RolloutCallback):
             self._draw(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the figures, also of a sanity check on all held-out prompts: the baseline."""
-        partial = trainer.sanity_checking and (
-            trainer.num_sanity_val_batches != trainer.num_val_batches
-        )
+        """Remember the figures; those of step 0 are the baseline."""
         found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-        if trainer.state.fn != "fit" or partial or not found:
+        if trainer.state.fn != "fit" or is_partial_check(trainer) or not found:
             return
         step = trainer.global_step
         self.validations = [v for v in self.validations if v["step"] != step]
@@ -161,19 +161,26 @@ class RolloutLogger(RolloutCallback):
 
     def summary(self, trainer: Trainer) -> str:
         """The run in one line."""
-        accuracies = [v["val/accuracy"] for v in self.validations if "val/accuracy" in v]
-        rewards = [r["reward"] for r in self.rounds if math.isfinite(r["reward"])]
-        if accuracies:
-            result = f"held-out accuracy {_from_to(accuracies)}"
-        else:
-            result = f"reward {_from_to(rewards)}" if rewards else "nothing trained"
         folder = folder_of(trainer)
         rounds = int(self.rounds[-1]["round"]) + 1 if self.rounds else 0
         completions = rollout_datamodule(trainer, self).counters["num_completions"]
-        return (
-            f"{_name_of(folder)}: {result} ({rounds} rounds, {completions} completions, "
-            f"{self.seconds:.0f} s); pictures and metrics in {folder}"
+        took = (
+            f"{rounds} {'round' if rounds == 1 else 'rounds'}, {completions} completions, "
+            f"{self.seconds:.0f} s"
         )
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
+        return f"{_name_of(folder)}: {self._result()} ({took}); pictures and metrics in {folder}"
+
+    def _result(self) -> str:
+        measured = _measured(self.validations, "val/accuracy")
+        rewards = _measured(self.rounds, "reward")
+        if measured and measured[-1][0] > 0:
+            return f"held-out accuracy {_from_to(measured)}"
+        result = f"reward {_from_to(rewards)}" if rewards else "nothing trained"
+        if measured:
+            result = f"held-out accuracy {measured[0][1]:.2f} before training, {result}"
+        return result
 
     def _rows(self, round: Round, names: Sequence[str]) -> list[dict[str, Any]]:
         pairs = [(g, c) for g in round.groups for c in g.completions]
@@ -262,8 +269,14 @@ def _as_text(prompt: Prompt) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
 
 
-def _from_to(values: Sequence[float]) -> str:
-    return " -> ".join(f"{value:.2f}" for value in dict.fromkeys((values[0], values[-1])))
+def _measured(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
+    return [(r["step"], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
+
+
+def _from_to(measured: Sequence[tuple[float, float]]) -> str:
+    """From the untrained model's figure to the last; the last alone where that was not measured."""
+    (step, first), (_, last) = measured[0], measured[-1]
+    return f"{first:.2f} -> {last:.2f}" if step == 0 and len(measured) > 1 else f"{last:.2f}"
 
 
 def _drop_rows(path: Path, number: int) -> None:

@@ -120,12 +120,17 @@ def test_rollout_bar_moves_with_completions(tmp_path, capsys, terminal):
     assert all(f"{n}/4" in out for n in range(5)) and "rollout" in out
 
 
+def test_a_check_on_a_part_is_no_validation(tmp_path, capsys, log):
+    fit(tmp_path, RolloutProgressBar(), max_epochs=1, num_sanity_val_steps=1)
+    assert "before training" not in capsys.readouterr().out
+
+
 def test_log_gets_a_line_for_each_round_and_validation(tmp_path, capsys, log, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
-    fit(tmp_path, RolloutProgressBar(), max_epochs=2)
+    fit(tmp_path, RolloutProgressBar(), max_epochs=2, num_sanity_val_steps=-1)
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.startswith(("round", "validation"))]
-    assert lines[0] == "validation at step 0: val/accuracy 0.75"  # the sanity check
+    assert lines[0] == "validation before training: val/accuracy 0.75"
     assert lines[1] == "validation at step 1: val/accuracy 0.75"
     figures = "reward 0.5, val/accuracy 0.75, loss 1, tok/s 1234, bubble 0.25"
     head, rest = lines[2].split(": ")

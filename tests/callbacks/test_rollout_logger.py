@@ -244,6 +244,33 @@ def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
     )
 
 
+def test_summary_claims_no_start_that_was_not_measured(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
+    run(callback, trainer, [0, 1])
+    callback.validations = [{"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))]
+    assert callback.summary(trainer).startswith("run: held-out accuracy 0.89 (2 rounds")
+    figure = pictures.learning_curve(callback.rounds, callback.validations)
+    assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.89 at the end"
+    callback.validations = [{"step": 0, "val/accuracy": 0.42}]
+    assert "run: held-out accuracy 0.42 before training, reward 0.00 -> 0.10 (2 rounds" in (
+        callback.summary(trainer)
+    )
+    figure = pictures.learning_curve(callback.rounds, callback.validations)
+    assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.42 before training"
+
+
+def test_summary_of_a_fast_dev_run_claims_nothing(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    trainer.fast_dev_run = 1
+    run(callback, trainer, [0])
+    callback.validations = [{"step": 1, "val/accuracy": 1.0}]
+    callback._seconds, callback._started = 3.0, None
+    assert callback.summary(trainer) == (
+        "fast_dev_run: everything ran once (1 round, 24 completions, 3 s); "
+        "nothing was measured or written"
+    )
+
+
 def test_summary_without_validation_and_without_rounds(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path)
     assert ": nothing trained (0 rounds" in callback.summary(trainer)
