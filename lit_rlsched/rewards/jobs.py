@@ -6,6 +6,8 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from lit_rlsched.rewards.failures import FAILURE_KINDS, kind_of
+
 
 class BadMessage(Exception):
     """What came from a reward worker cannot be what `worker.py` sends."""
@@ -31,7 +33,8 @@ class Result:
         texts = isinstance(failure, str | None) and isinstance(extra, dict)
         lists = isinstance(metrics, dict) and all(isinstance(v, list) for v in metrics.values())
         logged = lists and all(isinstance(x, float) for v in metrics.values() for x in v)
-        if not (texts and logged and _is_number(seconds) and _is_number(score)):
+        known = failure is None or (texts and kind_of(failure) in FAILURE_KINDS)
+        if not (texts and known and logged and _is_number(seconds) and _is_number(score)):
             raise BadMessage(f"a result of other types: {score!r:.80}")
         return cls(seconds, score, failure, extra, metrics)
 

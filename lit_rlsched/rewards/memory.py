@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,6 @@ INTERVAL = 0.1
 """Seconds between two looks: what is filled meanwhile comes on top of the limit."""
 _ROUGH = re.compile(r"(RssAnon|RssShmem|VmSwap):\s+(\d+) kB")
 _EXACT = re.compile(r"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+) kB", re.MULTILINE)
-_devices: set[int] = set()
 
 
 class Watched(Protocol):
@@ -75,12 +73,17 @@ def _sum(processes: Iterable[int], file: str, pattern: re.Pattern[str], in_files
     private = mapped = 0
     for process in processes:
         with suppress(OSError):  # it has ended
-            for name, size in pattern.findall(Path(f"/proc/{process}/{file}").read_text()):
+            for name, size in pattern.findall(read(f"/proc/{process}/{file}")):
                 if name.endswith("Shmem"):
                     mapped += int(size) * 1024
                 else:
                     private += int(size) * 1024
     return private + max(mapped, in_files)
+
+
+def read(path: str) -> str:
+    """Text in which a process may have put its name, which may be any bytes."""
+    return Path(path).read_text(errors="replace")
 
 
 def with_descendants(pid: int) -> Iterator[int]:
@@ -95,17 +98,13 @@ def with_descendants(pid: int) -> Iterator[int]:
 
 def shared_files(pid: int) -> Iterator[tuple[tuple[int, int], int]]:
     """Files in memory that a process holds open, and the bytes of each."""
-    if not _devices:
-        with suppress(OSError):
-            _devices.add(os.stat("/dev/shm").st_dev)
-        memory = os.memfd_create("lit_rlsched")
-        _devices.add(os.fstat(memory).st_dev)
-        os.close(memory)
     with suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):  # closed meanwhile
-                file = os.stat(f"/proc/{pid}/fd/{descriptor}")
-                if file.st_dev in _devices and stat.S_ISREG(file.st_mode):
+                path = f"/proc/{pid}/fd/{descriptor}"
+                # not `stat` at once: it would wait for a file system of the network
+                if os.readlink(path).startswith(("/memfd:", "/dev/shm/")):
+                    file = os.stat(path)
                     yield (file.st_dev, file.st_ino), file.st_blocks * 512
 
 

@@ -1,6 +1,5 @@
 """Scores completions as they finish, outside the trainer's process."""
 
-import logging
 import math
 import os
 import pickle
@@ -8,7 +7,6 @@ import selectors
 import time
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +16,7 @@ import cloudpickle
 from lit_rlsched._environment import hide_environment, worker_environment
 from lit_rlsched.rewards.cgroup import remove_leftovers
 from lit_rlsched.rewards.columns import check_columns
+from lit_rlsched.rewards.failures import FailureCounts
 from lit_rlsched.rewards.jobs import (
     BadMessage,
     Job,
@@ -29,6 +28,7 @@ from lit_rlsched.rewards.jobs import (
 from lit_rlsched.rewards.memory import MemoryWatch, machine_memory
 from lit_rlsched.rewards.pool import WorkerPool
 from lit_rlsched.rewards.process import WorkerProcess, kill_strays
+from lit_rlsched.rewards.settings import check_env_vars, check_memory_limit, check_timeout
 from lit_rlsched.rewards.signatures import (
     check_reward_function,
     environment_of,
@@ -38,26 +38,9 @@ from lit_rlsched.rewards.signatures import (
     unwrap,
 )
 from lit_rlsched.settings import check_finite
-from lit_rlsched.sizes import parse_bytes
 
-logger = logging.getLogger(__name__)
-
-FAILURE_KINDS = {
-    "raised": "raised",
-    "timeout": "timeouts",
-    "crashed": "crashes",
-    "out_of_memory": "out_of_memory",
-    "bad_return": "bad_returns",
-    "no_answer": "no_answers",
-    "unparsed": "unparsed",
-}
-"""First word of a failure -> last part of its counter."""
-JUDGES_ONLY = ("no_answer", "unparsed")
-"""Counted for functions that say so themselves, with `log_failure`."""
 MAX_MESSAGE = 64 << 20
 """Bytes that a worker may say at once."""
-MIN_MEMORY = 64 << 20
-"""Bytes that a worker needs for what it is sent."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -122,7 +105,6 @@ class RewardScheduler:
         """May be changed at any time; holds for what is submitted from then on."""
         self._functions = list(reward_funcs)
         self._is_async = [is_async(function) for function in reward_funcs]
-        self._names_failures = [names_failures(function) for function in reward_funcs]
         self._num_workers = workers
         self._env_vars = check_env_vars(env_vars)
         self._memory_limit = check_memory_limit(memory_limit)
@@ -135,7 +117,8 @@ class RewardScheduler:
         self._jobs: dict[int, Job] = {}
         self._finished: list[Job] = []
         self._submitted = 0
-        self._failures: Counter[tuple[str, str]] = Counter()
+        says_why = [names_failures(function) for function in reward_funcs]
+        self._failures = FailureCounts(self.names, says_why)
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     @property
@@ -297,12 +280,7 @@ class RewardScheduler:
 
     def counters(self) -> dict[str, int]:
         """Failures since the scheduler was made, as `rewards/<function>/<kind>`."""
-        return {
-            f"rewards/{name}/{plural}": self._failures[name, kind]
-            for name, judges in zip(self.names, self._names_failures, strict=True)
-            for kind, plural in FAILURE_KINDS.items()
-            if judges or kind not in JUDGES_ONLY
-        }
+        return self._failures.by_counter()
 
     def close(self) -> None:
         """Kill the workers and forget all jobs. The next `submit` starts anew."""
@@ -387,19 +365,9 @@ class RewardScheduler:
             taken = job.timeout if result.seconds is None else result.seconds
             self._pace[index] += 0.2 * (taken - self._pace[index])
         if result.failure is not None:
-            self._count(self.names[index], result.failure)
+            self._failures.add(self.names[index], result.failure)
         if job.complete:
             self._finished.append(job)
-
-    def _count(self, name: str, failure: str) -> None:
-        kind = failure.partition(":")[0]
-        self._failures[name, kind] += 1
-        count = self._failures[name, kind]
-        if math.log10(count).is_integer():  # the 1st, 10th, 100th ...: a log, not a flood
-            logger.warning(
-                "reward function `%s` gave no score for a completion: %s [%s no. %d]",
-                *(name, failure, FAILURE_KINDS[kind], count),
-            )
 
     def _replace(self, pool: WorkerPool, worker: WorkerProcess, failure: str | None = None) -> None:
         for key, index, result in pool.replace(worker, failure, self._jobs):
@@ -408,41 +376,6 @@ class RewardScheduler:
     def _forget(self, job: Job) -> None:
         del self._keys[job.id]
         del self._jobs[job.key]
-
-
-def check_timeout(timeout: float) -> None:
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"`timeout={timeout}` must be a positive number of seconds.")
-
-
-def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
-    """Refuse variables that are not there.
-
-    Raises:
-        ValueError: names them.
-    """
-    if isinstance(names, str):
-        raise ValueError(f"`env_vars={names!r}`: give a list of names, such as `[{names}]`.")
-    if missing := sorted(set(names) - os.environ.keys()):
-        raise ValueError(
-            f"`env_vars={list(names)}`: {', '.join(missing)} not set in the trainer's environment. "
-            "Set every variable that is listed, or leave it out."
-        )
-    return tuple(names)
-
-
-def check_memory_limit(limit: str | int | None) -> int | None:
-    """The limit in bytes.
-
-    Raises:
-        ValueError: it is no size, or less than a worker needs for what it is sent.
-    """
-    if limit is None:
-        return None
-    size = parse_bytes(limit, "memory_limit")
-    if size < MIN_MEMORY:
-        raise ValueError(f"`memory_limit={limit!r}`: use '64MiB' or more.")
-    return size
 
 
 def _kill_all(pools: list[WorkerPool], owner: int) -> None:

@@ -191,7 +191,9 @@ def share(completions: list[str], **kwargs: Any) -> list[float]:
     """Takes 2 GiB of memory that the kernel does not count as the process's own."""
     piece = bytes(1 << 20)
     match completions[0]:
-        case "mapped":
+        case "mapped" | "mapped under a name that is no text":
+            if completions[0] != "mapped":
+                ctypes.CDLL(None).prctl(15, b"\xff\xfe", 0, 0, 0)  # PR_SET_NAME
             with mmap.mmap(-1, 2 << 30) as memory:
                 for at in range(0, 2 << 30, len(piece)):
                     memory[at : at + len(piece)] = piece

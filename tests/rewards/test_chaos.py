@@ -98,7 +98,14 @@ def test_eating_memory_costs_one_completion(way: str) -> None:
 
 @on_linux
 @pytest.mark.parametrize(
-    "way", ["mapped", "written to a memfd", "a mapped memfd", "eight processes"]
+    "way",
+    [
+        "mapped",
+        "mapped under a name that is no text",
+        "written to a memfd",
+        "a mapped memfd",
+        "eight processes",
+    ],
 )
 def test_sharing_memory_costs_one_completion(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "new_group", lambda *of_a_worker: None)  # see test_cgroup.py
@@ -246,6 +253,7 @@ def test_few_wait_behind_one_that_hangs_where_calls_take_long() -> None:
         '["score", 3, 0, NOW]',
         '["score", 3, 0, NOW, 0.0, "1", null, {}, {}]',
         '["score", 3, 0, NOW, 0.0, Infinity, null, {}, {}]',
+        '["score", 3, 0, NOW, 0.0, null, "unheard_of: x", {}, {}]',
         '["score", 3, 0, NOW, 0.0, 1.0, null, {}, {"metric": 1}]',
         '["score", [3], 0, NOW, 0.0, 1.0, null, {}, {}]',
         '["begun", NOW]',
