@@ -111,7 +111,11 @@ def both(
     variables = dict(os.environ)
     cache = 9 * 32 * 2 * 2 * 2 * 32 * 4 / 2**30  # 9 blocks of both heads, in each process
     split = VLLMEngine(tensor_parallel_size=2, kv_cache_gib=cache)
-    split.start(spec(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", "canary")
+        split.start(spec(model))
+    shown = [Path(f"/proc/{p.pid}/environ").read_bytes() for p in workers() - before]
+    assert shown and all(b"WANDB_API_KEY=" in e and b"canary" not in e for e in shown)
     left = shared_memory(workers() - before)
     assert any("cpushm" in path.name for path in left)
     assert split._meeting_place is not None and Path(split._meeting_place).exists()
