@@ -16,7 +16,7 @@ MAX_BATCH = 32
 BATCH_SECONDS = 1.0
 """As many as it will have scored after this: those behind one that hangs wait for its time-out."""
 MAX_FAILED_STARTS = 3
-"""Replacement workers that may fail in a row before the run is stopped."""
+"""Workers that may fail to start in a row before the run is stopped."""
 MAX_DEATHS = 20
 """Workers that may die in a row with nothing scored, though no function was running."""
 
@@ -153,7 +153,8 @@ class WorkerPool:
         self._failed_starts.append(reason)
         name = self._names[worker.loading]
         logger.warning("reward function `%s` failed to load in a worker: %s", name, reason)
-        if not self._started or len(self._failed_starts) >= MAX_FAILED_STARTS:
+        raised = bool(worker.start_error or failure)  # would be again: the first time it is told
+        if (raised and not self._started) or len(self._failed_starts) >= MAX_FAILED_STARTS:
             raise RuntimeError(
                 f"Reward function `{name}` cannot be loaded in a reward worker: "
                 f"{told(self._failed_starts)}. {start_hint(worker, failure)}"

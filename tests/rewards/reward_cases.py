@@ -264,7 +264,10 @@ class Ends:
 
     def warm_up(self) -> None:
         if os.path.exists(self.path):
-            os.kill(os.getpid(), int(Path(self.path).read_text()))
+            number, *once = Path(self.path).read_text().split()
+            if once:
+                os.unlink(self.path)
+            os.kill(os.getpid(), int(number))
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         return misbehave(completions)

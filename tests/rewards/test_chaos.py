@@ -315,6 +315,20 @@ def test_a_worker_killed_whenever_it_starts_is_told_as_such(
     assert "importable" not in str(error.value) and "out-of-memory" in str(error.value)
 
 
+@pytest.mark.parametrize("times", ["once", ""])
+def test_a_first_worker_that_is_killed_while_it_starts_is_replaced(
+    tmp_path: Path, times: str
+) -> None:
+    how = tmp_path / "signal"
+    how.write_text(f"{int(signal.SIGKILL)} {times}")
+    if times == "once":
+        jobs, counters = score([cases.Ends(str(how))], ["a"])
+        assert jobs["a"].scores == [1.0] and not any(counters.values())
+    else:
+        with pytest.raises(RuntimeError, match=r"`Ends` cannot .* SIGKILL \(3 times\)\. Nothing"):
+            score([cases.Ends(str(how))], ["a"])
+
+
 def test_workers_killed_over_and_over_end_the_run_and_say_how_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
