@@ -19,6 +19,7 @@ from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutProgressBar, RoundCheckpoint
 from lit_rlsched.checkpoints import with_atomic_io
+from lit_rlsched.cli_best import refuse_best
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
 from lit_rlsched.cli_folder import SaveConfig, keep_together, place
 from lit_rlsched.cli_result import say_result, stoppable
@@ -30,6 +31,14 @@ from lit_rlsched.module import PolicyModule
 for _package in (callbacks, engines):  # short class names resolve among what is imported
     for _name in _package.__all__:
         getattr(_package, _name)
+
+
+TITLES = {
+    "trainer": "The Trainer: Lightning's settings",
+    "model": "The model and how it learns: `GRPOModule`, `RLOOModule`",
+    "data": "Prompts, rewards, the engine, and what a round is",
+}
+"""Of the groups in `--help`."""
 
 
 class RolloutTrainer(Trainer):
@@ -77,6 +86,13 @@ class RolloutCLI(LightningCLI):
             }
         )
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for group, title in TITLES.items():
+            parser.groups[group].title = title  # type: ignore[index]
+        parser._action_groups[-1].title = f"Only for `{subcommand}`"  # what its method takes
+        return parser
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Lightning's, and `estimate`."""
@@ -100,6 +116,7 @@ class RolloutCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        refuse_best(kwargs.get("ckpt_path"), self.trainer)
         if subcommand == "estimate" and kwargs["device"] is None:
             kwargs["device"] = self._device
         return kwargs

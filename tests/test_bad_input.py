@@ -1,5 +1,6 @@
 """What a user gets wrong, and what they are told."""
 
+import gzip
 import time
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     SortedBatching,
 )
+from lit_rlsched.data.rows import load_rows
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines._vllm_heads import check_head_size
 from lit_rlsched.rewards.functions import reasoning_gym_reward
 
 
@@ -69,6 +72,50 @@ from lit_rlsched.rewards.functions import reasoning_gym_reward
 def test_data_that_cannot_work(fit, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         fit(**settings)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            '{"prompt": "1"}\n\n{"prompt": "caf\u00e9"}'.encode("latin-1"),
+            r"line 3 is not UTF-8 \(byte 0xe9",
+        ),
+        ('{"prompt": "1"}'.encode("utf-16"), r"line 1: the file is UTF-16.*iconv"),
+        (gzip.compress(b'{"prompt": "1"}'), r"line 1: the file is compressed with gzip.*gunzip"),
+        (b'{"prompt": "1"}\n\n{"prompt": "\\ud83d"}', r"line 3 has half of a surrogate pair"),
+        (
+            b'{"prompt": [{"role": "user", "content": "\\udc00!"}]}',
+            r"line 1 has half of a surrogate pair in its `prompt` \('\\udc00' at character 0\)",
+        ),
+        (b'{"prompt": "1"}\n{"prompt": ""}', r"line 2 has an empty `prompt`"),
+    ],
+    ids=["latin-1", "utf-16", "gzip", "surrogate", "surrogate in a chat", "empty"],
+)
+def test_a_file_of_another_kind_is_named_with_the_line(tmp_path, raw, message):
+    (tmp_path / "prompts.jsonl").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl`, " + message):
+        load_rows(tmp_path / "prompts.jsonl")
+
+
+def test_a_list_in_latin_1_is_named_with_the_line(tmp_path):
+    (tmp_path / "prompts.json").write_bytes(
+        '[{"prompt": "1"},\n{"prompt": "\u00e9"}]'.encode("latin-1")
+    )
+    with pytest.raises(ValueError, match=r"prompts\.json`, line 2 is not UTF-8"):
+        load_rows(tmp_path / "prompts.json")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "\u00e9"}', encoding="utf-8-sig")
+    assert load_rows(tmp_path / "prompts.jsonl") == [{"prompt": "\u00e9"}]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_heads_that_vllm_has_not_on_cpu():
+    with pytest.raises(ValueError, match=r"heads have a size of 48, .*32, 64.*TransformersEngine"):
+        check_head_size(SimpleNamespace(head_dim=None, hidden_size=96, num_attention_heads=2))
+    check_head_size(SimpleNamespace(head_dim=64))
 
 
 def test_two_prompts_of_one_uid(fit):

@@ -91,7 +91,11 @@ def test_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
     assert stop.value.code == 0
-    assert ("--data.num_generations" if command else "fit") in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert ("--data.num_generations" if command else "fit") in shown
+    if command:
+        assert "\nPrompts, rewards, the engine, and what a round is:\n" in shown
+        assert "\nThe Trainer: Lightning's settings:\n" in shown and "--debug" in shown
 
 
 @pytest.fixture

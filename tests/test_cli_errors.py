@@ -100,6 +100,15 @@ def test_one_message_about_a_file(refused, tmp_path, text, said):
     assert said in refused("-c", str(tmp_path / "bad.yaml"))
 
 
+def test_best_names_the_files_there_are(refused, tmp_path):
+    (tmp_path / "step=3.ckpt").touch()
+    saves = (
+        f"--trainer.callbacks=[{{class_path: ModelCheckpoint, init_args: {{dirpath: {tmp_path}}}}}]"
+    )
+    said = refused("--ckpt_path=best", saves)
+    assert "known only while `fit` runs" in said and "step=3.ckpt" in said
+
+
 def test_commands(refused):
     assert "use fit, validate, test" in refused(base=["fits"])
     assert "`data.reward_funcs`, `model` must be given" in refused(base=["fit"])

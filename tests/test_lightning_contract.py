@@ -20,6 +20,7 @@ TOUCHED = (
     Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
     Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_kwargs(subcommand)"),
     Touch("lightning.pytorch.cli", "LightningCLI._parser(subcommand)"),
+    Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_parser(klass, subcommand)"),
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.forward_context()"),
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.train_step_context()"),
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.convert_module(module)"),

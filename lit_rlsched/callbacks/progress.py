@@ -86,7 +86,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
             figures["seconds"] = time.monotonic() - self._round_began
         last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
         if last or time.monotonic() - self._printed >= SECONDS_PER_LINE:
-            self._print(f"round {rounds}{of}", figures)
+            self._print(f"{rounds}{of} rounds", figures)
             self._printed = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_rlsched.data.characters import check_characters, decode
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 
 Row = dict[str, Any]
@@ -72,19 +73,21 @@ def _read(spec: str, split: str | None) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            if line := decode(raw, path, number).strip():
+                where = f"`{path}`, line {number}"
                 try:
                     rows.append(json.loads(line))
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"`{path}`, line {number} is not JSON: {error}.") from None
+                    raise ValueError(f"{where} is not JSON: {error}.") from None
+                check_row(rows[-1], where)
     return rows
 
 
 def _read_json(path: Path) -> list[Row]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(decode(path.read_bytes(), path))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
@@ -123,6 +126,7 @@ def check_row(row: Any, where: str) -> None:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError(f"{where} has an empty `prompt`. Drop or fill the row.")
+        check_characters(prompt, where)
         return
     if not isinstance(prompt, Sequence) or not all(
         isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt
@@ -133,3 +137,5 @@ def check_row(row: Any, where: str) -> None:
         )
     if not prompt or not any(message["content"] for message in prompt):
         raise ValueError(f"{where} has an empty `prompt`. Drop or fill the row.")
+    for message in prompt:
+        check_characters(str(message["content"]), where)

@@ -6,6 +6,7 @@ whoever reaches for something new adds it here, and records it with `python test
 """
 
 TOUCHED: dict[str, tuple[str, ...]] = {
+    "vllm.v1.attention.backends.cpu_attn": ("CPUAttentionBackend.get_supported_head_sizes()",),
     "vllm.engine.arg_utils": (
         "EngineArgs(model=, dtype=, max_model_len=, max_num_seqs=, seed=, enforce_eager=,"
         " kv_cache_memory_bytes=, enable_prefix_caching=, logprobs_mode=, skip_tokenizer_init=,"

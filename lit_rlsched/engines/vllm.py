@@ -12,6 +12,7 @@ import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
+from lit_rlsched.engines._vllm_heads import check_head_size
 from lit_rlsched.engines._vllm_kwargs import check_engine_kwargs
 from lit_rlsched.engines.base import (
     EngineBroken,
@@ -138,6 +139,8 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
+        if spec.device.type == "cpu":
+            check_head_size(_text_config(spec))
         args = self._engine_args(spec)
         self._apart = args.get("distributed_executor_backend") == "mp"
         workers = self.tensor_parallel_size if self._apart else 0

@@ -129,15 +129,15 @@ def test_log_gets_a_line_for_each_round_and_validation(tmp_path, capsys, log, mo
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
     fit(tmp_path, RolloutProgressBar(), max_epochs=2, num_sanity_val_steps=-1)
     out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if line.startswith(("round", "validation"))]
+    lines = [line for line in out.splitlines() if re.match(r"\d+/\d+ rounds|validation", line)]
     assert lines[0] == "validation before training: val/accuracy 0.75"
     assert lines[1] == "validation at step 1: val/accuracy 0.75"
     figures = "reward 0.5, val/accuracy 0.75, loss 1, tok/s 1234, bubble 0.25"
     head, rest = lines[2].split(": ")
     *shown, seconds = rest.split(", ")
-    assert (head, sorted(shown)) == ("round 1/2", sorted(figures.split(", ")))
+    assert (head, sorted(shown)) == ("1/2 rounds", sorted(figures.split(", ")))
     assert re.fullmatch(r"seconds [\d.e-]+", seconds)
-    assert lines[4].startswith("round 2/2: ")
+    assert lines[4].startswith("2/2 rounds: ")
     assert "\r" not in out and "from the module" in out
 
 

@@ -86,14 +86,14 @@ def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             '{"prompt": "a"}\n{"question": "b"}',
-            r"bad\.jsonl`, row 1 .*no column `prompt`.*question",
+            r"bad\.jsonl`, line 2 .*no column `prompt`.*question",
         ),
         ('{"prompt": "a"}\n{', r"bad\.jsonl`, line 2 is not JSON"),
-        ('{"prompt": " "}', r"bad\.jsonl`, row 0 .*empty `prompt`"),
-        ('{"prompt": []}', r"row 0 .*empty `prompt`"),
-        ('{"prompt": 3}', r"row 0 .*neither a string nor chat messages"),
-        ('{"prompt": [{"role": "user"}]}', r"row 0 .*`role` and `content`"),
-        ("3", "row 0 .*must be a dict"),
+        ('{"prompt": " "}', r"bad\.jsonl`, line 1 .*empty `prompt`"),
+        ('{"prompt": []}', r"line 1 .*empty `prompt`"),
+        ('{"prompt": 3}', r"line 1 .*neither a string nor chat messages"),
+        ('{"prompt": [{"role": "user"}]}', r"line 1 .*`role` and `content`"),
+        ("3", "line 1 .*must be a dict"),
         ("", r"bad\.jsonl` is empty"),
     ],
 )

@@ -22,7 +22,7 @@ from lit_rlsched.engines.vllm import VLLMEngine
 
 RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())
 PACKAGE = Path(lit_rlsched.__file__).parent
-CODE = ("vllm", "_vllm_guest", "_vllm_worker")
+CODE = ("vllm", "_vllm_guest", "_vllm_heads", "_vllm_worker")
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
 OURS = {"kept_noise", "lit_rlsched_noise"}
