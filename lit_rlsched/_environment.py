@@ -13,12 +13,25 @@ PASSED = frozenset(
         *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
         *("VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX"),
         *("TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+        "CURL_CA_BUNDLE",
     ]
 )
 """What Python, its packages and the programs that functions start need to run."""
 PASSED_PREFIXES = (
     *("LC_", "PYTHON", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
-    *("CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "TORCH", "PYTORCH_", "TRITON_", "VLLM_"),
+    *(
+        "CUDA_",
+        "NVIDIA_",
+        "NCCL_",
+        "HIP_",
+        "HSA_",
+        "ROCM_",
+        "ROCR_",
+        "TORCH",
+        "PYTORCH_",
+        "TRITON_",
+        "VLLM_",
+    ),
     *("HF_", "TRANSFORMERS_"),
 )
 """Settings of the interpreter, of threads and devices, and of the libraries that run models."""
@@ -59,7 +72,10 @@ def hide_environment() -> None:
     """
     if sys.platform != "linux":
         return
-    block = list(_initial_block())
+    try:
+        block, _ = list(_initial_block()), list(_addresses())
+    except (OSError, ValueError):  # no /proc, so nobody can read it there; or another C library
+        return
     hidden = [(at, name, value) for at, name, value in block if value and not passed(name, value)]
     if not hidden:
         return

@@ -27,10 +27,11 @@ def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
         ValueError: names them.
     """
     if isinstance(names, str):
-        raise ValueError(f"`env_vars={names!r}`: give a list of names, such as `[{names}]`.")
+        raise ValueError(f"`reward_env_vars={names!r}`: give a list of names, such as `[{names}]`.")
     if missing := sorted(set(names) - os.environ.keys()):
         raise ValueError(
-            f"`env_vars={list(names)}`: {', '.join(missing)} not set in the trainer's environment. "
+            f"`reward_env_vars={list(names)}`: {', '.join(missing)} not set in the trainer's "
+            "environment. "
             "Set every variable that is listed, or leave it out."
         )
     return tuple(names)

@@ -12,6 +12,7 @@ import pytest
 from harness import collect, score, submit
 
 import lit_rlsched
+from lit_rlsched import RolloutDataModule
 from lit_rlsched._environment import hide_environment, worker_environment
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
@@ -134,7 +135,10 @@ def test_what_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_that_are_named_reach_every_function(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    jobs, _ = score([seen()], ["x"], env_vars=["DATABASE"])
+    data = RolloutDataModule([{"prompt": "p"}], [seen()], reward_env_vars=["DATABASE"])
+    with data.rewards as scheduler:
+        submit(scheduler, "x", "x")
+        jobs = collect(scheduler)
     environment = jobs["x"].extra["environment"]
     assert environment["DATABASE"] == "canary-3" and environment["PATH"] == os.environ["PATH"]
     assert not {"WANDB_API_KEY", "HF_TOKEN"} & environment.keys()
@@ -199,8 +203,8 @@ def test_a_function_that_misses_a_variable_is_told_how_to_get_it(
 
 
 def test_names_that_cannot_be_passed_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`env_vars=\['NO_SUCH'\]`: NO_SUCH not set in the"):
-        RewardScheduler([len], env_vars=["NO_SUCH"])
+    with pytest.raises(ValueError, match=r"`reward_env_vars=\['NO_SUCH'\]`: NO_SUCH not set in"):
+        RolloutDataModule([{"prompt": "p"}], [len], reward_env_vars=["NO_SUCH"])
     with pytest.raises(ValueError, match=r"give a list of names, such as `\[PATH\]`"):
         RewardScheduler([len], env_vars="PATH")
 
