@@ -70,6 +70,12 @@ STOPPED = [
 ]
 """Where SIGTERM comes."""
 VLLM = ["completion 40", "validation 3", "step 7"]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 RESUMED = "resumed 5"
 """While completions that another round began are gone on with."""
 
@@ -136,10 +142,8 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     ("engine", "schedule", "places"),
     [
         ("TransformersEngine", "full", STOPPED),
-        ("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
-        pytest.param(
-            *("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]), marks=pytest.mark.slow
-        ),
+        slow("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
+        slow("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]),
     ],
 )
 def test_stopped_anywhere_and_resumed_equals_never_stopped(

@@ -1,8 +1,6 @@
 """What a run leaves for its reader: completions, pictures and a one-line summary."""
 
-import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks import pictures
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks.completions_table import (
+    RENAMED,
+    append_rows,
+    completion_row,
+    drop_rows,
+)
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import is_partial_check
 from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.types import Prompt
 from lit_rlsched.run_folder import folder_of, leave, occupy
 
 if TYPE_CHECKING:
@@ -81,6 +85,7 @@ class RolloutLogger(RolloutCallback):
         self._last: Round | None = None
         self._clean = False
         self._occupied: Path | None = None
+        self._renamed: set[str] = set()
         self._tables: dict[Any, wandb.Table] = {}
 
     # Hooks.
@@ -109,15 +114,14 @@ class RolloutLogger(RolloutCallback):
         folder = folder_of(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         if not self._clean:
-            _drop_rows(folder / "completions.jsonl", round.number)
+            drop_rows(folder / "completions.jsonl", round.number)
             for path in (folder / "traces").glob("round_*.parquet"):
                 if int(path.stem.split("_")[1]) >= round.number:
                     path.unlink()
             self._clean = True
         if round.number % self.every_n_rounds == 0:
             rows = self._rows(round, rollout_datamodule(trainer, self).rewards.names)
-            with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            append_rows(folder / "completions.jsonl", rows)
             self._log_table(trainer, rows, round.version)
         if self.save_trace and round.trace is not None:
             _save_trace(round, folder / "traces")
@@ -183,21 +187,15 @@ class RolloutLogger(RolloutCallback):
         return result
 
     def _rows(self, round: Round, names: Sequence[str]) -> list[dict[str, Any]]:
-        pairs = [(g, c) for g in round.groups for c in g.completions]
-        return [
-            {
-                "step": round.version,
-                "prompt": _as_text(group.prompt),
-                "completion": completion.text,
-                **dict(zip(names, completion.scores or [], strict=False)),
-                "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
-                "completion_length": len(completion.token_ids),
-                "finish_reason": completion.finish_reason,
-                "round": round.number,
-                **completion.extra,
-            }
-            for group, completion in pairs[: self.num_completions]
-        ]
+        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
+        rows = [completion_row(round, group, completion, names) for group, completion in pairs]
+        if renamed := {key for row in rows for key in row.pop(RENAMED)} - self._renamed:
+            self._renamed |= renamed
+            rank_zero_warn(
+                f"In the table of completions, what reward functions log as {sorted(renamed)} is "
+                "called `reward/...`: these names are columns of every table."
+            )
+        return rows
 
     def _log_table(self, trainer: Trainer, rows: Sequence[dict[str, Any]], step: int) -> None:
         for logger in trainer.loggers:
@@ -263,12 +261,6 @@ def _writes(trainer: Trainer) -> bool:
     return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
-def _as_text(prompt: Prompt) -> str:
-    if isinstance(prompt.text, str):
-        return prompt.text
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
-
-
 def _measured(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
     return [(r["step"], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
 
@@ -277,18 +269,6 @@ def _from_to(measured: Sequence[tuple[float, float]]) -> str:
     """From the untrained model's figure to the last; the last alone where that was not measured."""
     (step, first), (_, last) = measured[0], measured[-1]
     return f"{first:.2f} -> {last:.2f}" if step == 0 and len(measured) > 1 else f"{last:.2f}"
-
-
-def _drop_rows(path: Path, number: int) -> None:
-    """Drop the rows of round `number` and later: of another run, or of rounds drawn once more."""
-    kept = []
-    if number and path.exists():
-        with path.open(encoding="utf-8", newline="\n") as file:
-            whole = (line for line in file if line.endswith("\n"))  # a kill may have cut the last
-            kept = [line for line in whole if json.loads(line)["round"] < number]
-    shortened = path.with_suffix(".tmp")
-    shortened.write_text("".join(kept), encoding="utf-8")
-    os.replace(shortened, path)
 
 
 def _save_trace(round: Round, folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.types import Completion, Group
 from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
+from lit_rlsched.text import printable
 
 
 class Scorer:
@@ -74,7 +75,7 @@ class Scorer:
             completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
             if completion.failure:  # siblings have what is missing here: the rest is no reward
                 completion.scores = [None] * len(job.scores)
-            completion.extra, completion.logged = job.extra, job.metrics
+            completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
             if self.timeouts is not None:
                 seconds = max((s for s in job.seconds if s is not None), default=0.0)
                 self.timeouts.observe(group.prompt.uid, seconds, completion.correct)

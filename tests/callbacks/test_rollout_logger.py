@@ -151,6 +151,60 @@ def test_resumed_run_replaces_the_rounds_it_redoes(tmp_path):
     assert [r["round"] for r in resumed.rounds] == [0, 1, 2, 3, 4]
 
 
+def test_half_a_surrogate_pair_is_escaped(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    logger = WandbLogger(save_dir=tmp_path, project="test", offline=True)
+    round = make_round()
+    for completion in round.completions:
+        completion.text = "half \ud83d of a pair, and a whole one: \U0001f600"
+        completion.extra = {"why\udc00": ["\ud800", {"\udfff": 1.5}]}
+    callback, trainer = RolloutLogger(num_completions=1), make_trainer(tmp_path, logger)
+    callback.setup(trainer, None, "fit")
+    callback.on_round_end(trainer, None, round)
+    (row,) = read_rows(tmp_path)
+    assert row["completion"] == "half \\ud83d of a pair, and a whole one: \U0001f600"
+    assert row["why\\udc00"] == ["\\ud800", {"\\udfff": 1.5}]
+    (path,) = Path(logger.experiment.dir).glob("media/table/*.table.json")
+    wandb.finish()
+    table = json.loads(path.read_text(encoding="utf-8"))
+    assert table["columns"] == [*row] and table["data"][0][2] == row["completion"]
+
+
+def test_columns_of_rewards_do_not_overwrite_ours(tmp_path):
+    round = make_round(3)
+    for completion in round.completions:
+        completion.extra = {"round": "a", "step": "b", "accuracy": "c", "renamed": "d", "mine": "e"}
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    trainer.datamodule.rewards.names = ["accuracy", "advantage"]
+    callback.setup(trainer, None, "fit")
+    with pytest.warns(UserWarning) as warned:
+        callback.on_round_end(trainer, None, round)
+        callback.on_round_end(trainer, None, make_round(4))
+    assert [str(w.message) for w in warned if "is called `reward/" in str(w.message)] == [
+        "In the table of completions, what reward functions log as ['accuracy', 'advantage', "
+        "'renamed', 'round', 'step'] is called `reward/...`: these names are columns of every "
+        "table."
+    ]
+    row = read_rows(tmp_path)[1]
+    assert (row["round"], row["step"], row["accuracy"], row["advantage"]) == (3, 6, 1.0, 0.5)
+    assert (row["reward/round"], row["reward/step"], row["reward/accuracy"]) == ("a", "b", "c")
+    assert (row["reward/renamed"], row["mine"], row["reward/advantage"]) == ("d", "e", None)
+    assert "renamed" not in row
+
+
+def test_unreadable_lines_are_left_out_and_counted(tmp_path):
+    first = RolloutLogger(num_completions=4)
+    run(first, make_trainer(tmp_path), [0, 1, 2])
+    path = tmp_path / "completions.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1:3] = [b"\x00\xff\n", b'{"step": 1}\n', b"[]\n"]
+    path.write_bytes(b"".join(lines))
+    resumed = RolloutLogger(num_completions=4)
+    with pytest.warns(UserWarning, match=r"completions.jsonl`: 3 of 9 lines .* is line 2\."):
+        run(resumed, make_trainer(tmp_path), [2])
+    assert [row["round"] for row in read_rows(tmp_path)] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
 def test_resumed_run_drops_later_rows_though_it_writes_fewer(tmp_path):
     run(RolloutLogger(num_completions=1), make_trainer(tmp_path), range(6))
     run(RolloutLogger(num_completions=1, every_n_rounds=4), make_trainer(tmp_path), range(3, 9))

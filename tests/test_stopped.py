@@ -1,0 +1,118 @@
+"""Signals to a run of the command line: it stops soon, saves, says how to go on, and does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_rlsched.checkpoints import read_checkpoint
+
+ROOT = Path(__file__).parents[1]
+CALLBACK = '''
+import os, signal
+from lit_rlsched.callbacks import RolloutCallback
+
+class Send(RolloutCallback):
+    """Sends signals to the process group, as a terminal does, in the middle of the second round."""
+
+    def __init__(self, name: str, times: int = 1):
+        self.name, self.times = name, times
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        if trainer.datamodule.num_rounds == 1 and self.times:
+            for _ in range(self.times):
+                os.killpg(os.getpgrp(), getattr(signal, self.name))
+            self.times = 0
+'''
+CONFIG = """
+model: {class_path: GRPOModule, init_args: {model: MODEL, learning_rate: 1.0e-3}}
+data:
+  train_data: prompts.jsonl
+  reward_funcs: [rewards.digits]
+  engine: {class_path: ProcessEngine, init_args: {engine: TransformersEngine}}
+  prompts_per_round: 4
+  num_generations: 2
+  max_completion_length: 48
+  micro_batch_tokens: 256
+trainer:
+  accelerator: cpu
+  max_epochs: 3
+  callbacks:
+    - class_path: RolloutLogger
+"""
+REWARD = """
+def digits(prompts, completions, completion_ids, **kwargs):
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+"""
+
+
+@pytest.fixture
+def fit(tiny_model, tmp_path):
+    rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "send.py").write_text(CALLBACK)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "short.yaml").write_text(CONFIG.replace("MODEL", tiny_model))
+
+    def fit(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "lit_rlsched", "fit", "-c", "short.yaml", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            start_new_session=True,
+        )
+
+    return fit
+
+
+def send(name, times=1):
+    options = f"--trainer.callbacks.name={name}", f"--trainer.callbacks.times={times}"
+    return ["--trainer.callbacks+=send.Send", *options]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
+    stopped = fit(*send(name))
+    assert stopped.returncode == code, stopped.stderr
+    assert "Traceback" not in stopped.stderr and " died " not in stopped.stderr
+    summary, how = stopped.stdout.splitlines()[-2:]
+    assert re.match(r"short: reward .* \(1 rounds?, .*runs/short/version_0", summary), summary
+    path = re.fullmatch(r"Stopped before its end: resume with `--ckpt_path (\S+)`", how)[1]
+    state = read_checkpoint(tmp_path / path)["RolloutDataModule"]
+    assert (state["num_rounds"], state["round"]) == (1, None)
+    folder = tmp_path / "runs/short/version_0"
+    assert (folder / "learning.png").exists()
+
+    resumed = fit("--ckpt_path", path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [p.name for p in (tmp_path / "runs/short").iterdir()] == ["version_0"]
+    rounds = [json.loads(line)["round"] for line in (folder / "completions.jsonl").open()]
+    assert rounds == [n for n in range(3) for _ in range(8)]
+    newest = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert newest[-1] == "round_00003-step_000003.ckpt" and len(newest) == 2
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_stops_at_once(fit, tmp_path):
+    stopped = fit(*send("SIGINT", times=2))
+    assert stopped.returncode == 130, stopped.stderr
+    assert "resume with" not in stopped.stdout
+    files = [p.name for p in (tmp_path / "runs/short/version_0/checkpoints").iterdir()]
+    assert files == ["round_00001-step_000001.ckpt"]
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(fit, tmp_path):
+    (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04 and so on")
+    refused = fit("--ckpt_path", "cut.ckpt")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "`cut.ckpt` is cut off after" in errors[0]
