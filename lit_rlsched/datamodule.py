@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched import __version__
+from lit_rlsched.advice import Advice
 from lit_rlsched.callbacks.rollout_callback import fire
 from lit_rlsched.checkpoints import FORMAT, check_format, check_nothing_is_resumed
 from lit_rlsched.data.batching import OptimizerStep
@@ -227,6 +228,8 @@ class RolloutDataModule(LightningDataModule):
         """Rounds' worth of prompts that a round may draw, where a prompt whose completions are all
         worth the same is replaced by another; set by `DynamicSampling`."""
 
+        self.advice = Advice()
+        """What the run was told."""
         self.pool = RolloutBuffer()
         self._drawer = RoundDrawer(RoundPlanner(self.pool, self.sampling, num_generations))
         self.current: Round | None = None
@@ -377,6 +380,7 @@ class RolloutDataModule(LightningDataModule):
             self.counters += self._untrained(taken, "new_trainer")
             self.num_rounds += 1
         self.current, self._round_start, self._empty_steps = None, 0, 0
+        self.advice = Advice()
         self.counters["num_discarded_tokens"] += self._drawer.leave_run()
 
     def _roll_out(self) -> Round:
@@ -391,6 +395,10 @@ class RolloutDataModule(LightningDataModule):
         self.current, self._round_start, self._empty_steps = round, round.version, 0
         self.counters += counts
         round.metrics |= dict.fromkeys(self.rewards.counters(), 0) | self.counters
+        limit = self.sampling.max_completion_length
+        told = self.advice.of_round(round, self.rewards.weights, limit, self.learner.needs_group)
+        for text in told:
+            rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
         log_now(trainer, round.metrics)
         return round
@@ -468,6 +476,7 @@ class RolloutDataModule(LightningDataModule):
             **self._drawer.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
+            "advice": self.advice.state_dict(),
             "round": saved,
         }
 
@@ -503,6 +512,7 @@ class RolloutDataModule(LightningDataModule):
             check_resumed_pool(self.pool, self.num_generations)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
+        self.advice.load_state_dict(state.get("advice", {}))
         self.current, self._round_start, self._empty_steps = None, 0, 0
         if (saved := state["round"]) is not None:
             self.current = Round.from_state(saved, prompts.__getitem__)
@@ -617,6 +627,7 @@ class RolloutDataModule(LightningDataModule):
         if self.lengths is not None:
             self.lengths.bind(decode)
         self.rewards.start()
+        self._advise(spec)
         return RolloutSession(
             self.engine,
             spec,
@@ -638,6 +649,14 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         prompts = len(self._prompts.train)
         return trainer_state(self.trainer, self.steps_per_epoch, self.prompts_per_round, prompts)
+
+    def _advise(self, spec: EngineSpec) -> None:
+        if self._resumed is not None:
+            self.advice.load_state_dict(self._resumed.get("advice", {}))
+        slots = self.slot_settings.slots if self._prompts.train else None
+        most = self.round_policy.most_prompts() * self.round_policy.launched(self.num_generations)
+        for text in self.advice.at_start(spec.eos_token_ids, slots, most):
+            rank_zero_warn(text)
 
     def _fire(self, hook: str, *args: Any) -> None:
         assert self.trainer is not None

@@ -23,6 +23,7 @@ from lit_rlsched.advantages import (
     kl_in_reward,
     leave_one_out,
 )
+from lit_rlsched.advice import restored_settings
 from lit_rlsched.checkpoints import check_resumable
 from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.evaluation import Evaluated
@@ -467,6 +468,8 @@ class PolicyModule(LightningModule):
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(checkpoint)
+            if (text := restored_settings(self._hp, checkpoint)) is not None:
+                rank_zero_warn(text)
         keys = self._saved_keys()
         ours = {k: v.shape for k, v in self.state_dict().items() if k in keys}
         theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}

@@ -1,0 +1,127 @@
+"""What a run is told once, with what to do about it."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.advice import (
+    EQUAL_ROUNDS,
+    Advice,
+    all_cut,
+    all_equal,
+    idle_slots,
+    no_eos,
+    restored_settings,
+)
+from lit_rlsched.callbacks import MicroGroupSampling
+
+NAN = float("nan")
+
+
+def told(recorded: list[warnings.WarningMessage], text: str) -> list[str]:
+    return [str(w.message) for w in recorded if text in str(w.message)]
+
+
+def test_all_cut() -> None:
+    assert all_cut([], 8) is None and all_cut(["length", "stop"], 8) is None
+    text = all_cut(["length"] * 3, 8)
+    assert text and "All 3 completions" in text and "`max_completion_length=8`" in text
+
+
+def test_no_eos() -> None:
+    assert no_eos([2]) is None
+    assert "`eos_token`" in (no_eos([]) or "")
+
+
+def test_idle_slots() -> None:
+    assert idle_slots(None, 8) is None and idle_slots(8, 8) is None
+    assert "56 slots never get one. Use `slots=8`" in (idle_slots(64, 8) or "")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([[1.0, 1.0], [0.0, 0.0]], True),
+        ([[1.0, 1.0], [0.0, 0.5]], False),
+        ([[1.0, NAN], [NAN, NAN]], True),
+        ([[1.0, NAN, 0.0]], False),
+        ([[1e8, 1e8 + 1]], False),
+    ],
+)
+def test_all_equal(rewards: list[list[float]], equal: bool) -> None:
+    assert all_equal(torch.tensor(rewards, dtype=torch.float64)) is equal
+
+
+def test_each_is_said_once_also_after_a_resume() -> None:
+    advice = Advice()
+    assert len(advice.at_start([], 64, 8)) == 2 and advice.at_start([], 64, 8) == []
+    resumed = Advice()
+    assert len(resumed.at_start([], None, 8)) == 1
+    resumed.load_state_dict(advice.state_dict())
+    assert resumed.at_start([], 64, 8) == []
+
+
+def test_restored_settings() -> None:
+    group = {"lr": 5e-6, "initial_lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    checkpoint = {"optimizer_states": [{"param_groups": [group]}]}
+    same = {"learning_rate": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0}
+    assert restored_settings(same, checkpoint) is None
+    assert restored_settings({**same, "learning_rate": 1}, {}) is None
+    text = restored_settings({**same, "learning_rate": 1e-4, "weight_decay": 0.1}, checkpoint)
+    assert text and "`learning_rate=0.0001` (the checkpoint's: 1e-05) and `weight_decay" in text
+
+
+def test_a_run_whose_completions_are_all_cut_and_slots_idle_is_told_once(fit: Callable) -> None:
+    slots = MicroGroupSampling(slots=64)
+    with pytest.warns() as recorded:
+        fit(callbacks=[slots], max_completion_length=2, trainer={"max_epochs": 3})
+    assert len(told(recorded, "were cut at `max_completion_length=2`")) == 1
+    assert len(told(recorded, "`MicroGroupSampling(slots=64)`: a round draws 16")) == 1
+
+
+def test_a_run_that_is_fine_is_told_nothing(fit: Callable) -> None:
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        fit(callbacks=[MicroGroupSampling(slots=16)], max_completion_length=60)
+    for text in ("were cut", "a round draws", "same reward", "no effect"):
+        assert not told(recorded, text)
+
+
+def test_equal_rewards_are_counted_across_a_resume(fit: Callable, tmp_path: Path) -> None:
+    def constant(completions: list[str], **kwargs: Any) -> list[float]:
+        return [0.25] * len(completions)
+
+    before = EQUAL_ROUNDS - 2
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        trainer, _, _ = fit(reward_funcs=[constant], trainer={"max_epochs": before})
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert not told(recorded, "same reward")
+    with pytest.warns() as recorded:
+        fit(
+            reward_funcs=[constant],
+            trainer={"max_epochs": EQUAL_ROUNDS + 1},
+            ckpt_path=tmp_path / "a.ckpt",
+        )
+    (text,) = told(recorded, "same reward")
+    assert f"In {EQUAL_ROUNDS} rounds in a row" in text and "from 0.25 to 0.25" in text
+
+
+def test_a_learning_rate_that_a_resume_does_not_take(
+    fit: Callable, tmp_path: Path, tiny_model: str
+) -> None:
+    trainer, _, _ = fit(trainer={"max_epochs": 1})
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = {"trainer": {"max_epochs": 2}, "ckpt_path": tmp_path / "a.ckpt"}
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        fit(**again)
+    assert not told(recorded, "no effect")
+    with pytest.warns(UserWarning, match=r"`learning_rate=0.5` \(the checkpoint's: 0.001\) will"):
+        trainer, _, _ = fit(GRPOModule(tiny_model, learning_rate=0.5), **again)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
