@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -622,7 +623,8 @@ class RolloutDataModule(LightningDataModule):
             )
 
         def decode(token_ids: list[int]) -> str:
-            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            ids = np.asarray(token_ids)  # of a list, transformers looks at every element
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
         if self.lengths is not None:
             self.lengths.bind(decode)

@@ -53,7 +53,7 @@ def test_the_farther_the_policies_the_less_is_kept():
     kept = []
     for distance in (0.001, 0.01, 0.1):
         groups, verifier = drafted(100, 1000, False), Verifier(Lengths(0.5), distance)
-        audit = verifier(groups, 3)
+        audit = verifier(groups, 1)
         kept.append(audit.accepted_tokens / audit.tokens)
         cut = 100 - audit.completed
         assert cut > 0 and verifier.positions == 1000 * (100 + 2 * cut)
@@ -61,3 +61,15 @@ def test_the_farther_the_policies_the_less_is_kept():
         assert sum(lengths) == audit.accepted_tokens + cut  # each with one token after what is kept
     # the first token that is rejected one by one comes after 1/distance
     assert kept[0] > kept[1] > kept[2] and kept[0] > 0.9 and kept[1] > 0.5
+
+
+def test_older_drafts_are_of_a_policy_farther_away():
+    def kept(distance, version):
+        groups, verifier = drafted(60, 1000, False), Verifier(Lengths(0.5), distance)
+        audit = verifier(groups, version)
+        assert verifier.ages == {version: audit}
+        return audit.accepted_tokens / audit.tokens
+
+    young, old = kept(0.003, 1), kept(0.003, 4)
+    assert young > old + 0.2
+    assert old == pytest.approx(kept(0.012, 1), abs=0.06)

@@ -1,15 +1,17 @@
 """Round times of RollPacker's tail batching against plain rounds, on the paper's shape.
 
     python -m lit_rlsched.benchmark.tails
+    python -m lit_rlsched.benchmark.tails --curve 0.003 0.007 0.02
 
 Deterministic: drawn lengths go through the controller and the round policy of a run, on the
 simulated engine. 128 prompts of 8 completions, at most 16k tokens, the longest of a round some 25
 to 32 times the median (arXiv 2509.21009). What lost a race is drawn anew with another length, or
 goes on from what is kept of its draft by the rule of a run, to a length drawn from those that are
-longer. The next token's total variation distance between the policy of a draft and that of the
-round which verifies it is 0.003. The lengths of a prompt's completions are alike (half of the
-variance of their logarithm is the prompt's) or not at all. Means over 100 rounds, the long ones
-included.
+longer. The next token's total variation distance between the policies of two successive rounds is
+0.003; between the policy of a draft and the one that verifies it as many times that as there are
+rounds between them, which is the most it can be. The lengths of a prompt's completions are alike
+(half of the variance of their logarithm is the prompt's) or not at all. Means over 100 rounds, the
+long ones included.
 
 Seconds are of the paper's hardware, 16 engines (7 B parameters on as many GPUs) that share the
 completions evenly, 64 each of a synchronous round, and of one engine that has all of them. A decode
@@ -114,25 +116,28 @@ class Verifier:
 
     Args:
         lengths: Of the run.
-        distance: Total variation distance of the two policies' next token.
+        distance: Total variation distance of the next token under two successive policies. It obeys
+            the triangle inequality, so that `n` versions are at most `n` times as far apart; here
+            they are, as where every step goes the same way.
     """
 
     def __init__(self, lengths: Lengths, distance: float) -> None:
-        self.lengths = lengths
-        self.sigma = 2 * NORMAL.inv_cdf((1 + distance) / 2)
+        self.lengths, self.distance = lengths, distance
         self.positions = 0
         """Of the trainer's forward passes, in the last call."""
+        self.ages: dict[int, DraftAudit] = {}
+        """Of the last call's drafts, by versions since they were drawn."""
 
     def __call__(self, groups: Sequence[Group], version: int) -> DraftAudit:
         """Make completions of the drafts, as `rollout.drafts` does."""
-        audit = DraftAudit()
-        self.positions = 0
+        self.positions, self.ages = 0, {}
         for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
             draft, key = completion.draft, (group.id, completion.index, version)
             assert draft is not None
             completion.draft, n = None, len(draft.token_ids)
-            kept = self._kept(n, *key)
-            audit += DraftAudit(n, kept, kept == n)
+            age = version - draft.version
+            kept = self._kept(n, age, *key)
+            self.ages[age] = self.ages.get(age, DraftAudit()) + DraftAudit(n, kept, kept == n)
             self.positions += n
             tokens = list(draft.token_ids[:kept])
             if kept < n:
@@ -146,11 +151,12 @@ class Verifier:
                 completion.finish_reason = "stop"
             elif len(tokens) == LIMIT:
                 completion.finish_reason = "length"
-        return audit
+        return sum(self.ages.values(), DraftAudit())
 
-    def _kept(self, n: int, *key: object) -> int:
+    def _kept(self, n: int, age: int, *key: object) -> int:
         """Of `n` tokens, by the rule itself: its sum over the vocabulary is an integral here."""
-        sigma, counters = self.sigma, torch.arange(n)
+        sigma = 2 * NORMAL.inv_cdf((1 + min(self.distance * age, 0.999)) / 2)
+        counters = torch.arange(n)
         streams = torch.tensor([stable_hash(use, *key) for use in ("ratio", "accept")])
         normal = torch.special.ndtri(counter_uniform(streams[0], counters).clamp(min=2**-54))
         log_weights = prefix_weights(sigma * normal - sigma**2 / 2, torch.zeros(n))
@@ -176,21 +182,23 @@ class Figures(NamedTuple):
     """Of every stay in a slot."""
     discarded: int
     drafts: DraftAudit
+    ages: dict[int, DraftAudit]
     trained: list[int]
     first: list[Attempt]
     """What was drawn for the first time."""
 
     @classmethod
-    def of(cls, drawn: Drawn, long: bool, positions: int) -> "Figures":
+    def of(cls, drawn: Drawn, long: bool, verifier: Verifier) -> "Figures":
         """What the table needs."""
         trace, harvest = drawn.trace, drawn.harvest
         return cls(
             long,
-            trace.seconds + PER_POSITION * positions,
+            trace.seconds + PER_POSITION * verifier.positions,
             trace.decode_steps,
             trace.spans["tokens"],
             harvest.discarded_tokens,
             harvest.drafts,
+            verifier.ages,
             [len(c.token_ids) for g in harvest.trained for c in g.completions],
             [a for a in harvest.ran if a.first],
         )
@@ -227,7 +235,7 @@ def rounds(
         for p in count()
     )
     drawn = islice(draw_rounds(source, policy, controller, verifier), n)
-    return [Figures.of(d, policy.is_long(d.plan), verifier.positions) for d in drawn]
+    return [Figures.of(d, policy.is_long(d.plan), verifier) for d in drawn]
 
 
 def row(
@@ -250,9 +258,7 @@ def row(
         ),
         f"{1 - discarded / tokens:.0%}",
         f"{drafts.accepted_tokens / drafts.tokens:.0%}" if drafts.tokens else "",
-        f"{drafts.accepted_tokens / (drafts.accepted_tokens + discarded):.0%}"
-        if drafts.tokens
-        else "",
+        f"{recovered(drawn):.0%}" if drafts.tokens else "",
         f"{length_bias(trained, first):.2f}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -263,8 +269,46 @@ def _beside(figures: Sequence[float], plain: Sequence[float], form: str) -> str:
     return f"{fmean(figures):{form}}" + ("" if figures == plain else f" ({ratio:.2f}x)")
 
 
-def table(prompts: int, shared: float, slots: int, n: int, distance: float) -> str:
-    """All methods, as Markdown."""
+def recovered(drawn: Sequence[Figures]) -> float:
+    """Share of what would have been thrown away that drafts have kept."""
+    kept = sum(d.drafts.accepted_tokens for d in drawn)
+    return kept / (kept + sum(d.discarded for d in drawn))
+
+
+def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[float]) -> str:
+    """What is kept of drafts, by their age and how far apart successive policies are."""
+    policies = methods(prompts)
+    plain, waits, goes_on = (
+        policies[name]
+        for name in ("synchronous", "prompts race, drafts", "prompts race, 1.5, losers go on")
+    )
+    steps = fmean(d.steps for d in rounds(plain, shared, slots, n))
+    lines = [
+        "| distance a version | kept of a draft 1, 2, 3, 4 versions old | recovered of all waste |"
+        " fewer decode steps | losers go on: recovered | fewer decode steps |",
+        f"|{'---|' * 6}",
+    ]
+    for distance in distances:
+        cells = [f"{distance}"]
+        for policy in (waits, goes_on):
+            drawn = rounds(policy, shared, slots, n, distance)
+            if policy is waits:
+                ages = [
+                    sum((d.ages.get(age, DraftAudit()) for d in drawn), DraftAudit())
+                    for age in range(1, 5)
+                ]
+                shares = (f"{a.accepted_tokens / max(1, a.tokens):.0%}" for a in ages)
+                cells.append(" / ".join(shares))
+            ratio = steps / fmean(d.steps for d in drawn)
+            cells += [f"{recovered(drawn):.0%}", f"{ratio:.2f}x"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table(
+    prompts: int, shared: float, slots: int, n: int, distance: float, only: Sequence[str] = ()
+) -> str:
+    """All methods, or those whose name ends in one of `only`, as Markdown."""
     engines = sorted({prompts * GENERATIONS // PER_ENGINE, 1} - {0}, reverse=True)
     names = [
         *("", "decode steps of a short round", "of a long one", "mean"),
@@ -274,6 +318,8 @@ def table(prompts: int, shared: float, slots: int, n: int, distance: float) -> s
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     plain: list[Figures] = []
     for name, policy in methods(prompts).items():
+        if plain and only and not name.endswith(tuple(only)):
+            continue
         drawn = rounds(policy, shared, slots, n, distance)
         if not plain:
             plain = drawn
@@ -296,13 +342,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[2048])
     parser.add_argument("--shared", type=float, nargs="+", default=[0.5, 0.0])
     parser.add_argument(
-        "--distance", type=float, default=0.003, help="of the next token under two policies"
+        "--distance", type=float, default=0.003, help="of the next token, successive policies"
     )
+    parser.add_argument("--curve", type=float, nargs="+", help="distances: only the curve of these")
+    parser.add_argument("--only", nargs="+", default=(), help="methods by the end of their names")
     options = parser.parse_args(arguments)
     for slots in options.slots:
         for shared in options.shared:
-            args = options.prompts, shared, slots, options.rounds, options.distance
-            print(table(*args), end="\n\n", flush=True)
+            shape = options.prompts, shared, slots, options.rounds
+            if options.curve:
+                print(curve(*shape, options.curve), end="\n\n", flush=True)
+            else:
+                print(table(*shape, options.distance, options.only), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

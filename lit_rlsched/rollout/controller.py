@@ -317,14 +317,14 @@ class RolloutController:
 
     def _take(self, events: Iterable[Event]) -> list[Row]:
         """Take the events in; what has finished with them."""
-        paused, finished = [], []
-        for event in events:
-            row, _ = self._live[event.request_id]
-            row.completion.take(event, self._version)
-            if event.finish_reason == "paused":
-                paused.append(row)
-            elif event.finish_reason is not None:
-                finished.append(row)
+        paused: list[Row] = []
+        finished: list[Row] = []
+        live, version = self._live, self._version
+        for event in events:  # a turn for each token that is drawn
+            row = live[event.request_id][0]
+            row.completion.take(event, version)
+            if event.finish_reason is not None:
+                (paused if event.finish_reason == "paused" else finished).append(row)
         if finished:
             # not in the order of slots, which depends on who was aborted when
             finished.sort(key=lambda row: (self._places[row.group.id], row.completion.index))

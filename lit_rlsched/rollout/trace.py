@@ -25,7 +25,7 @@ STEP_COLUMNS = (
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """What happened each time the engine was stepped."""
 
@@ -150,9 +150,18 @@ class RolloutTrace:
         assert self._origin is not None, "a step before anything was admitted"
         self.decode_steps += step.decode_steps
         self.peak_running = max(self.peak_running, step.running)
-        for name, column in self.steps.items():
-            value = getattr(step, name)
-            column.append(value - self._origin if name in ("start", "end") else value)
+        row = (
+            step.start - self._origin,
+            step.end - self._origin,
+            step.running,
+            step.kv_tokens,
+            step.decode_steps,
+            step.prefill_tokens,
+            step.cached_tokens,
+            step.preemptions,
+        )
+        for column, value in zip(self.steps.values(), row, strict=True):  # as in STEP_COLUMNS
+            column.append(value)
         for request_id, tokens in step.left.items():
             self.left(request_id, step.end, tokens)
 

@@ -70,11 +70,11 @@ class RolloutWorker:
         events = engine.step()
         end = engine.now()
         self._stats = after = engine.stats()
-        left = {}
+        left, drawn = {}, self._drawn
         for i, event in enumerate(events):
-            self._drawn[event.request_id] += len(event.token_ids)
+            drawn[event.request_id] += len(event.token_ids)
             if event.finish_reason is not None:
-                left[event.request_id] = self._drawn.pop(event.request_id)
+                left[event.request_id] = drawn.pop(event.request_id)
                 events[i] = self._ended(event, left[event.request_id])
         return Step(
             start,

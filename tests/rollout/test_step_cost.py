@@ -1,0 +1,74 @@
+"""What a decode step costs beside the engine: counted in bytecode instructions, not timed."""
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from lit_rlsched.benchmark.replay import Unscored
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.rounds import FullRound
+
+OURS = (
+    "rollout/controller.py",
+    "rollout/worker.py",
+    "rollout/trace.py",
+    "rollout/types.py",
+    "rollout/scoring.py",
+    "scheduling/admission.py",
+    "scheduling/queues.py",
+    "<string>",
+)
+"""`<string>`: what dataclasses generate."""
+
+
+def instructions(prompts: int, generations: int, tokens: int) -> float:
+    """Of the loop, for each token drawn; all completions are of the same length."""
+    engine = SimulatedEngine(lengths=lambda request: tokens, max_jump=1)
+    slots = prompts * generations
+    engine.start(EngineSpec("", slots=slots, max_model_len=1 + tokens, eos_token_ids=(0,)))
+    controller = RolloutController(
+        RolloutWorker(engine, Admission(slots)),
+        Unscored(),
+        seed=0,  # type: ignore[arg-type]
+    )
+    groups = [
+        Group(
+            str(p),
+            Prompt(str(p), "", (1,)),
+            Sampling(tokens),
+            [Completion(i) for i in range(generations)],
+        )
+        for p in range(prompts)
+    ]
+    controller.worker.start_trace()
+    counts: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            counts[frame.f_code.co_filename] += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in controller.run(groups, FullRound(prompts), 0):
+            pass
+    finally:
+        sys.settrace(before)
+    ours = sum(n for file, n in counts.items() if file.endswith(OURS))
+    return ours / (slots * tokens)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count otherwise")
+def test_a_token_costs_few_instructions() -> None:
+    # it was 180 before it was looked at
+    assert instructions(8, 8, 50) < 155
