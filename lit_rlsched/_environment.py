@@ -10,29 +10,16 @@ from pathlib import Path
 PASSED = frozenset(
     [
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM"),
-        *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
-        *("VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX"),
-        *("TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
-        "CURL_CA_BUNDLE",
+        *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "VIRTUAL_ENV"),
+        *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "TOKENIZERS_PARALLELISM"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     ]
 )
 """What Python, its packages and the programs that functions start need to run."""
 PASSED_PREFIXES = (
     *("LC_", "PYTHON", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
-    *(
-        "CUDA_",
-        "NVIDIA_",
-        "NCCL_",
-        "HIP_",
-        "HSA_",
-        "ROCM_",
-        "ROCR_",
-        "TORCH",
-        "PYTORCH_",
-        "TRITON_",
-        "VLLM_",
-    ),
-    *("HF_", "TRANSFORMERS_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "ROCM_", "ROCR_", "TORCH", "PYTORCH_"),
+    *("TRITON_", "VLLM_", "HF_", "TRANSFORMERS_"),
 )
 """Settings of the interpreter, of threads and devices, and of the libraries that run models."""
 PROXIES = tuple(

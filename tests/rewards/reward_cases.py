@@ -210,12 +210,12 @@ def share(completions: list[str], **kwargs: Any) -> list[float]:
                 for at in range(0, 2 << 30, len(piece)):
                     memory[at : at + len(piece)] = piece
         case "eight processes":
-            children = [os.fork() for _ in range(8)]
-            if 0 in children:
-                private = [bytes([number]) * (1 << 20) for number in range(200)]
-                time.sleep(100)
-                os._exit(len(private))
-            os.waitpid(children[0], 0)
+            for _ in range(8):
+                if not os.fork():
+                    private = [bytes([number]) * (1 << 20) for number in range(100)]
+                    time.sleep(100)
+                    os._exit(len(private))
+            os.wait()
         case "forked and untouched":
             for _ in range(8):
                 if not os.fork():
