@@ -1,4 +1,4 @@
-"""The command `lit-rlsched fit | validate | test | estimate`."""
+"""The command `lit-rlsched fit | validate | test | predict | estimate`."""
 
 import os
 import sys
@@ -17,7 +17,13 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
-from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutProgressBar, RoundCheckpoint
+from lit_rlsched.callbacks import (
+    CompletionWriter,
+    RNGState,
+    RolloutCallback,
+    RolloutProgressBar,
+    RoundCheckpoint,
+)
 from lit_rlsched.checkpoints import with_atomic_io
 from lit_rlsched.cli_best import refuse_best
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
@@ -143,6 +149,8 @@ class RolloutCLI(LightningCLI):
             isinstance(c, ProgressBar) for c in given
         ):
             callbacks.append(RolloutProgressBar())
+        if self.subcommand == "predict" and not any(isinstance(c, CompletionWriter) for c in given):
+            callbacks.append(CompletionWriter())
         saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False
         if saves and not any(isinstance(c, RoundCheckpoint) for c in given):
             callbacks.append(RoundCheckpoint())  # the last one: it saves what the others know
@@ -155,6 +163,12 @@ class RolloutCLI(LightningCLI):
             if isinstance(callback, SaveConfig):
                 callback.config = self._given
         return trainer
+
+    def after_predict(self) -> None:
+        """Say where the completions are."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, CompletionWriter):
+                print(f"{callback.num_completions} completions in {callback.file(self.trainer)}")
 
     def after_fit(self) -> None:
         """Say what came of it in the last line."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -90,6 +91,8 @@ class RolloutDataModule(LightningDataModule):
         reward_funcs: Reward functions with TRL's signature.
         val_data: Held-out prompts for validation, in the same forms.
         test_data: Prompts for `test`; by default `val_data`.
+        predict_data: Prompts for `predict`, which answers them as validation does; rewards are
+            computed where the rows have the columns for it.
         reward_weights: One per reward function; by default 1 each.
         reward_timeout: Seconds a function may take for one completion.
         reward_workers: Processes that run reward functions.
@@ -137,6 +140,7 @@ class RolloutDataModule(LightningDataModule):
         *,
         val_data: Rows | None = None,
         test_data: Rows | None = None,
+        predict_data: Rows | None = None,
         reward_weights: list[float] | None = None,
         reward_timeout: float = 30.0,
         reward_workers: int = 1,
@@ -167,10 +171,14 @@ class RolloutDataModule(LightningDataModule):
         super().__init__()
         check_settings(locals())
         self.save_hyperparameters(
-            ignore=["train_data", "val_data", "test_data", "reward_funcs", "engine"]
+            ignore=[
+                *("train_data", "val_data", "test_data", "predict_data"),
+                *("reward_funcs", "engine"),
+            ]
         )
         self.train_data, self.val_data = train_data, val_data
         self.test_data = val_data if test_data is None else test_data
+        self.predict_data = predict_data
         self.rewards = RewardScheduler(
             reward_funcs,
             reward_weights=reward_weights,
@@ -206,6 +214,7 @@ class RolloutDataModule(LightningDataModule):
         )
         self.shuffle = shuffle
         self._told_of_threshold = False
+        self._scores = True
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.verify_sync = verify_sync
 
@@ -263,16 +272,31 @@ class RolloutDataModule(LightningDataModule):
             check_siblings(self.num_generations, self.learner.needs_group)
             if self.learner.needs_engine_logprobs(off_policy=False):
                 check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
-        wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+        stage = TrainerFn(stage).value  # Lightning gives one, whose text in a message is not it
+        wanted = {
+            "fit": ("train", "val"),
+            "validate": ("val",),
+            "test": ("test",),
+            "predict": ("predict",),
+        }
         for name in wanted.get(stage, ()):
             data = getattr(self, f"{name}_data")
             if data is not None and name not in self._rows:
                 self._rows[name] = load_rows(data)
-                self.rewards.check_columns(self._rows[name], f"{name}_data")
+                self._check_columns(name)
             elif data is None and (stage, name) != ("fit", "val"):
                 raise MisconfigurationException(
                     f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
                 )
+
+    def _check_columns(self, name: str) -> None:
+        try:
+            self.rewards.check_columns(self._rows[name], f"{name}_data")
+        except ValueError as error:
+            if name != "predict":
+                raise
+            self._scores = False
+            rank_zero_warn(f"No rewards are computed: {error}")
 
     def train_dataloader(self) -> Rounds | MicroBatches:
         """Rounds for manual optimization, micro-batches one by one for automatic optimization."""
@@ -290,9 +314,14 @@ class RolloutDataModule(LightningDataModule):
         """Test prompts with their completions."""
         return Evaluation(self, "test") if self.test_data is not None else []
 
+    def predict_dataloader(self) -> Evaluation:
+        """Prompts without known answers, with their completions."""
+        return Evaluation(self, "predict")
+
     def teardown(self, stage: str) -> None:
         """Close engine and workers; forget what callbacks have set."""
         self.close()
+        self._scores = True
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
         self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
         self.selection, self.max_num_gen_batches, self.timeouts = None, 1, None
@@ -452,6 +481,8 @@ class RolloutDataModule(LightningDataModule):
         )
 
     def _look_at_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
+        if self.trainer is not None and self.trainer.predicting:
+            return
         said = never_correct(evaluated, self.rewards.names[0], self.evaluation.threshold)
         if said is not None and not self._told_of_threshold:
             self._told_of_threshold = True
@@ -634,7 +665,7 @@ class RolloutDataModule(LightningDataModule):
             self.engine,
             spec,
             lambda: self.admission(spec),
-            Scorer(self.rewards, decode, self.timeouts, self._trainer_state),
+            Scorer(self.rewards, decode, self.timeouts, self._trainer_state, self._scores),
             self._policy,
             seed=self.seed,
             probe=self._prompts.all[:2] if self.verify_sync else (),

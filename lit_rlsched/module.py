@@ -42,16 +42,19 @@ from lit_rlsched.losses import (
     rollout_correction,
 )
 from lit_rlsched.policy import add_lora, base_model, load_policy
+from lit_rlsched.predictions import prediction_rows
 from lit_rlsched.rollout.learner import RoundLogprobs
 from lit_rlsched.rollout.types import Group, Row
 from lit_rlsched.settings import check_finite
 
 # Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
-# engine's; a checkpoint is of the weights after the step; there may be no validation.
+# engine's; a checkpoint is of the weights after the step; there may be no validation; predictions
+# have a uid.
 for _expected in (
     r"Found \d+ module\(s\) in eval mode",
     "Using ModelCheckpoint with manual optimization",
     r"Total length of `list` across ranks is zero",
+    "Couldn't infer the batch indices",
 ):
     warnings.filterwarnings("ignore", _expected)
 
@@ -427,6 +430,11 @@ class PolicyModule(LightningModule):
             metric.update(value)
 
     test_step = validation_step
+
+    def predict_step(self, item: Evaluated, batch_idx: int) -> list[dict[str, Any]]:
+        """A row for each completion of a prompt; see `predictions.prediction_rows`."""
+        names = self.trainer.datamodule.rewards.names  # type: ignore[attr-defined]
+        return prediction_rows(item, names)
 
     def on_validation_epoch_end(self) -> None:
         """Log the evaluation under `val/`: what `monitor="val/accuracy"` watches."""

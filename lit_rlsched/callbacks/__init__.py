@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
+    from lit_rlsched.callbacks.completion_writer import CompletionWriter
     from lit_rlsched.callbacks.down_sampling import DownSampling
     from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
     from lit_rlsched.callbacks.length_prediction import LengthPrediction
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveTimeouts",
+    "CompletionWriter",
     "DownSampling",
     "DynamicSampling",
     "LengthPrediction",
@@ -40,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "AdaptiveTimeouts": "adaptive_timeouts",
+    "CompletionWriter": "completion_writer",
     "DownSampling": "down_sampling",
     "DynamicSampling": "dynamic_sampling",
     "LengthPrediction": "length_prediction",

@@ -25,7 +25,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the argument, its value and what to use instead.
     """
-    check_finite(settings, besides=["train_data", "val_data", "test_data"])
+    check_finite(settings, besides=["train_data", "val_data", "test_data", "predict_data"])
     for name, low in _LEAST.items():
         if settings[name] < low:
             raise ValueError(f"`{name}={settings[name]}`: use {low} or more.")
@@ -36,12 +36,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             f"`steps_per_round={steps}` does not divide `prompts_per_round={prompts}`. Use one of "
             f"{divisors}, or change `prompts_per_round`."
         )
-    if settings["val_data"] is not None and not (
-        settings["val_greedy"] or settings["val_num_generations"]
-    ):
+    given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
+    if given and not (settings["val_greedy"] or settings["val_num_generations"]):
         raise ValueError(
-            "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate `val_data` "
-            "with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+            "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate "
+            f"`{given[0]}` with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
         )
 
 

@@ -17,6 +17,7 @@ class Scorer:
         decode: Token ids to text, special tokens left out.
         timeouts: How long the functions may take for each prompt; by default as long as for any.
         trainer_state: Gives what the functions are told of the training's progress.
+        scores: Whether the functions are asked at all.
     """
 
     def __init__(
@@ -25,11 +26,13 @@ class Scorer:
         decode: Callable[[list[int]], str],
         timeouts: AdaptiveTimeout | None = None,
         trainer_state: Callable[[], Any] = lambda: None,
+        scores: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.decode = decode
         self.timeouts = timeouts
         self.trainer_state = trainer_state
+        self.scores = scores
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
 
@@ -41,7 +44,7 @@ class Scorer:
     def submit(self, group: Group, completion: Completion) -> None:
         """Start scoring a finished completion."""
         completion.text = self.decode(completion.token_ids)
-        if completion.dropped:
+        if completion.dropped or not self.scores:
             self._unscorable.append((group, completion))
             return
         chat = not isinstance(group.prompt.text, str)

@@ -1,0 +1,85 @@
+"""Completions for a file of prompts, written to a file."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lit_rlsched.callbacks._datamodule import rollout_datamodule
+
+
+class CompletionWriter(BasePredictionWriter):
+    """Write what `predict` draws to a file: a row for each completion, as JSON lines or Parquet.
+
+    On by default in the CLI. The file is complete or it is not there: until then it has the ending
+    `.tmp`.
+
+    Args:
+        path: Of the file; its ending, `.jsonl` or `.parquet`, says which it is. By default
+            `predictions.jsonl` in the Trainer's `default_root_dir`.
+
+    Raises:
+        ValueError: the ending is another.
+
+    Example::
+
+        trainer = Trainer(callbacks=[CompletionWriter("answers.parquet")])
+        trainer.predict(module, datamodule=RolloutDataModule(..., predict_data="prompts.jsonl"))
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__("batch")
+        if path is not None and Path(path).suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"`CompletionWriter({path=})`: use a name in .jsonl or .parquet.")
+        self.path = path
+        self.num_completions = 0
+        """That were written."""
+        self._rows: list[dict[str, Any]] = []
+
+    def file(self, trainer: Trainer) -> Path:
+        """Where the rows go."""
+        default = Path(trainer.default_root_dir) / "predictions.jsonl"
+        return default if self.path is None else Path(self.path)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that there will be rows.
+
+        Raises:
+            MisconfigurationException: there is no `RolloutDataModule`.
+        """
+        if stage == "predict":
+            rollout_datamodule(trainer, self)
+            self._rows, self.num_completions = [], 0
+
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *_: Any
+    ) -> None:
+        """Write the rows of a prompt, or keep them where the file is Parquet."""
+        self.num_completions += len(prediction)
+        if self.file(trainer).suffix == ".parquet":
+            self._rows += prediction
+            return
+        begun = self.num_completions > len(prediction)
+        with self._unfinished(trainer).open("a" if begun else "w", encoding="ascii") as file:
+            file.writelines(json.dumps(row, default=str) + "\n" for row in prediction)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the file its name."""
+        if not self.num_completions:
+            return
+        unfinished = self._unfinished(trainer)
+        if self._rows:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(self._rows), unfinished)
+            self._rows = []
+        os.replace(unfinished, self.file(trainer))
+
+    def _unfinished(self, trainer: Trainer) -> Path:
+        path = self.file(trainer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.with_name(f"{path.name}.tmp")

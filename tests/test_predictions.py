@@ -1,0 +1,89 @@
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from lightning import Trainer
+
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import CompletionWriter
+from lit_rlsched.cli import main
+from lit_rlsched.engines import TransformersEngine
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def predict(tmp_path, tiny_model, digits):
+    def predict(rows, path=None, **settings):
+        data = RolloutDataModule(
+            rows,
+            [digits],
+            predict_data=rows,
+            engine=TransformersEngine(),
+            max_completion_length=8,
+            val_num_generations=2,
+            seed=3,
+            **settings,
+        )
+        writer = CompletionWriter(path)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[writer], **quiet)
+        trainer.predict(GRPOModule(tiny_model), datamodule=data)
+        return writer.file(trainer)
+
+    return predict
+
+
+def test_a_row_for_each_completion_with_columns_and_rewards(predict, sums):
+    prompts = [{**row, "uid": f"p{i}", "completion": "mine"} for i, row in enumerate(sums[:3])]
+    rows = [json.loads(line) for line in predict(prompts).read_text().splitlines()]
+    assert [r["uid"] for r in rows] == [p["uid"] for p in prompts for _ in range(3)]
+    assert [r["temperature"] for r in rows] == [0.0, 1.0, 1.0] * 3
+    assert [r["answer"] for r in rows[::3]] == [p["answer"] for p in prompts]
+    for row in rows:
+        assert row["input_completion"] == "mine" != row["completion"]
+        assert 0 <= row["digits"] <= 1 and row["completion_length"] <= 8
+        assert row["finish_reason"] in ("stop", "length")
+
+
+def test_parquet_and_rows_without_the_columns_of_rewards(predict, tmp_path):
+    rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+    with pytest.warns(UserWarning, match="No rewards are computed: .*answer"):
+        path = predict(rows, str(tmp_path / "answers.parquet"))
+    table = pq.read_table(path).to_pylist()
+    assert [r["prompt"] for r in table] == ["1+1="] * 3 + ["2+2="] * 3
+    assert all(r["digits"] is None for r in table)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_another_ending_is_refused():
+    with pytest.raises(ValueError, match=r"CompletionWriter\(path='x.csv'\)`: use a name in"):
+        CompletionWriter("x.csv")
+
+
+def test_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setattr(sys, "argv", ["lit-rlsched"])
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "use 1, 2 to make 3"}\n' * 1)
+    main(
+        [
+            *("predict", "-c", "configs/quickstart.yaml", "--trainer.logger=false"),
+            *("--data.engine=TransformersEngine", "--data.max_completion_length=16"),
+            f"--data.predict_data={tmp_path}/prompts.jsonl",
+            f"--trainer.default_root_dir={tmp_path}/out",
+        ]
+    )
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"5 completions in {tmp_path}/out/predictions.jsonl"
+    rows = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    assert len(rows) == 5 and json.loads(rows[0])["prompt"] == "use 1, 2 to make 3"
+
+
+def test_nothing_to_predict_on(predict, tiny_model, digits):
+    data = RolloutDataModule([{"prompt": "1"}], [digits], engine=TransformersEngine())
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    with pytest.raises(Exception, match="There is nothing to predict on"):
+        trainer.predict(GRPOModule(tiny_model), datamodule=data)
