@@ -1,8 +1,8 @@
 """Train a LightningModule of your own, with automatic optimization, on scheduled rollouts.
 
 `Policy` below knows nothing of rollouts: it is a module as you may have one, with a `training_step`
-that returns a loss and a `configure_optimizers`. The data module brings the completions, a callback
-tells Lightning where each optimizer step ends, and every Trainer flag keeps working.
+that returns a loss and a `configure_optimizers`. The data module brings the completions and tells
+Lightning where each optimizer step ends; every Trainer flag keeps working.
 
     python examples/drop_in.py --rounds 5
 """
@@ -14,7 +14,7 @@ from lightning import LightningModule, Trainer
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import RolloutDataModule
-from lit_rlsched.callbacks import MicroBatchAccumulation, MicroGroupSampling, RNGState
+from lit_rlsched.callbacks import MicroGroupSampling, RNGState
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.logprobs import completion_logprobs
@@ -81,7 +81,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[RNGState(), MicroGroupSampling(slots=64), MicroBatchAccumulation()],
+        callbacks=[RNGState(), MicroGroupSampling(slots=64)],
     )
     trainer.fit(Policy(args.model), datamodule=data)
     figures = trainer.callback_metrics

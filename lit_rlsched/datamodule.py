@@ -38,6 +38,7 @@ from lit_rlsched.data.settings import (
 from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
+from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import (
@@ -251,6 +252,7 @@ class RolloutDataModule(LightningDataModule):
         self._round_start = 0
         self._empty_steps = 0
         self._resumed: dict[str, Any] | None = None
+        self._fit: FitSettings | None = None
         self._run: Trainer | None = None
         """Whose policy versions the round and the pool have."""
         self._session: RolloutSession | None = None
@@ -269,6 +271,7 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         check_one_process(self.trainer.world_size)
         if stage == "fit":
+            self._fit = FitSettings(self.trainer, self.steps_per_epoch)
             check_siblings(self.num_generations, self.learner.needs_group)
             if self.learner.needs_engine_logprobs(off_policy=False):
                 check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
@@ -320,6 +323,11 @@ class RolloutDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close engine and workers; forget what callbacks have set."""
+        if stage == "fit" and self._round_is_over:
+            assert self.trainer is not None
+            log_now(self.trainer, self._end_round())
+        if self._fit is not None:
+            self._fit.undo()
         self.close()
         self._scores = True
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
@@ -342,6 +350,11 @@ class RolloutDataModule(LightningDataModule):
 
     # Rounds.
 
+    def on_fit_start(self) -> None:
+        """Optimizers are configured; `MicroBatchAccumulation` passes it on."""
+        if self._fit is not None:
+            self._fit.begin()
+
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a round."""
@@ -358,9 +371,7 @@ class RolloutDataModule(LightningDataModule):
             self._leave_run(self._run)
         self._run = self.trainer
         if self._round_is_over:
-            self.counters += self._untrained(self._cursor, "limit_train_batches")
-            self.num_rounds += 1
-            self.current = None
+            self._end_round()
         round = self.current or self._roll_out()
         for index in range(self._cursor, self._steps_of_epoch):
             step = self._update.step(round, index)
@@ -383,15 +394,20 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def _steps_of_epoch(self) -> int:
-        """Optimizer steps that Lightning takes of a round: `limit_train_batches` may cut them."""
-        assert self.trainer is not None
-        if self.trainer.lightning_module.automatic_optimization:
-            return self.steps_per_epoch  # its batches are micro-batches
-        return int(min(self.steps_per_epoch, self.trainer.num_training_batches))
+        """Optimizer steps that are taken of a round: `limit_train_batches` may cut them."""
+        return self.steps_per_epoch if self._fit is None else self._fit.steps
 
     @property
     def _round_is_over(self) -> bool:
         return self.current is not None and self._cursor >= self._steps_of_epoch
+
+    def _end_round(self) -> dict[str, float]:
+        """Be done with the current round; totals of what the limit has left of it."""
+        left = self._untrained(self._cursor, "limit_train_batches")
+        self.counters += left
+        self.num_rounds += 1
+        self.current = None
+        return {name: self.counters[name] for name in left}
 
     def _untrained(self, taken: int, why: str) -> Counter[str]:
         """Completions of the current round in steps after the first `taken`, dropped."""

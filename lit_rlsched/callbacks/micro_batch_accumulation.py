@@ -15,11 +15,15 @@ class MicroBatchAccumulation(Callback):
 
     For LightningModules with automatic optimization, whose loader gives micro-batches one by one:
     Lightning accumulates a fixed number of batches and averages their losses, while ours vary in
-    number and their losses, normalised by the step's totals, add up. A gradient that is not finite
-    stops the run before the step.
+    number and their losses, normalised by the step's totals, add up. The data module adds it to a
+    Trainer that lacks it. A gradient that is not finite stops the run before the step.
     """
 
     _loss: torch.Tensor | float = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the data module, which has no such hook."""
+        trainer.datamodule.on_fit_start()  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: MicroBatch, batch_idx: int

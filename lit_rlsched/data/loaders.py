@@ -37,7 +37,8 @@ class MicroBatches:
     """The same round for modules with automatic optimization: one item is one micro-batch.
 
     How many there are is known only once the round is drawn, so this one has no length; the
-    callback `MicroBatchAccumulation` tells Lightning where each optimizer step ends.
+    callback `MicroBatchAccumulation` tells Lightning where each optimizer step ends, and
+    `FitSettings` how many steps there are.
     """
 
     def __init__(self, datamodule: "RolloutDataModule") -> None:
