@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 CHECKED_TOKENS = 32
@@ -80,7 +81,7 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
         ValueError: the model has no LM head; or no log-probs of its completions can be had: it
             looks ahead, or its logits do not belong to its tokens.
     """
-    if len(token_ids) < 2 or token_ids.is_meta:
+    if len(token_ids) < 2:
         return
     input_ids = token_ids[None, :CHECKED_TOKENS]
     name = type(model_parts(model)[0]).__name__
@@ -120,8 +121,8 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
 
 
 def is_checked(model: nn.Module) -> bool:
-    """Whether it is known already by which parts the model is scored."""
-    return model in _parts_differ
+    """Whether it is known by which parts the model is scored, or cannot be, for want of values."""
+    return model in _parts_differ or isinstance(next(model.parameters()), FakeTensor)
 
 
 def tolerance(model: nn.Module) -> float:

@@ -57,7 +57,8 @@ def policy_loss(
     - gspo (arXiv 2507.18071): grpo with `rho` the geometric mean over the sequence;
     - bnpo: mean over the micro-batch's tokens, weighted by its share of the step's sequences;
     - dr_grpo (arXiv 2503.20783): sum of tokens over `step_sequences * max_completion_length`;
-    - dapo (arXiv 2503.14476), cispo (arXiv 2506.13585): mean over the step's tokens;
+    - dapo (arXiv 2503.14476), cispo (arXiv 2506.13585): mean over the step's tokens; of several
+      steps on one round, which have different numbers, each divides by their average;
     - rloo (arXiv 2402.14740): `rho` the product over the sequence, mean over sequences.
 
     Args:
@@ -81,7 +82,8 @@ def policy_loss(
         importance_sampling_clip_max: that maximum.
         step_sequences: sequences of the whole optimizer step; None: `B`. On several ranks, with
             gradients averaged over them, pass the total divided by the number of ranks.
-        step_tokens: tokens of the whole optimizer step, likewise; None: those of `mask`.
+        step_tokens: tokens of the whole optimizer step, or the average over the steps of a round,
+            likewise; None: those of `mask`.
         max_completion_length: the constant of dr_grpo.
 
     Returns:

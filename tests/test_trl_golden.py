@@ -1,6 +1,7 @@
 """Our advantages, losses, gradients and metrics against TRL's own methods on the same tensors."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from trl.trainer.utils import split_tensor_dict
 from lit_rlsched.advantages import combine_rewards, group_relative, kl_in_reward, leave_one_out
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.losses import LossOutput, policy_loss
+from lit_rlsched.rollout.learner import PlainLearner
+from lit_rlsched.rollout.round import Round
+from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.rollout.update import Update
+from lit_rlsched.scheduling.rounds import FullRound
 
 MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CLIP_MAX = 1.3
@@ -60,7 +66,7 @@ def our_advantages(sample: Sample, scale_rewards: str) -> Tensor:
 
 
 def our_loss(
-    sample: Sample, advantages: Tensor, rows: slice = slice(None), **settings: Any
+    sample: Sample, advantages: Tensor, rows: slice | list = slice(None), **settings: Any
 ) -> tuple[LossOutput, Tensor]:
     """Loss of some rows, and its gradient with respect to all of the log-probs."""
     logp = sample.logp.clone().requires_grad_()
@@ -281,6 +287,62 @@ def test_sum_over_ragged_micro_batches(make_trl: MakeTRL, loss_type: str) -> Non
         total, total_gradient = in_pieces(bounds)
         torch.testing.assert_close(total, expected.detach(), **close)
         torch.testing.assert_close(total_gradient, gradient, **close)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"])
+def test_several_steps_of_a_round(make_trl: MakeTRL, loss_type: str) -> None:
+    """Three steps on one round, of their own numbers of tokens each: TRL's loss and gradient."""
+    sample = make_sample(seed=5)
+    theirs, ours = settings_of(loss_type)
+    size = {"per_device_train_batch_size": 4, "steps_per_generation": 3}
+    trl = make_trl("grpo", sample, gradient_accumulation_steps=1, **size, **theirs)
+    batch = trl.score()
+    groups = [
+        Group(
+            str(at),
+            Prompt(str(at), "ab", (4, 5)),
+            Sampling(MAX_COMPLETION_LENGTH),
+            [
+                Completion(i, [6] * n, [-1.0] * n, [(0, n)], "stop")
+                for i, n in enumerate(sample.lengths[at : at + NUM_GENERATIONS])
+            ],
+        )
+        for at in range(0, len(sample.lengths), NUM_GENERATIONS)
+    ]
+    update = Update(
+        PlainLearner(),
+        FullRound(3),
+        None,
+        REWARD_WEIGHTS,
+        seed=0,
+        runs=0,
+        steps_per_round=3,
+        num_iterations=1,
+        micro_batch_tokens=64,
+        mask_truncated=False,
+        mask_stale=False,
+        forward_context=nullcontext,
+    )
+    tokens = set()
+    for index in range(3):
+        step = update.step(Round(0, 0, groups), index)
+        rows = [int(row.group.id) + row.completion.index for row in step.rows]
+        tokens.add(step.totals.tokens)
+        part = {k: v[rows] if v.dim() and len(v) == 12 else v for k, v in batch.items()}
+        logp = sample.logp.clone().requires_grad_()
+        loss = trl.loss(part, logp[rows])
+        gradient = torch.autograd.grad(loss, logp)[0]
+        output = our_loss(
+            sample,
+            batch["advantages"],
+            rows,
+            step_sequences=step.divisor.sequences,
+            step_tokens=step.divisor.tokens,
+            old_logp=part.get("old_per_token_logps", sample.old_logp[rows]),
+            **ours,
+        )
+        assert_same(output, (loss.detach(), gradient))
+    assert len(tokens) == 3
 
 
 def test_model_gradients(make_trl: MakeTRL, tiny_model: str) -> None:

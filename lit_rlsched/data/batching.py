@@ -87,7 +87,8 @@ class MicroBatch:
         truncated_sampling: Whether tokens were drawn by top-p, top-k or min-p: `rollout_logp` is
             then of the truncated distribution, and does not compare with the trainer's.
         step_sequences: Sequences of the whole optimizer step, trained on or not.
-        step_tokens: Tokens of the whole optimizer step that the loss is defined on.
+        step_tokens: Tokens of the whole optimizer step that the loss is defined on; the average of
+            the round's steps where it has several.
         off_policy: Whether tokens that an earlier policy drew may be among them.
         max_completion_length: The limit they were drawn under.
         is_first: Whether this is the first micro-batch of its optimizer step, or of a part of it.
@@ -145,7 +146,7 @@ class StepTotals:
     """What the losses divide by, and which tokens they are defined on."""
 
     sequences: int
-    tokens: int
+    tokens: float
     off_policy: bool = False
     version: int | None = None
     """The policy version that tokens must be of to be trained on; `None`: any."""

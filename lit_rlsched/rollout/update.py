@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_rlsched.data.batching import OptimizerStep, split_steps
@@ -65,12 +65,20 @@ class Update:
         selection.select(part, self.weights, self.learner.needs_group, seed)
 
     def step(self, round: Round, index: int) -> OptimizerStep:
-        """One of the round's steps."""
-        iteration, step = divmod(index, self.steps_per_round)
+        """One of the round's steps.
+
+        Token means divide by the average of the round's steps, as in TRL: a token weighs the same
+        in whichever step it is.
+        """
+        iteration, number = divmod(index, self.steps_per_round)
         groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
         deal = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
-        groups = [groups[i] for i in deal[step]]
-        return self._step_of(groups, round.version, accumulated=round.accumulated)
+        dealt = [groups[i] for i in deal[number]]
+        step = self._step_of(dealt, round.version, accumulated=round.accumulated)
+        if self.steps_per_round > 1:
+            tokens = self._step_of(groups, round.version).totals.tokens / self.steps_per_round
+            step.divisor = replace(step.divisor, tokens=tokens)
+        return step
 
     def part_of_step(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
         """A part of the round's only step; for `divisor` see `OptimizerStep`."""

@@ -48,6 +48,21 @@ def test_every_group_is_in_one_step_of_each_iteration():
     assert sorted(steps[0] + steps[1]) == sorted(steps[2] + steps[3]) == ["a", "b", "c", "d"]
 
 
+def test_steps_of_a_round_divide_by_their_average():
+    round = round_of(*(group(name, 0.0, 1.0) for name in "abcd"))
+    for at, one in enumerate(round.groups):
+        for completion in one.completions:
+            completion.token_ids = [7] * (at + 1)
+            completion.logprobs, completion.version_spans = [-1.0] * (at + 1), [(0, at + 1)]
+    round.groups[3].completions[1].dropped = "unscored"
+    update = update_of(steps_per_round=2, num_iterations=2)
+    steps = [update.step(round, i) for i in range(4)]
+    assert {step.divisor.tokens for step in steps} == {(2 + 4 + 6 + 4) / 2}
+    assert sum(step.totals.tokens for step in steps[:2]) == 16
+    assert sum(step.divisor.sequences for step in steps[:2]) == 7
+    assert next(iter(steps[0])).step_tokens == 8
+
+
 def test_a_group_of_which_all_is_dropped_takes_no_place_in_a_step():
     groups = [group(name, 0.0, 1.0) for name in "abcd"]
     for completion in (*groups[0].completions, *groups[2].completions):
