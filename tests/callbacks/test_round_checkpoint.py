@@ -1,0 +1,112 @@
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_rlsched.callbacks import RNGState, RolloutCallback, RoundCheckpoint
+from lit_rlsched.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_rlsched.run_folder import newest_checkpoint
+
+
+class Clock(RolloutCallback):
+    """A round takes 10 seconds, a save so many; it also notes which rounds were saved."""
+
+    def __init__(self, callback, save):
+        self.now, self.save, self.saved = 0.0, save, []
+        callback._clock = lambda: self.now
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.now += 10.0
+
+    def state_dict(self):  # asked once in each save
+        self.now += self.save
+        return {}
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.saved.append(trainer.datamodule.rounds_over)
+
+
+def run(fit, save, epochs, *more, **settings):
+    callback = RoundCheckpoint(**settings)
+    clock = Clock(callback, save)
+    trainer, *_ = fit(
+        callbacks=[clock, *more, callback],
+        trainer={"max_epochs": epochs, "enable_checkpointing": True},
+    )
+    return trainer, clock
+
+
+def files(folder: Path):
+    return sorted(path.name for path in (folder / "checkpoints").glob("round_*"))
+
+
+def test_saves_after_the_first_round_and_the_last_and_within_its_share_between(fit, tmp_path):
+    _, clock = run(fit, save=0.3, epochs=6)
+    assert clock.saved == [1, 3, 5, 6]  # 0.6 s are 2 % of 30 s; the last is saved in any case
+    assert files(tmp_path) == ["round_00005-step_000005.ckpt", "round_00006-step_000006.ckpt"]
+
+
+def test_a_cheap_save_is_made_after_every_round(fit, tmp_path):
+    _, clock = run(fit, save=0.1, epochs=4, keep=3)
+    assert clock.saved == [1, 2, 3, 4] and len(files(tmp_path)) == 3
+
+
+def test_nothing_is_saved_twice(fit, tmp_path):
+    _, clock = run(
+        fit, 0.0, 4, ModelCheckpoint(tmp_path / "mine", save_last=True, every_n_epochs=2)
+    )
+    assert [n for n in clock.saved if clock.saved.count(n) == 1] == [1, 3]
+    assert files(tmp_path) == ["round_00001-step_000001.ckpt", "round_00003-step_000003.ckpt"]
+
+
+@pytest.mark.parametrize("more", [{"save_weights_only": True, "save_last": True}, {}])
+def test_a_file_that_cannot_be_gone_on_with_does_not_count(fit, tmp_path, more):
+    run(fit, 0.0, 1, ModelCheckpoint(tmp_path / "mine", **more))
+    assert files(tmp_path) == ["round_00001-step_000001.ckpt"]
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(fit, tmp_path):
+    def train(epochs, ckpt_path=None):
+        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
+        callbacks = [RNGState(), RoundCheckpoint()]
+        return fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path)
+
+    train(2)
+    _, resumed, data = train(4, newest_checkpoint(tmp_path))
+    _, whole, other = train(4)
+    assert data.counters == other.counters and data.rounds_over == other.rounds_over == 4
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(fit, tmp_path):
+    class Full(AtomicCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            if "step_000001" not in str(path):
+                raise OSError(28, "No space left on device", str(path))
+            super().save_checkpoint(checkpoint, path)
+
+    with pytest.warns(UserWarning, match=r"goes on without a checkpoint of now: .*No space"):
+        trainer, *_ = fit(
+            callbacks=[RoundCheckpoint()],
+            trainer={"max_epochs": 3, "enable_checkpointing": True, "plugins": [Full()]},
+        )
+    assert trainer.global_step == 3
+    (name,) = files(tmp_path)
+    assert read_checkpoint(tmp_path / "checkpoints" / name)["global_step"] == 1
+
+
+def test_saves_nothing_on_fast_dev_run(fit, tmp_path):
+    fit(
+        callbacks=[RoundCheckpoint()],
+        trainer={"fast_dev_run": True, "enable_checkpointing": True},
+    )
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("setting", [{"max_share": 0.0}, {"max_share": 2.0}, {"keep": 0}])
+def test_refuses_numbers_out_of_range(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=rf"RoundCheckpoint\({name}={value}\)"):
+        RoundCheckpoint(**setting)
