@@ -34,7 +34,7 @@ else
 endif
 	touch $@
 
-quickstart: install  ## Train the quick task with GRPO; results go to runs/quickstart
+quickstart: install  ## Train the quick task with GRPO; results go to runs/quickstart/version_0
 	rm -rf runs/quickstart
 	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
 

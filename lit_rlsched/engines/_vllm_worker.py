@@ -4,7 +4,9 @@ Functions that `collective_rpc` calls with the worker: in the trainer's process 
 whole, else in the workers'.
 """
 
+import multiprocessing
 import os
+import signal
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +28,9 @@ def prepare(worker: Any) -> str:
         `by_position`; or the name of a model runner that is not known.
     """
     hide_environment()  # reward workers may read it
+    if multiprocessing.parent_process() is not None:
+        # Ctrl-C in a terminal goes to all processes: the trainer still needs this one to stop well
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sampler: Any = import_module("vllm.v1.sample.sampler")
     # nobody reads the rank, but its torch.compile holds up the first step for seconds
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)

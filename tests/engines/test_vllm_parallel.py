@@ -1,6 +1,7 @@
 """vLLM with its model split over two worker processes, against the one in this process."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -229,6 +230,15 @@ def test_what_pauses_or_is_aborted_goes_on_with_its_noise(
         (a, x), (b, y), (c, z) = paused[name], parts[name], rest[name]
         together[name] = a + b + c, x + y + z
     check_same(together, expected)
+
+
+@needs_workers
+def test_ctrl_c_is_the_trainers(engines: tuple[VLLMEngine, VLLMEngine]) -> None:
+    _, split = engines
+    expected = run(split, requests(1))
+    for worker in workers():
+        worker.send_signal(signal.SIGINT)  # as a terminal does
+    check_same(run(split, requests(1)), expected)
 
 
 @needs_workers
