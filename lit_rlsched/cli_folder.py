@@ -13,6 +13,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.run_folder import (
+    LOCK,
     folder_with,
     holds_run,
     new_folder,
@@ -128,9 +129,10 @@ def _requeued(root: Path) -> Path | None:
 
 
 def _name(config: Namespace) -> str:
-    """After the configuration files."""
-    files = config.get("config") or []
-    return "+".join(Path(str(file)).stem for file in files if file is not None) or "run"
+    """After the configuration files; that of a run is called as the run."""
+    files = [Path(str(file)).absolute() for file in config.get("config") or [] if file is not None]
+    again = [file.parent.parent.name if (file.parent / LOCK).exists() else "" for file in files]
+    return "+".join(a or file.stem for a, file in zip(again, files, strict=True)) or "run"
 
 
 def _loggers(logger: Any, folder: str) -> Any:

@@ -173,6 +173,7 @@ trainer:
     accuracy = r"held-out accuracy [\d.]+ -> [\d.]+"
     line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); pictures and metrics in \S+"
     assert re.fullmatch(line, last), last
+    assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
     for name in ("learning.png", "timeline.png", "lengths.png", "checkpoints/last.ckpt"):
         assert (folder / name).stat().st_size > 1000
     assert len((folder / "completions.jsonl").read_text().splitlines()) == 32

@@ -122,6 +122,8 @@ def test_a_run_has_a_folder_of_its_own_named_after_its_configuration():
     assert [str(first), str(second)] == [f"runs/quick+more/version_{n}" for n in (0, 1)]
     assert str(cli_folder.place(config(), "validate")) == "runs/quick+more/validate_0"
     assert str(cli_folder.place(config(config=None), "fit")) == "runs/run/version_0"
+    again = config(config=[str(first / "config.yaml")])
+    assert str(cli_folder.place(again, "fit")) == "runs/quick+more/version_2"
     assert cli_folder.place(config(trainer={"fast_dev_run": True}), "fit") is None
 
 
