@@ -26,6 +26,7 @@ PROMPT, COMPLETION, VOCABULARY = 3000, 100, 16384
 UPDATES = {
     "all_logits": "token rows repeated, logits of all positions (TRL at the time)",
     "logits": "token rows repeated, logits of the completions (TRL today)",
+    "accumulated": "the same, a completion at a time (TRL today, gradient accumulation)",
     "rows": "ours, a row for each completion, all in one pass",
     "micro_batches": "ours, a row for each completion, `micro_batch_tokens=4096`",
     "shared": "ours, the prompt shared, `micro_batch_tokens=4096`",
@@ -80,14 +81,16 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
     with LiveBytes() as live:
-        if variant in ("all_logits", "logits"):
+        if variant in ("all_logits", "logits", "accumulated"):
             repeated = torch.tensor([row.token_ids for row in rows])
             kept = 0 if variant == "all_logits" else COMPLETION + 1
-            logits = policy(repeated, use_cache=False, logits_to_keep=kept).logits.float()
-            logp = logits.log_softmax(-1)[:, -COMPLETION - 1 : -1]
-            logp = logp.gather(-1, repeated[:, PROMPT:, None]).squeeze(-1)
             advantages = torch.tensor([c.advantage for c in completions])
-            (-(advantages[:, None] * logp).sum()).backward()
+            each = 1 if variant == "accumulated" else k
+            for at in (slice(i, i + each) for i in range(0, k, each)):
+                logits = policy(repeated[at], use_cache=False, logits_to_keep=kept).logits.float()
+                logp = logits.log_softmax(-1)[:, -COMPLETION - 1 : -1]
+                logp = logp.gather(-1, repeated[at, PROMPT:, None]).squeeze(-1)
+                (-(advantages[at, None] * logp).sum()).backward()
             positions = repeated.numel()
         else:
             step = OptimizerStep(
