@@ -82,6 +82,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "Worker.model_runner",
         "Worker.get_model()",
         "Worker.reload_weights(weights_iterator=)",
+        "Worker.distributed_init_method",
     ),
     "vllm.v1.worker.cpu_worker": (
         "CPUWorker.model_runner",
