@@ -294,12 +294,12 @@ def main(folder, engine, model, schedule, place, stops):
     print("\n" + json.dumps(figures), flush=True)
 
 
-def run(*args):
-    """`main` in a process of its own; its exit status, negative where a signal ended it."""
+def run(*args, function=main):
+    """A function in a process of its own; its exit status, negative where a signal ended it."""
     if (pid := os.fork()) == 0:
         status = 1
         try:
-            main(*args)
+            function(*args)
             status = 0
         except SIGTERMException:
             status = 128 + signal.SIGTERM

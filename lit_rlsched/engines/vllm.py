@@ -142,6 +142,7 @@ class VLLMEngine(RolloutEngine):
         if spec.device.type == "cpu":
             check_head_size(_text_config(spec))
         args = self._engine_args(spec)
+        guest.bound_kernels(spec.slots)
         self._apart = args.get("distributed_executor_backend") == "mp"
         workers = self.tensor_parallel_size if self._apart else 0
         with guest.building(spec.device, workers), _budget_in_errors(spec):
