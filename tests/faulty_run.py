@@ -86,7 +86,11 @@ class Run:
     def hangs(self) -> bool:
         """Whether a process was stopped and nobody has killed it yet."""
         hung = self.folder / "hung"
-        return hung.exists() and psutil.pid_exists(int(hung.read_text()))
+        try:
+            status = psutil.Process(int(hung.read_text())).status()
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            return False
+        return status != psutil.STATUS_ZOMBIE
 
 
 class Told(AnswerTimeouts):
