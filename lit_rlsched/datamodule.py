@@ -661,7 +661,6 @@ class RolloutDataModule(LightningDataModule):
         if self.trainer.state.fn == "fit" and self._resumed is None:
             check_nothing_is_resumed(self.trainer.ckpt_path, type(self).__qualname__)
         spec = self.engine_spec()
-        assert self.trainer is not None
         if self.sampling.truncated:
             rank_zero_warn(
                 "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
