@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from plain_module import Plain
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
@@ -20,8 +21,6 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.losses import policy_loss
-from lit_rlsched.policy import load_policy
 
 SMALL = {
     "prompts_per_round": 2,
@@ -616,31 +615,6 @@ def test_rloo_in_partial_mode(fit, tiny_model):
         expected = torch.stack([first - second, second - first], 1).flatten()
         got = torch.tensor([c.advantage for c in round.completions])
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-
-
-class Plain(LightningModule):
-    """As a user may have it: automatic optimization, no notion of rollouts."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.lm = load_policy(model)
-
-    def training_step(self, batch, batch_idx):
-        logp, _ = completion_logprobs(
-            self.lm, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
-        )
-        return policy_loss(
-            logp,
-            batch.advantages,
-            batch.completion_mask,
-            old_logp=batch.old_logp,
-            rollout_logp=batch.rollout_logp,
-            step_sequences=batch.step_sequences,
-            step_tokens=batch.step_tokens,
-        ).loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("mask_stale_tokens", [False, True])
