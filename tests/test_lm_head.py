@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, VOCAB, make_config, make_family
-from conftest import make_tokenizer
+from character_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, lm_head
