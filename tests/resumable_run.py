@@ -275,7 +275,7 @@ def main(folder, engine, model, schedule, place, stops):
     figures = {
         "weights": hashlib.sha256(weights).hexdigest(),
         "steps": trainer.global_step,
-        "rounds": data.num_rounds + 1,
+        "rounds": data.num_rounds,
         **{f"num_{n}": data.counters[f"num_{n}"] for n in ("completions", "tokens")},
         "num_discarded_tokens": data.counters["num_discarded_tokens"],
         "dropped": {k: n for k, n in data.counters.items() if k.startswith("dropped/")},

@@ -341,7 +341,7 @@ def test_a_checkpoint_of_the_first_format_goes_on(tmp_path, other):
     state = torch.load(OLD)["RolloutDataModule"]
     assert "format" not in state and state["num_rounds"] == 1 and state["round"] is not None
     trainer, data = old_run(tmp_path, other)
-    assert trainer.global_step == 6 and data.num_rounds == 2
+    assert trainer.global_step == 6 and data.num_rounds == 3
     assert data.counters["num_completions"] == 3 * 4
 
 

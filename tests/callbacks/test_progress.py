@@ -143,7 +143,7 @@ def test_log_gets_a_line_for_each_round_and_validation(tmp_path, capsys, log, mo
 
 def test_log_of_quick_rounds_is_short(tmp_path, capsys, log):
     fit(tmp_path, RolloutProgressBar(), max_epochs=20, limit_val_batches=0)
-    rounds = re.findall(r"^round (\d+)/20", capsys.readouterr().out, re.MULTILINE)
+    rounds = re.findall(r"^(\d+)/20 rounds", capsys.readouterr().out, re.MULTILINE)
     assert rounds[0] == "1" and rounds[-1] == "20" and len(rounds) < 10
 
 
