@@ -21,6 +21,7 @@ def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
         **kwargs: Passed to `from_pretrained`.
 
     Raises:
+        ImportError: accelerate is missing, which transformers needs to load onto a GPU.
         ValueError: there is no such checkpoint.
     """
     if (Path(model).is_absolute() or model.startswith(".")) and not Path(model).is_dir():
@@ -34,6 +35,10 @@ def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
         else:
             policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **kwargs)
     except (OSError, ValueError) as error:
+        if "requires `accelerate`" in str(error):
+            raise ImportError(
+                "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
+            ) from error
         raise ValueError(
             f"`model={model}`: neither a checkpoint folder here nor a model on the hub. "
             f"Check the spelling and the working directory. ({error})"
