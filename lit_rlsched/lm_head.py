@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from lit_rlsched.cast_once import cast_once
+
 CHECKED_TOKENS = 32
 """Of the first row, on which body and head are compared with the model's own forward."""
 TOLERANCE = 1e-3
@@ -40,6 +42,8 @@ class LMHead(NamedTuple):
 def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
     """Split a model into the parts by which `check_lm_head` has found it to be scored.
 
+    For one pass: under autocast the head is cast at its first call.
+
     Args:
         model: A transformers causal language model, or one wrapped by PEFT.
         temperature: What logits are divided by.
@@ -64,7 +68,8 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
         hidden = _body(causal_lm)(input_ids=input_ids, use_cache=False, **inputs)
         return hidden.last_hidden_state
 
-    return LMHead(states, lambda hidden: transform(head(hidden)))
+    project = cast_once(head)
+    return LMHead(states, lambda hidden: transform(project(hidden)))
 
 
 @torch.no_grad()

@@ -9,8 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlsched.lm_head import check_lm_head, is_checked, lm_head, model_parts
 
-CHUNK_BYTES = 64 * 2**20
-"""Memory of one chunk's fp32 logits, from which the default chunk length follows."""
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Memory of one chunk's fp32 logits by device type, from which the default chunk length follows. A
+GPU needs larger chunks to be busy, and reads the head once for each: `benchmark.lm_head`."""
+
+
+def default_chunk(device: str, vocab_size: int) -> int:
+    """Positions of which logits are in memory at once, on a device of that type."""
+    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (4 * vocab_size))
 
 
 def completion_mask(completion_lengths: Tensor) -> Tensor:
@@ -48,7 +54,8 @@ def completion_logprobs(
             it does). `None`: each has a row of its own.
         temperature: what the completions were drawn with.
         entropy: also return the entropy of each prediction, without gradient.
-        chunk_tokens: positions per LM head call; by default, as many as make 64 MiB of fp32 logits.
+        chunk_tokens: positions per LM head call; by default, as many as make `CHUNK_BYTES` of fp32
+            logits on the model's device.
 
     Returns:
         The log-probabilities and the entropies (or None), both `[B, C]` with `C` the longest
@@ -79,7 +86,7 @@ def completion_logprobs(
             layout["attention_mask"] = _to_addend(layout["attention_mask"], dtype)
     states = head.states(input_ids, **layout)[rows, sources]
     score = partial(_score, head.logits, entropy)
-    chunk_tokens = chunk_tokens or max(1, CHUNK_BYTES // (4 * config.vocab_size))
+    chunk_tokens = chunk_tokens or default_chunk(states.device.type, config.vocab_size)
     logp, entropies = _score_in_chunks(score, states, input_ids[rows, targets], chunk_tokens)
     return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
 

@@ -13,6 +13,7 @@ from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.estimate import Ledger, PlannedRun, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.estimate.run import fake_batch
+from lit_rlsched.logprobs import CHUNK_BYTES
 
 LIMIT = 96
 
@@ -174,6 +175,17 @@ def test_engine_weights_are_in_the_engines_precision(plan):
         return items(ledger(plan(engine=VLLMEngine(), **settings)))["engine weights"].rollout
 
     assert engine(precision="bf16-mixed") * 2 == engine() == engine(lora_rank=4)
+
+
+def test_log_probs_take_larger_chunks_on_a_gpu(plan, monkeypatch):
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 2**14)
+    run = PlannedRun(*plan(engine=VLLMEngine(), micro_batch_tokens=1600))
+    kept, _ = run.update(1600)
+    run.device = "cuda"
+    run._passes.clear()
+    # all logits are one chunk there, which is kept for the backward pass
+    assert run.update(1600)[0] > kept + 4 * 1400 * run.module.model.config.vocab_size
+    assert CHUNK_BYTES["cpu"] == 2**14
 
 
 def test_what_is_called_the_largest_fits_and_more_does_not(plan):

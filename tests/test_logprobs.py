@@ -155,7 +155,7 @@ def test_default_chunk_follows_the_vocabulary(
     model, rows = make_model("Llama"), []
     score(model, input_ids)  # the first call compares the head with the model's own forward
     model.lm_head.register_forward_hook(lambda *call: rows.append(call[2].shape[0]))
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 6 * 4 * VOCAB)
+    monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 6 * 4 * VOCAB)
     with torch.no_grad():
         score(model, input_ids)
     assert rows == [6, 6, 4]

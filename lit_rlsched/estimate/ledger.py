@@ -11,7 +11,7 @@ from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.estimate.run import PlannedRun
-from lit_rlsched.logprobs import CHUNK_BYTES
+from lit_rlsched.logprobs import default_chunk
 from lit_rlsched.policy import base_model, find_policy
 from lit_rlsched.rollout.types import Completion
 
@@ -93,7 +93,7 @@ class Ledger:
         vocab = base_model(find_policy(module)).config.get_text_config().vocab_size
         parameters = sum(p.numel() for p in module.parameters())
         count = f"{trainable:,} trainable parameters"
-        at_once = min(CHUNK_BYTES // (4 * vocab), positions)
+        at_once = min(default_chunk(run.device, vocab), positions)
         chunk = f"log-probs of {at_once:,} positions at a time, {vocab:,} logits each"
         if step > peak:  # it comes when the activations are gone
             chunk = "AdamW's temporaries, more than the passes take"

@@ -2,7 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lit_rlsched.logprobs import CHUNK_BYTES
 from lit_rlsched.module import PolicyModule
 
 
@@ -94,6 +96,17 @@ def make_fake(*roots: nn.Module) -> None:
                     if tensor not in fakes:
                         fakes[tensor] = fake(tensor)
                     group[name] = fakes[tensor]  # type: ignore[assignment]
+
+
+@contextmanager
+def chunks_as_on(device: str) -> Iterator[None]:
+    """Score as many positions at a time as on that device: fake tensors are the CPU's."""
+    before = CHUNK_BYTES["cpu"]
+    CHUNK_BYTES["cpu"] = CHUNK_BYTES[device]
+    try:
+        yield
+    finally:
+        CHUNK_BYTES["cpu"] = before
 
 
 def object_bytes(*roots: Any) -> int:

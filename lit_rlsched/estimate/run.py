@@ -18,6 +18,7 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.estimate.live import (
     LiveBytes,
+    chunks_as_on,
     configure_without_weights,
     make_fake,
     storage_bytes,
@@ -156,7 +157,7 @@ class PlannedRun:
                 output.loss.backward()
 
             live = LiveBytes()
-            with self.trainer.precision_plugin.forward_context():
+            with self.trainer.precision_plugin.forward_context(), chunks_as_on(self.device):
                 _measured(step, live)
             self._passes[micro_batch_tokens] = kept, live.peak
         return self._passes[micro_batch_tokens]

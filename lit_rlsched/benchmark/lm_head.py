@@ -1,0 +1,89 @@
+"""Kernels and bytes of the LM head: log-probs and entropies of a micro-batch, forward and backward.
+
+    python -m lit_rlsched.benchmark.lm_head
+
+Counted on fake tensors, which have shapes and types but no values, so that no memory is needed:
+each operation that is no view is a kernel, and reads its inputs and writes its outputs once.
+Precision is `bf16-mixed`.
+"""
+
+import argparse
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lit_rlsched import logprobs
+from lit_rlsched.lm_head import lm_head
+
+POSITIONS = 16384
+SHAPES = {  # vocabulary, hidden size, whether the head is trained
+    "Qwen3-0.6B": (151936, 1024, True),
+    "Qwen2.5-7B, LoRA": (152064, 3584, False),
+}
+
+
+class Counts(NamedTuple):
+    """What a pass over all positions takes."""
+
+    kernels: int
+    bytes: int
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that are no views, and the bytes they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = {t.untyped_storage()._cdata for t in tensors}
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        shared = bool(made) and all(t.untyped_storage()._cdata in given for t in made)
+        in_place = func._schema.name.endswith("_")
+        # what asks for a device or a shape comes through here too
+        if made and not func.is_view and (in_place or not shared):
+            self.kernels += 1
+            self.bytes += sum(t.numel() * t.element_size() for t in [*tensors, *made])
+        return out
+
+
+def count(vocabulary: int, hidden: int, trained: bool, chunk: int) -> Counts:
+    """Score `POSITIONS` and go back, in chunks of so many bytes of fp32 logits."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        config = Qwen3Config(vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=0)
+        model = Qwen3ForCausalLM(config).requires_grad_(trained)
+        states = torch.empty(POSITIONS, hidden, requires_grad=True)
+        targets = torch.zeros(POSITIONS, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Kernels() as counted:
+            score = partial(logprobs._score, lm_head(model).logits, True)
+            logp, _ = logprobs._score_in_chunks(score, states, targets, chunk // (4 * vocabulary))
+            logp.sum().backward()
+    return Counts(counted.kernels, counted.bytes)
+
+
+def main() -> None:
+    """Print a table."""
+    argparse.ArgumentParser(
+        "python -m lit_rlsched.benchmark.lm_head",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
+    print(f"{POSITIONS:,} positions, bf16-mixed\n")
+    print("| | chunk | chunks | kernels | GB read and written |\n|---|---|---|---|---|")
+    for name, (vocabulary, hidden, trained) in SHAPES.items():
+        for chunk in (1 << 26, 1 << 28, 1 << 30):
+            kernels, moved = count(vocabulary, hidden, trained, chunk)
+            chunks = -(-POSITIONS // (chunk // (4 * vocabulary)))
+            print(f"| {name} | {chunk >> 20} MiB | {chunks} | {kernels:,} | {moved / 1e9:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()
