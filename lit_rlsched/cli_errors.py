@@ -1,24 +1,20 @@
 """How the command line refuses a run: one message and exit code 2, without usage or traceback."""
 
 import argparse
-import dis
 import logging
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lit_rlsched.cli_wording import plain
-
-_ON_PURPOSE = (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException)
-_SPEAK_TO_USERS = ("lit_rlsched", "lightning", "jsonargparse")
+from lit_rlsched.refusals import is_refusal
 
 
 class Refusal(SystemExit):
@@ -96,39 +92,16 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
         raise
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether an error tells the user what to change, and is no bug.
-
-    It does where it was raised by a `raise` in this package or in Lightning: what Python, torch or
-    vLLM raise by themselves, an `assert` that fails, and the user's own code are not among these.
-    """
-    if not isinstance(error, _ON_PURPOSE) or isinstance(error, NotImplementedError):
-        return False
-    if hasattr(error, "__notes__"):  # the traceback of another process
-        return False
-    last = _innermost(error.__traceback__)
-    if last is None:
-        return False
-    module = str(last.tb_frame.f_globals.get("__name__", ""))
-    operation = last.tb_frame.f_code.co_code[last.tb_lasti]
-    return module.partition(".")[0] in _SPEAK_TO_USERS and operation == dis.opmap["RAISE_VARARGS"]
-
-
-def _innermost(frames: TracebackType | None) -> TracebackType | None:
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    return frames
-
-
 @contextmanager
 def plain_warnings() -> Iterator[None]:
     """Print warnings without the path and the line of whoever called `warn`.
 
     Deprecations inside of other libraries are not shown, nor what Lightning advertises: whoever
-    trains can do nothing about them.
+    trains can do nothing about them. SIGTERM is answered as Ctrl-C is.
     """
     before = warnings.formatwarning
     rank_zero_module.log.addFilter(_is_no_advertisement)
+    signal_connector.log.addFilter(_say_that_it_stops)
     with warnings.catch_warnings():
         for library in ("lightning", "torch", "transformers", "vllm"):
             for category in (DeprecationWarning, FutureWarning):
@@ -139,10 +112,17 @@ def plain_warnings() -> Iterator[None]:
         finally:
             warnings.formatwarning = before
             rank_zero_module.log.removeFilter(_is_no_advertisement)
+            signal_connector.log.removeFilter(_say_that_it_stops)
 
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("💡 Tip")
+
+
+def _say_that_it_stops(record: logging.LogRecord) -> bool:
+    if "Received SIGTERM" in str(record.msg):
+        record.msg = "SIGTERM: stopping and saving."
+    return True
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:

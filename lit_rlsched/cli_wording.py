@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import pairwise
@@ -53,7 +53,9 @@ def _unknown_option(match: re.Match, message: str, parser: argparse.ArgumentPars
 
 def _unknown_key(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
     names = [option.removeprefix("--") for option in _options(parser)]
-    return f"There is no setting `{match[1]}`.{did_you_mean(match[1], names)}"
+    where = "".join(f"`{path}`: " for path, file in _files(parser) if _has(file, match[1]))
+    there = "there" if where else "There"
+    return f"{where}{there} is no setting `{match[1]}`.{did_you_mean(match[1], names)}"
 
 
 def _unknown_argument(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
@@ -94,13 +96,9 @@ def _no_file(match: re.Match, message: str, parser: argparse.ArgumentParser) -> 
 
 
 def _no_yaml(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
-    args = getattr(parser, "args", ())
-    given = [path for option, path in pairwise(args) if option in ("-c", "--config")]
-    for path in [*given, *(a.removeprefix("--config=") for a in args if "--config=" in a)]:
-        # a configuration is parsed in its own folder
-        file = next((f for f in (Path(path), Path(Path(path).name)) if f.is_file()), None)
+    for path, file in _files(parser):
         try:
-            yaml.safe_load(file.read_text(encoding="utf-8") if file else "")
+            yaml.safe_load(file.read_text(encoding="utf-8"))
         except yaml.MarkedYAMLError as error:
             line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
             return f"`{path}`{line} is not YAML: {error.problem}."
@@ -151,6 +149,27 @@ def _key(message: str) -> str:
 def _type(text: str) -> str:
     name = text.removeprefix("<class '").removesuffix("'>")
     return _TYPES.get(name, name)
+
+
+def _files(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Path]]:
+    """Configuration files as they were given, and where they are."""
+    args = getattr(parser, "args", ())
+    given = [path for option, path in pairwise(args) if option in ("-c", "--config")]
+    for path in [*given, *(a.removeprefix("--config=") for a in args if "--config=" in a)]:
+        # a configuration is parsed in its own folder
+        file = next((f for f in (Path(path), Path(Path(path).name)) if f.is_file()), None)
+        if file is not None:
+            yield path, file
+
+
+def _has(file: Path, key: str) -> bool:
+    """Whether a file has a setting, such as `data.seed`."""
+    node = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for name in key.split("."):
+        if not isinstance(node, dict) or name not in node:
+            return False
+        node = node[name]
+    return True
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

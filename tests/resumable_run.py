@@ -19,6 +19,7 @@ import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from plain_module import Plain
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import (
@@ -39,11 +40,14 @@ from lit_rlsched.run_folder import newest_checkpoint
 from lit_rlsched.scheduling.rounds import SortedRound
 
 SCHEDULES = {
-    "full": (
-        {"steps_per_round": 2, "max_completion_length": 24, "num_generations": 4},
-        10,
-        lambda: [MicroGroupSampling(slots=6)],
-    ),
+    **{
+        name: (
+            {"steps_per_round": 2, "max_completion_length": 24, "num_generations": 4},
+            10,
+            lambda: [MicroGroupSampling(slots=6)],
+        )
+        for name in ("full", "automatic optimization")
+    },
     **{
         mode: (
             {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
@@ -113,7 +117,8 @@ class Die(RolloutCallback):
             os.kill(os.getpid(), self.signal)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.seen["micro"] = 0
+        if getattr(batch, "is_first", True):  # of a micro-batch, in automatic optimization
+            self.seen["micro"] = 0
         self._count("step", lambda at: trainer.global_step == at)
 
     def on_before_backward(self, trainer, pl_module, loss):
@@ -267,7 +272,8 @@ def main(folder, engine, model, schedule, place, stops):
         ],
         plugins=[DyingIO(place)],
     )
-    module = GRPOModule(model, learning_rate=1e-3)
+    automatic = schedule == "automatic optimization"
+    module = Plain(model) if automatic else GRPOModule(model, learning_rate=1e-3)
     ckpt_path = newest_checkpoint(folder) if stops else "last"
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())

@@ -86,7 +86,7 @@ def test_one_message(refused, given, said):
     [
         (
             "data: {num_generation: 4}",
-            "`data.num_generation`. Did you mean `data.num_generations`?",
+            "bad.yaml`: there is no setting `data.num_generation`. Did you mean `data.num_generat",
         ),
         (
             "data: {engine: {class_path: VLLMEngine, init_args: {kv_cach_gib: 3}}}",

@@ -70,6 +70,7 @@ STOPPED = [
     "TERM step 9",  # in the last step of the last round
 ]
 """Where SIGTERM comes."""
+AUTOMATIC = [place for place in STOPPED if "answers" not in place and "validation" not in place]
 VLLM = ["completion 40", "validation 3", "step 7"]
 
 
@@ -143,6 +144,7 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     ("engine", "schedule", "places"),
     [
         ("TransformersEngine", "full", STOPPED),
+        slow("TransformersEngine", "automatic optimization", AUTOMATIC),
         slow("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
         slow("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]),
     ],
@@ -153,6 +155,7 @@ def test_stopped_anywhere_and_resumed_equals_never_stopped(
     whole = run(tmp_path / "whole", engine, tiny_model, schedule, last="TERM never")
     resumed = run(tmp_path / "stopped", engine, tiny_model, schedule, *places)
     assert resumed["weights"] == whole["weights"]
-    steps = [step for step, _ in whole["validations"]]
-    assert steps == sorted(set(steps)) and len(steps) >= whole["rounds"] - 1
     assert resumed == whole
+    if schedule != "automatic optimization":  # that module does not validate
+        steps = [step for step, _ in whole["validations"]]
+        assert steps == sorted(set(steps)) and len(steps) >= whole["rounds"] - 1

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,13 @@ from lit_rlsched.callbacks import RolloutCallback
 class Send(RolloutCallback):
     """Sends signals to the process group, as a terminal does, in the middle of the second round."""
 
-    def __init__(self, name: str, times: int = 1):
-        self.name, self.times = name, times
+    def __init__(self, names: list[str]):
+        self.names = names
 
     def on_completion_end(self, trainer, pl_module, completion):
-        if trainer.datamodule.num_rounds == 1 and self.times:
-            for _ in range(self.times):
-                os.killpg(os.getpgrp(), getattr(signal, self.name))
-            self.times = 0
+        if trainer.datamodule.num_rounds == 1:
+            while self.names:
+                os.killpg(os.getpgrp(), getattr(signal, self.names.pop(0)))
 '''
 CONFIG = """
 model: {class_path: GRPOModule, init_args: {model: MODEL, learning_rate: 1.0e-3}}
@@ -58,11 +58,11 @@ def fit(tiny_model, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "short.yaml").write_text(CONFIG.replace("MODEL", tiny_model))
 
-    def fit(*arguments):
+    def fit(*arguments, **environment):
         return subprocess.run(
             [sys.executable, "-m", "lit_rlsched", "fit", "-c", "short.yaml", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             capture_output=True,
             text=True,
             timeout=280,
@@ -72,17 +72,17 @@ def fit(tiny_model, tmp_path):
     return fit
 
 
-def send(name, times=1):
-    options = f"--trainer.callbacks.name={name}", f"--trainer.callbacks.times={times}"
-    return ["--trainer.callbacks+=send.Send", *options]
+def send(names):
+    return ["--trainer.callbacks+=send.Send", f"--trainer.callbacks.names={names}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
-    stopped = fit(*send(name))
+    stopped = fit(*send(f"[{name}]"))
     assert stopped.returncode == code, stopped.stderr
     assert "Traceback" not in stopped.stderr and " died " not in stopped.stderr
+    assert "stopping and saving" in stopped.stderr and "rank" not in stopped.stderr
     summary, how = stopped.stdout.splitlines()[-2:]
     assert re.match(r"short: reward .* \(1 rounds?, .*runs/short/version_0", summary), summary
     path = re.fullmatch(r"Stopped before its end: resume with `--ckpt_path (\S+)`", how)[1]
@@ -102,11 +102,48 @@ def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
 
 @pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(fit, tmp_path):
-    stopped = fit(*send("SIGINT", times=2))
+    stopped = fit(*send("[SIGINT,SIGINT]"))
     assert stopped.returncode == 130, stopped.stderr
     assert "resume with" not in stopped.stdout
     files = [p.name for p in (tmp_path / "runs/short/version_0/checkpoints").iterdir()]
     assert files == ["round_00001-step_000001.ckpt"]
+
+
+@pytest.mark.slow
+def test_slurm_saves_in_mid_rollout_and_the_requeued_job_is_the_run_that_was_never_stopped(
+    fit, tmp_path
+):
+    whole = fit()
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$REQUEUED"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    slurm = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "REQUEUED": str(tmp_path / "requeued"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "1",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
+    # the job's time is up: saved and put back by the first signal, killed by the second
+    killed = fit(*send("[SIGUSR1,SIGKILL]"), **slurm)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    goes_on = fit(*send("[]"), **slurm, SLURM_RESTART_COUNT="1")
+    assert goes_on.returncode == 0, goes_on.stderr
+    never_stopped, requeued = sorted((tmp_path / "runs/short").iterdir())
+    drawn, expected = [
+        [without_times(line) for line in (folder / "completions.jsonl").open()]
+        for folder in (requeued, never_stopped)
+    ]
+    assert drawn == expected and len(drawn) == 3 * 8
+
+
+def without_times(line):
+    return {name: value for name, value in json.loads(line).items() if "time" not in name}
 
 
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(fit, tmp_path):

@@ -13,6 +13,7 @@ import cloudpickle
 
 from lit_rlsched._environment import hide_environment
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.worker import die_with
 from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
@@ -63,7 +64,8 @@ class Server:
                 getattr(self, name)(*arguments)
             except Exception as error:
                 self._ahead = 0
-                self._send((_pickled(error), traceback.format_exc()), raised=True)
+                failure = _pickled(error), traceback.format_exc(), is_refusal(error)
+                self._send(failure, raised=True)
 
     def start(self, spec: EngineSpec) -> None:
         self._engine.start(spec)

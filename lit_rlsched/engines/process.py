@@ -24,6 +24,7 @@ from lit_rlsched.engines.base import (
     RolloutEngine,
 )
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
+from lit_rlsched.refusals import InChild
 from lit_rlsched.rewards.process import how_it_ended
 from lit_rlsched.rollout.trace import Step
 from lit_rlsched.rollout.types import Event, Request
@@ -381,12 +382,12 @@ class Child:
     _end = _fault = ""
 
 
-def unpickled(error: tuple[bytes, str]) -> BaseException:
-    """An exception of the child, with the place it comes from."""
-    pickled, text = error
+def unpickled(error: tuple[bytes, str, bool]) -> BaseException:
+    """An exception of the child, with the place it comes from and whether it is a refusal."""
+    pickled, text, refusal = error
     try:
         raised: BaseException = pickle.loads(pickled)
     except Exception:
         return RuntimeError(f"In the engine's process:\n{text}")
-    raised.add_note(f"In the engine's process:\n{text}")
+    raised.add_note(InChild(f"In the engine's process:\n{text}", refusal))
     return raised

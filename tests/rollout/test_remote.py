@@ -15,6 +15,7 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngi
 from lit_rlsched.engines._watch import Watch
 from lit_rlsched.engines.base import EngineBroken, EngineSpec
 from lit_rlsched.engines.process import MAX_DEATHS
+from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.remote import RemoteWorker, make_worker
@@ -336,8 +337,9 @@ def test_an_answer_that_nobody_waits_for_any_more(there):
 
 
 def test_errors_are_those_of_the_engine(there):
-    with pytest.raises(ValueError, match="'long' does not fit"):
+    with pytest.raises(ValueError, match="'long' does not fit") as error:
         there.engine.submit([Request("long", range(4, 40), 0, Sampling(440))])
+    assert is_refusal(error.value), "the command line prints it without a traceback"
     there.run(FullRound(PROMPTS))
 
 
@@ -420,8 +422,9 @@ def test_a_start_that_is_refused_leaves_no_process(tmp_path):
             raise ValueError("not with this model")
 
     engine = ProcessEngine(Refusing())
-    with pytest.raises(ValueError, match="not with this model"):
+    with pytest.raises(ValueError, match="not with this model") as error:
         engine.start(SPEC)
+    assert not is_refusal(error.value), "an error of the user's own code"
     assert not engine.alive and not alive(int((tmp_path / "pid").read_text()))
 
 

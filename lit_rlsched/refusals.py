@@ -1,0 +1,50 @@
+"""Which errors tell the user what to change, and which are bugs."""
+
+import dis
+from types import TracebackType
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+_ON_PURPOSE = (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException)
+_SPEAK_TO_USERS = ("lit_rlsched", "lightning", "jsonargparse")
+
+
+class InChild(str):
+    """Note on an error of another process: the traceback it had there.
+
+    Args:
+        text: The traceback.
+        refusal: Whether the error was a refusal there.
+    """
+
+    refusal: bool
+
+    def __new__(cls, text: str, refusal: bool) -> "InChild":
+        """A string that knows it."""
+        note = super().__new__(cls, text)
+        note.refusal = refusal
+        return note
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error tells the user what to change, and is no bug.
+
+    It does where it was raised by a `raise` in this package or in Lightning: what Python, torch or
+    vLLM raise by themselves, an `assert` that fails, and the user's own code are not among these.
+    """
+    for note in getattr(error, "__notes__", ()):
+        return isinstance(note, InChild) and note.refusal
+    if not isinstance(error, _ON_PURPOSE) or isinstance(error, NotImplementedError):
+        return False
+    last = _innermost(error.__traceback__)
+    if last is None:
+        return False
+    module = str(last.tb_frame.f_globals.get("__name__", ""))
+    operation = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return module.partition(".")[0] in _SPEAK_TO_USERS and operation == dis.opmap["RAISE_VARARGS"]
+
+
+def _innermost(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames
