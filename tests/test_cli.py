@@ -50,6 +50,12 @@ def test_what_is_printed_parses_again(capsys, tmp_path):
     assert config["data"]["val_data"]["init_args"]["size"] == 128
 
 
+def test_one_device_by_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", "configs/quickstart.yaml", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["devices"] == 1
+
+
 def test_short_names_and_flags(capsys):
     config = printed(
         capsys,

@@ -12,7 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_rlsched.rewards import RewardScheduler, ScoredJob
-from lit_rlsched.rewards.answers import REVIEWED, checked_entry, score_entry, verifier_of
+from lit_rlsched.rewards.answers import (
+    REVIEWED,
+    checked_entry,
+    import_reasoning_gym,
+    score_entry,
+    verifier_of,
+)
 
 TOUCHED = Path("/tmp/touched-by-an-answer")
 TOUCH = f"open({str(TOUCHED)!r}, 'w')"
@@ -193,6 +199,16 @@ def test_no_column_is_run_where_theirs_evaluates(audited) -> None:
 @pytest.mark.slow
 def test_no_column_is_run(audited) -> None:
     check_columns(audited, sorted(REVIEWED), COLUMN_ESCAPES + ESCAPES[:8])
+
+
+def test_a_version_that_nobody_reviewed_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.26")
+    import_reasoning_gym.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"reasoning-gym 0\.1\.26 is installed"):
+            import_reasoning_gym()
+    finally:
+        import_reasoning_gym.cache_clear()
 
 
 def test_every_data_set_was_reviewed_but_one_that_is_made_of_others() -> None:
