@@ -18,8 +18,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.sampling_params": (
         "SamplingParams(temperature=, top_p=, top_k=, min_p=, max_tokens=, seed=, ignore_eos=,"
-        " stop_token_ids=, logprobs=, detokenize=, output_kind=, extra_args=)",
-        "RequestOutputKind.DELTA",
+        " stop_token_ids=, logprobs=, detokenize=, extra_args=)",
     ),
     "vllm.config.vllm": (
         "VllmConfig.cache_config",
@@ -33,7 +32,6 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "LLMEngine.from_vllm_config(config, disable_log_stats=)",
         "LLMEngine.engine_core",
         "LLMEngine.add_request(id, prompt, params)",
-        "LLMEngine.step()",
         "LLMEngine.abort_request(ids)",
         "LLMEngine.collective_rpc(method)",
         "LLMEngine.collective_rpc(method, args=)",
@@ -41,17 +39,21 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "LLMEngine.sleep(level=)",
         "LLMEngine.wake_up()",
     ),
-    "vllm.outputs": (
-        "RequestOutput.request_id",
-        "RequestOutput.outputs",
-        "RequestOutput.finished",
-        "RequestOutput.num_cached_tokens",
-        "CompletionOutput.token_ids",
-        "CompletionOutput.logprobs",
-        "CompletionOutput.finish_reason",
+    "vllm.v1.engine": (
+        "EngineCoreOutputs.outputs",
+        "EngineCoreOutput.request_id",
+        "EngineCoreOutput.new_token_ids",
+        "EngineCoreOutput.new_logprobs",
+        "EngineCoreOutput.finish_reason",
+        "EngineCoreOutput.prefill_stats",
     ),
-    "vllm.logprobs": ("Logprob.logprob",),
-    "vllm.v1.engine.core_client": ("InprocClient.engine_core", "InprocClient.shutdown()"),
+    "vllm.v1.outputs": ("LogprobsLists.logprobs",),
+    "vllm.v1.metrics.stats": ("PrefillStats.num_cached_tokens",),
+    "vllm.v1.engine.core_client": (
+        "InprocClient.engine_core",
+        "InprocClient.get_output()",
+        "InprocClient.shutdown()",
+    ),
     "vllm.v1.engine.core": (
         "EngineCore.scheduler",
         "EngineCore.model_executor",

@@ -117,6 +117,7 @@ class VLLMEngine(RolloutEngine):
 
     def _forget_counts(self) -> None:
         self._held: dict[str, _Held] = {}
+        self._inside: dict[str, _Held] = {}  # the same by vLLM's own ids
         self._preempted: set[str] = set()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
@@ -228,8 +229,8 @@ class VLLMEngine(RolloutEngine):
         for request, param in zip(requests, params, strict=True):
             prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
             param.extra_args = self._noise.enter(request)
-            live.add_request(request.id, prompt, param)
-            self._held[request.id] = _Held(request)
+            inside = live.add_request(request.id, prompt, param)
+            self._held[request.id] = self._inside[inside] = _Held(request, inside)
 
     def _sampling_params(self, request: Request) -> Any:
         sampling = request.sampling
@@ -244,7 +245,6 @@ class VLLMEngine(RolloutEngine):
             stop_token_ids=list(self._spec.eos_token_ids),
             logprobs=0,
             detokenize=False,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
     def step(self) -> list[Event]:
@@ -253,29 +253,35 @@ class VLLMEngine(RolloutEngine):
         # on CPU even seeded batches draw from the global generator; this costs a microsecond
         state = torch.get_rng_state()
         with self._naming_dead_workers():
-            outputs = self._live.step()
+            # `LLMEngine.step` would make five more objects of each token, which say nothing more
+            outputs = self._live.engine_core.get_output().outputs
         torch.set_rng_state(state)
         self._decode_steps += 1
         self._count_preemptions()
-        return [self._event(output) for output in outputs]
-
-    def _event(self, output: Any) -> Event:
-        new = output.outputs[0]
-        token_ids = list(new.token_ids)
-        logprobs = [at[token].logprob for token, at in zip(token_ids, new.logprobs, strict=True)]
-        held = self._held[output.request_id]
-        if not held.token_ids:
-            cached = output.num_cached_tokens
-            self._cached_tokens += cached
-            self._prefill_tokens += held.prefilled - cached
-        held.token_ids += token_ids
-        held.logprobs += logprobs
-        if output.finished:
-            self._leave(output.request_id, new.finish_reason)
-        return Event(output.request_id, token_ids, logprobs, new.finish_reason)
+        events: list[Event] = []
+        ended: list[str] = []
+        for output in outputs:  # a turn for each token that is drawn
+            held = self._inside[output.request_id]
+            name, token_ids, reason = held.request.id, output.new_token_ids, output.finish_reason
+            logprobs = output.new_logprobs.logprobs.ravel().tolist()  # a column: of what was drawn
+            if not held.token_ids:
+                cached = output.prefill_stats.num_cached_tokens
+                self._cached_tokens += cached
+                self._prefill_tokens += held.prefilled - cached
+            held.token_ids += token_ids
+            held.logprobs += logprobs
+            if reason is not None:
+                reason = str(reason)
+                self._leave(name, reason)
+                ended.append(name)
+            events.append(Event(name, token_ids, logprobs, reason))
+        if ended:
+            self._live.abort_request(ended)  # else vLLM's front end keeps them
+        return events
 
     def _leave(self, request_id: str, reason: str | None = None) -> Partial:
         held = self._held.pop(request_id)
+        del self._inside[held.inside]
         length = len(held.request.prefix_ids) + len(held.token_ids)
         ended = reason == "stop" or length == held.request.sampling.max_completion_length
         self._noise.leave(held.request, None if ended else length)
@@ -335,6 +341,7 @@ class VLLMEngine(RolloutEngine):
         if self._engine is None:
             return
         self._held.clear()
+        self._inside.clear()
         if self._meeting_place is not None:
             Path(self._meeting_place).unlink(missing_ok=True)
         self._engine.engine_core.shutdown()
@@ -381,6 +388,8 @@ class _Held:
     """A request inside the engine."""
 
     request: Request
+    inside: str
+    """Its id there."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_kwargs import OF_THE_RUN, OTHER_DRAWS, OWN, PASSED_ON
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.rollout.types import Request, Sampling
+from lit_rlsched.engines.vllm import VLLMEngine, _Held
+from lit_rlsched.rollout.types import Event, Request, Sampling
 
 PROMPT = [5, 14, 6, 18, 33]
 
@@ -201,6 +202,65 @@ def test_tied_heads_are_repacked(
         assert error_of_logprobs(engine, tiny_policy) < 1e-4
     if stale < 0.1:
         pytest.skip("this vLLM repacks tied heads itself: `repack_embeddings` can go")
+
+
+def test_events_say_what_vllms_own_front_end_would(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(f"r{i}", PROMPT, i, Sampling(20 + i, 0.9, 0.95)) for i in range(4)]
+    theirs: list[tuple[object, ...]] = []
+    ours: list[tuple[object, ...]] = []
+    with started(tiny_model) as engine:
+        live = engine._live
+        front_end, get_output = live.output_processor, live.engine_core.get_output
+
+        def told_to_both() -> object:
+            outputs = get_output()
+            for told in front_end.process_outputs(outputs.outputs).request_outputs:
+                (new,) = told.outputs
+                last = new.token_ids[-1]
+                logprob = new.logprobs[-1][last].logprob
+                theirs.append((told.request_id, last, logprob, new.finish_reason))
+            return outputs
+
+        engine.submit([replace(request, pause_at=9) for request in requests[:2]])
+        engine.submit(requests[2:])
+        assert len(front_end.request_states) == 4
+        monkeypatch.setattr(live.engine_core, "get_output", told_to_both)
+        while len(ours) < 9 * 2 + 22 + 23:
+            for event in engine.step():
+                assert len(event.token_ids) == len(event.logprobs) == 1
+                ours.append(
+                    (event.request_id, event.token_ids[0], event.logprobs[0], event.finish_reason)
+                )
+        assert ours == theirs
+        monkeypatch.undo()
+        engine.submit([requests[0]])
+        while engine.step():
+            pass
+        assert not front_end.request_states and not front_end.external_req_ids
+
+
+def test_a_token_costs_no_object_of_vllms_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VLLMEngine()
+    request = Request("r0", PROMPT, 0, Sampling(9))
+    output = SimpleNamespace(
+        request_id="r0-inside",
+        new_token_ids=[7],
+        new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5]], np.float32)),
+        finish_reason=None,
+        prefill_stats=SimpleNamespace(num_cached_tokens=2),
+    )
+    core = SimpleNamespace(scheduler=SimpleNamespace(waiting=[]))
+    front_end = SimpleNamespace(  # without `step`
+        engine_core=SimpleNamespace(
+            engine_core=core, get_output=lambda: SimpleNamespace(outputs=[output])
+        )
+    )
+    monkeypatch.setattr(engine, "_engine", front_end)
+    engine._held["r0"] = engine._inside["r0-inside"] = _Held(request, "r0-inside")
+    assert engine.step() == [Event("r0", [7], [-0.5])]
+    assert (engine._cached_tokens, engine._prefill_tokens) == (2, 3)
 
 
 def test_preemptions_are_counted_and_change_no_draw(tiny_model: str) -> None:

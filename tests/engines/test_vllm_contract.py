@@ -26,8 +26,8 @@ CODE = ("vllm", "_vllm_guest", "_vllm_heads", "_vllm_worker")
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
 OURS = {"kept_noise", "lit_rlsched_noise"}
-PLAIN = {"clear", "get", "removeprefix", "startswith"}
-"""Methods of dictionaries and strings."""
+PLAIN = {"clear", "get", "ravel", "removeprefix", "startswith", "tolist"}
+"""Methods of dictionaries, strings and arrays."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
 """Of configurations of transformers."""
 NAMESPACE = {
@@ -35,8 +35,6 @@ NAMESPACE = {
     "EngineArgs",
     "LLMEngine",
     "SamplingParams",
-    "sampling_params",
-    "RequestOutputKind",
 }
 """Classes and modules on the way to what is touched."""
 BY_FRAME_OR_TYPE = {
