@@ -3,9 +3,8 @@
 import dis
 from types import TracebackType
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-_ON_PURPOSE = (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException)
+_ON_PURPOSE = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+_OF_LIGHTNING = "MisconfigurationException"  # by its name: an engine's process has no Lightning
 _SPEAK_TO_USERS = ("lit_rlsched", "lightning", "jsonargparse")
 
 
@@ -34,7 +33,8 @@ def is_refusal(error: Exception) -> bool:
     """
     for note in getattr(error, "__notes__", ()):
         return isinstance(note, InChild) and note.refusal
-    if not isinstance(error, _ON_PURPOSE) or isinstance(error, NotImplementedError):
+    known = isinstance(error, _ON_PURPOSE) or type(error).__name__ == _OF_LIGHTNING
+    if not known or isinstance(error, NotImplementedError):
         return False
     last = _innermost(error.__traceback__)
     if last is None:

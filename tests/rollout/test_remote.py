@@ -479,6 +479,15 @@ def alive(pid):
         return False
 
 
+def test_the_process_imports_neither_lightning_nor_transformers():
+    """They take seconds of each start; an engine imports what it needs."""
+    code = "import sys, lit_rlsched.engines._child as _; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"lightning", "transformers", "vllm"} & {*modules.stdout.split()}
+
+
 def test_one_process_is_enough():
     with pytest.raises(ValueError, match="one process is enough"):
         ProcessEngine(ProcessEngine(TransformersEngine()))
