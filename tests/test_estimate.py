@@ -1,6 +1,7 @@
 """Estimates against what the same run really holds: counted bytes, not resident memory."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,17 @@ def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
     assert "asleep" in report(planned)
     awake = ledger(plan(engine=VLLMEngine(enable_sleep_mode=False)), memory, "cuda")
     assert items(awake)["key-value cache"].update > 0
+
+
+@pytest.mark.parametrize(("share", "slots"), [(0.9, 512), (0.0099, 314)])
+def test_slots_of_a_large_gpu_follow_from_its_cache(plan, monkeypatch, share, slots):
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    engine = VLLMEngine(gpu_memory_utilization=share)
+    planned = ledger(plan(engine=engine, num_generations=128), 2**30, "cuda")
+    assert planned.slots == slots
+    assert f"{slots} of a round's 512 completions" in report(planned)
 
 
 def test_engine_weights_are_in_the_engines_precision(plan):

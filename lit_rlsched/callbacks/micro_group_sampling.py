@@ -20,14 +20,18 @@ class MicroGroupSampling(RolloutCallback):
     It changes when a completion is drawn, never which: the same tokens, with log-probs equal up to
     the engine's batch noise (on vLLM in fp32 5e-7).
 
+    Without it 256 decode at once, or all of a round where it has fewer; with vLLM on a GPU of
+    70 GiB or more up to 1,024, if the cache holds so many of half the longest length. Each round
+    logs the number as `rollout/slots`.
+
     Args:
         slots: Most completions that decode at once (the paper's fixed slots). Refused where the
             engine's key-value cache could not hold that many completions of full length.
         memory_budget: Key-value cache that completions may take together, such as `2GiB`, instead
             (the paper's dynamic slots): as many run as fit into it at the moment, never more, at
-            most 256. A completion draws up to an eighth of `max_completion_length` at a time; where
-            the budget is full it waits for others to end, and goes on with the same tokens as if
-            it had not.
+            most 256 (vLLM on a GPU of 70 GiB or more: 1,024). A completion draws up to an eighth of
+            `max_completion_length` at a time; where the budget is full it waits for others to end,
+            and goes on with the same tokens as if it had not.
         refill: `continuous` refills a slot as soon as it is free (continuous sampling), `rounds`
             only when all are (naive micro sampling groups).
         order: Which waiting completion goes first: `fifo`, in the order of the data;

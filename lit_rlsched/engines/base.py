@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lit_rlsched.engines._default_slots import DEFAULT_SLOTS
 from lit_rlsched.rollout.types import Event, Request
 
 
@@ -86,6 +87,10 @@ class RolloutEngine(ABC):
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         """Precision of the key-value cache; may be asked for before `start`."""
         return spec.dtype
+
+    def most_slots(self, spec: EngineSpec) -> int:
+        """Requests it runs at once at most where nobody says; `spec` has no `slots` yet."""
+        return DEFAULT_SLOTS
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
         """Most devices of this node that the model can be split over, a power of two.

@@ -102,6 +102,10 @@ class ProcessEngine(RolloutEngine):
     def tensor_parallel_size(self, size: int) -> None:
         self.engine.tensor_parallel_size = size
 
+    def most_slots(self, spec: EngineSpec) -> int:
+        """The engine's."""
+        return self.engine.most_slots(spec)
+
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
         """The engine's."""
         return self.engine.max_tensor_parallel_size(spec)

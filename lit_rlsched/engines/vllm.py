@@ -12,6 +12,7 @@ import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
+from lit_rlsched.engines._default_slots import default_slots
 from lit_rlsched.engines._vllm_heads import check_head_size
 from lit_rlsched.engines._vllm_kwargs import check_engine_kwargs
 from lit_rlsched.engines.base import (
@@ -124,6 +125,10 @@ class VLLMEngine(RolloutEngine):
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         """The engine's own precision, or the policy's."""
         return getattr(torch, self.dtype) if self.dtype else spec.dtype
+
+    def most_slots(self, spec: EngineSpec) -> int:
+        """VLLM's own default: 256, on a large GPU 1,024."""
+        return default_slots(spec.device)
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
         """As far as the node's GPUs go, or this process's cores, and attention heads divide."""

@@ -71,7 +71,8 @@ class Ledger:
         self.num_generations: int = run.datamodule.num_generations
         self.micro_batch_tokens: int = run.datamodule.micro_batch_tokens
         self._prompts = self._prompt_bytes()
-        self._check_cache()
+        self.slots = self._slots()
+        """Completions that decode at once, at most."""
 
     def items(
         self, num_generations: int | None = None, micro_batch_tokens: int | None = None
@@ -193,12 +194,12 @@ class Ledger:
         asleep = "; vLLM sleeps in the update" if sleeps else ""
         return Engine(weights, cache, 0, not sleeps, copy + asleep, how + asleep)
 
-    def _check_cache(self) -> None:
-        """As `fit` once its engine has started."""
+    def _slots(self) -> int:
+        """As `fit` finds it once its engine has started."""
         data, spec = self.run.datamodule, self.run.spec
         engine = data.engine.engine if isinstance(data.engine, ProcessEngine) else data.engine
         if not isinstance(engine, VLLMEngine):
-            return
+            return spec.slots
         share = engine.share_of_cache(spec)
         tokens = int(self.engine(spec.slots).cache / share) // self.run.token_bytes
         block: int = data.engine.kv_block or 1
@@ -210,7 +211,7 @@ class Ledger:
                 "`VLLMEngine(kv_cache_gib=...)` or `gpu_memory_utilization`, or lower "
                 "`max_completion_length`."
             )
-        data.admission(spec)
+        return data.admission(spec).slots
 
     # What fits.
 

@@ -48,6 +48,8 @@ def report(ledger: Ledger) -> str:
     host = [*([] if on_cpu else [i for i in items if i.host]), *_asleep(ledger, items)]
     if host:
         lines += ["", _line("beside it, in the machine's memory", "", "", ""), *map(_item, host)]
+    drawn = run.most_prompts * ledger.num_generations
+    lines += ["", f"Decode at once, at most: {ledger.slots:,} of a round's {drawn:,} completions."]
     lines += ["", f"Not counted: {NOT_COUNTED[run.device]}.", "", *_verdict(ledger, device)]
     return "\n".join(line.rstrip() for line in lines)
 

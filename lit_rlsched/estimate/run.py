@@ -68,6 +68,7 @@ class PlannedRun:
         make_fake(module, *references)
         self.spec = replace(self._planned(), device=torch.device(device))
         self.token_bytes = datamodule.cache_bytes_per_token(self.spec)
+        self.spec = replace(self.spec, slots=self.slots(datamodule.num_generations))
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         for parameter in self.trainable:  # as after the first micro-batch
             parameter.grad = torch.empty_like(parameter)

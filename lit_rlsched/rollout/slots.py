@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
+from lit_rlsched.engines._default_slots import DEFAULT_SLOTS
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, Refill, slots_for_budget
 from lit_rlsched.scheduling.queues import Order
 
-MAX_SLOTS = 256
-"""Where nobody says how many: vLLM's own default, by which throughput has levelled off."""
 LEASES = 8
 """Leases in a completion as long as it may get. More let more completions run in the same memory
 and make them stop more often."""
@@ -46,7 +45,7 @@ class SlotSettings:
     def engine_slots(
         self, engine: RolloutEngine, spec: EngineSpec, token_bytes: int, most: int, shortest: int
     ) -> int:
-        """Most requests the engine will hold at once.
+        """Most requests the engine will hold at once: `admission` may yet let in fewer.
 
         Args:
             engine: Not started yet.
@@ -58,15 +57,18 @@ class SlotSettings:
         Raises:
             ValueError: the memory budget is less than one completion may take.
         """
+        if self.slots is not None:
+            return min(most, self.slots)
+        most = min(most, engine.most_slots(spec))
         if self.memory_budget is None:
-            return min(most, self.slots or MAX_SLOTS)
+            return most
         if engine.kv_block is None:  # a slot takes the room of a whole completion
             full = slots_for_budget(self.memory_budget, token_bytes, spec.max_model_len)
-            return min(most, MAX_SLOTS, full)
+            return min(most, full)
         # whole blocks, and one that a paged engine may keep for itself
         one = CacheBudget(0, engine.kv_block).blocks(spec.max_model_len) + engine.kv_block
         slots_for_budget(self.memory_budget, token_bytes, one)
-        return max(1, min(most, MAX_SLOTS, self.memory_budget // (token_bytes * (shortest + 1))))
+        return max(1, min(most, self.memory_budget // (token_bytes * (shortest + 1))))
 
     def admission(
         self,
@@ -78,10 +80,15 @@ class SlotSettings:
     ) -> Admission:
         """The admission in front of a started engine; `order` is the resolved one.
 
+        Where nobody says how many slots there are, more than 256 are used only as far as the cache
+        holds completions that are half as long as they may get. On average they rarely are longer,
+        and where they are, vLLM computes the keys and values of some of them twice.
+
         Raises:
             ValueError: the engine's cache is too small for the slots or for one completion.
         """
         budget, block, capacity = None, engine.kv_block or 1, engine.kv_capacity
+        slots = spec.slots
         whole = CacheBudget(0, block).blocks(spec.max_model_len)
         if self.memory_budget is not None and engine.kv_block is not None:
             tokens = self.memory_budget // token_bytes
@@ -95,8 +102,10 @@ class SlotSettings:
                 )
             budget = CacheBudget(tokens, block, max(block, -(-max_completion_length // LEASES)))
         elif capacity is not None and self != SlotSettings():
-            self._check_capacity(capacity, spec.slots, whole, token_bytes)
-        return Admission(spec.slots, self.refill, order, self.epsilon, budget)
+            self._check_capacity(capacity, slots, whole, token_bytes)
+        elif capacity is not None:
+            slots = min(slots, max(DEFAULT_SLOTS, 2 * capacity // whole))
+        return Admission(slots, self.refill, order, self.epsilon, budget)
 
     def _check_capacity(self, capacity: int, slots: int, whole: int, token_bytes: int) -> None:
         fit, gib = capacity // whole, token_bytes / 2**30

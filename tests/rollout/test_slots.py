@@ -1,9 +1,13 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.rollout.slots import MAX_SLOTS, SlotSettings
+from lit_rlsched.engines.process import ProcessEngine
+from lit_rlsched.rollout.slots import SlotSettings
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))
 
@@ -23,7 +27,8 @@ def test_slots_of_an_engine():
         return settings.engine_slots(engine, SPEC, token_bytes=4, most=most, shortest=40)
 
     paged, fixed = SimulatedEngine(kv_block=16), SimulatedEngine(kv_block=None)
-    assert slots(SlotSettings(), paged) == MAX_SLOTS
+    assert slots(SlotSettings(), paged) == 256
+    assert slots(SlotSettings(), paged, most=64) == 64
     assert slots(SlotSettings(slots=300), paged) == 300
     assert slots(SlotSettings(slots=300), paged, most=64) == 64
     budget = SlotSettings(memory_budget=5 * 200 * 4)
@@ -31,6 +36,40 @@ def test_slots_of_an_engine():
     assert slots(budget, paged) == 1000 // 41  # as many as could begin
     with pytest.raises(ValueError, match="less than one completion"):
         slots(SlotSettings(memory_budget=199 * 4), paged)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "slots"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.6, 1024),
+        ("NVIDIA A100-SXM4-80GB", 79.2, 256),
+        ("NVIDIA L4", 22.5, 256),
+    ],
+)
+def test_slots_by_default_are_vllms(monkeypatch, name, gib, slots):
+    gpu = SimpleNamespace(name=name, total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    spec = replace(SPEC, device=torch.device("cuda"))
+    for engine in (VLLMEngine(), ProcessEngine(VLLMEngine())):
+        assert SlotSettings().engine_slots(engine, spec, 4, 2000, 40) == slots
+        assert SlotSettings().engine_slots(engine, SPEC, 4, 2000, 40) == 256
+        budget = SlotSettings(memory_budget=2**20)
+        assert budget.engine_slots(engine, spec, 4, 2000, 40) == slots
+    monkeypatch.undo()
+    assert VLLMEngine().most_slots(spec) == 256  # an estimate for a GPU elsewhere
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slots"), [(None, 1024), (10**9, 1024), (60_000, 600), (10_000, 256), (450, 256)]
+)
+def test_slots_by_default_follow_from_the_cache(capacity, slots):
+    """What it holds of completions half as long as they may get, 200 tokens, and 256 at least."""
+    spec = replace(SPEC, slots=1024)
+    engine = SimulatedEngine(kv_block=1, kv_capacity=capacity)
+    assert SlotSettings().admission(engine, spec, 4, 160, "fifo").slots == slots
+    if capacity is None or capacity > 1024 * 200:  # what was asked for is kept, or refused
+        assert SlotSettings(slots=1024).admission(engine, spec, 4, 160, "fifo").slots == 1024
 
 
 @pytest.mark.parametrize(
