@@ -39,6 +39,7 @@ class Kill(RolloutCallback):
         self.rounds.append(round)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
     kill = Kill()

@@ -78,7 +78,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("tokens", [400, 1600])
+@pytest.mark.parametrize("tokens", [400, pytest.param(1600, marks=pytest.mark.slow)])
 def test_a_step_takes_what_was_estimated(plan, settings, tokens):
     planned = ledger(plan(**settings, micro_batch_tokens=tokens))
     trainer, module, _ = plan(**settings, micro_batch_tokens=tokens)

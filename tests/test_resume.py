@@ -99,15 +99,15 @@ def run(folder, engine, model, schedule, *places, last="never"):
     ("engine", "schedule", "places"),
     [
         ("TransformersEngine", "full", PLACES),
-        ("VLLMEngine", "full", VLLM),
-        ("TransformersEngine", "on_policy", SORTED),
-        ("TransformersEngine", "partial", [*SORTED, RESUMED]),
-        ("VLLMEngine", "partial", ["validation 2", RESUMED]),
-        ("TransformersEngine", "tail", TAIL),
-        ("TransformersEngine", "streamed", STREAMED),
-        ("TransformersEngine", "drafts", DRAFTS),
-        ("TransformersEngine", "losers go on", LOSERS),
-        ("TransformersEngine", "selected", SELECTED),
+        slow("VLLMEngine", "full", VLLM),
+        slow("TransformersEngine", "on_policy", SORTED),
+        slow("TransformersEngine", "partial", [*SORTED, RESUMED]),
+        slow("VLLMEngine", "partial", ["validation 2", RESUMED]),
+        slow("TransformersEngine", "tail", TAIL),
+        slow("TransformersEngine", "streamed", STREAMED),
+        slow("TransformersEngine", "drafts", DRAFTS),
+        slow("TransformersEngine", "losers go on", LOSERS),
+        slow("TransformersEngine", "selected", SELECTED),
     ],
 )
 def test_killed_anywhere_and_resumed_equals_never_stopped(
@@ -143,7 +143,7 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
 @pytest.mark.parametrize(
     ("engine", "schedule", "places"),
     [
-        ("TransformersEngine", "full", STOPPED),
+        slow("TransformersEngine", "full", STOPPED),
         slow("TransformersEngine", "automatic optimization", AUTOMATIC),
         slow("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
         slow("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]),

@@ -239,6 +239,7 @@ def test_nothing_is_written_to_the_working_directory(fit, tmp_path):
     assert (tmp_path / "runs" / "version_0" / "learning.png").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_python_users_is_locked_while_they_train(fit, tmp_path):
     folder = tmp_path / "run"
     once = {"max_epochs": 1, "default_root_dir": folder}

@@ -146,6 +146,7 @@ def without_times(line):
     return {name: value for name, value in json.loads(line).items() if "time" not in name}
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(fit, tmp_path):
     (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04 and so on")
     refused = fit("--ckpt_path", "cut.ckpt")

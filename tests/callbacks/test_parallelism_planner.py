@@ -278,6 +278,7 @@ def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
     assert not [c for c in psutil.Process().children() if "Worker_TP" in c.name()]
 
 
+@pytest.mark.slow
 @needs_workers
 def test_on_vllm(fit, tmp_path, tiny_model):
     model, cache = with_heads(tiny_model, tmp_path, num_key_value_heads=2)

@@ -23,10 +23,13 @@ PROMPT = [5, 14, 6, 18, 33]
 LENGTH = 24
 Drawn = dict[str, tuple[list[int], list[float]]]
 
-needs_workers = pytest.mark.skipif(
-    find_spec("vllm") is None or len(os.sched_getaffinity(0)) < 2,
-    reason="needs vLLM and two cores",
-)
+has_workers = find_spec("vllm") is not None and len(os.sched_getaffinity(0)) > 1
+
+
+def needs_workers(test: Callable) -> Callable:
+    """Each start of them takes 15 seconds."""
+    skip = pytest.mark.skipif(not has_workers, reason="needs vLLM and two cores")
+    return pytest.mark.slow(skip(test))
 
 
 def requests(count: int = 4, length: int = LENGTH) -> list[Request]:

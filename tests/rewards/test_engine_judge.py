@@ -40,6 +40,7 @@ def said_by_generate(question: str) -> str:
     return tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_a_second_vllm_engine_judges_many_at_once() -> None:
     judge = EngineJudgeReward(MODEL, VLLMEngine(), slots=4, **SETTINGS)
     questions = [*QUESTIONS, "1" * 300]

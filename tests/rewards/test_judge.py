@@ -411,6 +411,7 @@ def answers(judge: Judge, questions: list[str]) -> dict[str, tuple[float | None,
     return {text: (job.scores[0], job.extra["judge_answer"]) for text, job in jobs.items()}
 
 
+@pytest.mark.slow
 def test_vllm_s_server_judges_as_an_engine_does(vllm_server: str) -> None:
     questions = puzzles(10)
     served = answers(JudgeReward("judge", vllm_server, **COUNTDOWN), questions)

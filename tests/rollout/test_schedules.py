@@ -110,13 +110,18 @@ def bench(request, tiny_model, make_policy, scheduler):
     ready.engine.close()
 
 
-SCHEDULES = [
-    *product([1, 5, 24], ["continuous", "rounds"], ["fifo"], [None], [0]),
+QUICK = [
+    *product([5, 24], ["continuous", "rounds"], ["fifo"], [None], [0]),
+    (5, "rounds", "longest_first", TokenConditioned, 6),
+    (5, "continuous", "least_attained", None, 0),
+]
+SLOW = [
+    *product([1], ["continuous", "rounds"], ["fifo"], [None], [0]),
     *product([5], ["continuous", "rounds"], ["shortest_first", "longest_first"], PREDICTORS, [0]),
     *product([5, 24], ["continuous"], ["planned"], PREDICTORS[1:], [0, 6]),
-    (5, "rounds", "longest_first", TokenConditioned, 6),
-    *product([5, 24], ["continuous"], ["least_attained"], [None], [0]),
+    (24, "continuous", "least_attained", None, 0),
 ]
+SCHEDULES = [*QUICK, *(pytest.param(*schedule, marks=pytest.mark.slow) for schedule in SLOW)]
 
 
 @pytest.mark.parametrize(("slots", "refill", "order", "predictor", "probe"), SCHEDULES)
@@ -152,7 +157,11 @@ def test_a_prompt_is_computed_once_a_group(bench):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("contexts", "order", "predictor", "probe"),
-    [(1, "fifo", None, 0), (3, "fifo", None, 0), (3, "planned", TokenConditioned, 6)],
+    [
+        pytest.param(1, "fifo", None, 0, marks=pytest.mark.slow),
+        (3, "fifo", None, 0),
+        pytest.param(3, "planned", TokenConditioned, 6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_memory_budget_is_never_overdrawn(
     tiny_model, make_policy, scheduler, contexts, order, predictor, probe
