@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lit_rlsched.data.batching import split_by_tokens
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.logprobs import (
-    CHUNK_BYTES,
     completion_logprobs,
     completion_states,
+    default_chunk,
     vocabulary_logprobs,
 )
 from lit_rlsched.policy import base_model
@@ -249,7 +249,7 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
 
     log_weights = torch.cat([t.log_weights[:-1] for t in batch]).to(new.device)
     config: Any = base_model(policy).config.get_text_config()
-    chunk = max(1, CHUNK_BYTES // (4 * config.vocab_size))
+    chunk = default_chunk(new.device.type, config.vocab_size)
     chunks = [slice(i, i + chunk) for i in range(0, len(new), chunk)]
     more = torch.cat([excess(log_weights[at], *both(at)).sum(-1) for at in chunks]).cpu()
     begin = 0
