@@ -9,8 +9,11 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_SILENT ?= true
 
-# An NVIDIA GPU: vLLM's CUDA build. Linux without one: its CPU build. Elsewhere: no vLLM.
-BUILD  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || { [ "$$(uname -s)" = Linux ] && echo cpu || echo none; })
+# An NVIDIA GPU with a driver that is new enough: vLLM's CUDA build. Linux without: its CPU build.
+# Elsewhere: no vLLM.
+ifndef BUILD
+BUILD  := $(shell $(PYTHON) lit_rlsched/gpu_check.py)
+endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 

@@ -32,6 +32,7 @@ from lit_rlsched.cli_result import say_result, stoppable
 from lit_rlsched.data.settings import check_one_process
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
+from lit_rlsched.gpu_check import refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
 
 for _package in (callbacks, engines):  # short class names resolve among what is imported
@@ -157,6 +158,7 @@ class RolloutCLI(LightningCLI):
         if self._folder is not None:
             keep_together(given, self._folder)
         config["plugins"] = with_atomic_io(config["plugins"])
+        refuse_unseen_gpu(config["accelerator"])
         trainer = super()._instantiate_trainer(config, callbacks)
         check_one_process(trainer.world_size)  # before it starts the others
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

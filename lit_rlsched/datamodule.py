@@ -39,6 +39,7 @@ from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
 from lit_rlsched.fit_settings import FitSettings
+from lit_rlsched.gpu_check import warn_of_unseen_gpu
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import (
@@ -701,6 +702,7 @@ class RolloutDataModule(LightningDataModule):
     def _advise(self, spec: EngineSpec) -> None:
         if self._resumed is not None:
             self.advice.load_state_dict(self._resumed.get("advice", {}))
+        warn_of_unseen_gpu(spec.device.type)
         slots = self.slot_settings.slots if self._prompts.train else None
         most = self.round_policy.most_prompts() * self.round_policy.launched(self.num_generations)
         for text in self.advice.at_start(spec.eos_token_ids, slots, most):

@@ -166,7 +166,7 @@ def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
     assert sum(i.rollout for i in engine) == memory // 4
     assert not any(i.update for i in engine)
     assert held["prompts"].host
-    assert "asleep" in report(planned)
+    assert "vLLM sleeps in the update" in report(planned)
     awake = ledger(plan(engine=VLLMEngine(enable_sleep_mode=False)), memory, "cuda")
     assert items(awake)["key-value cache"].update > 0
 

@@ -43,6 +43,7 @@ class Server:
         """Until the trainer says `close`, or is gone."""
         _, engine = self._receive()
         self._engine = cloudpickle.loads(engine)
+        self._engine.ends_with_process = True
         while True:
             worker = self._worker
             runs = worker is not None and self._ahead and worker.busy

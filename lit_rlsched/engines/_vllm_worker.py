@@ -7,7 +7,8 @@ whole, else in the workers'.
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from lit_rlsched._environment import hide_environment
+from lit_rlsched.engines._unsynced import copies, copy_back, unsynced
 
 NOISE = "lit_rlsched_noise"
 """Under it a request says, in its sampling parameters, which noise is its own."""
@@ -60,10 +62,45 @@ def take_names_away(worker: Any) -> str:
 
 def load(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load weights under their Hugging Face names, and forget the noise of the old ones."""
-    worker.reload_weights(weights_iterator=iter(weights))
+    with _noting_loads(worker.get_model()) as written:
+        worker.reload_weights(weights_iterator=iter(weights))
+    worker.model_runner.written = written
     repack_embeddings(worker.get_model())
     if kept := getattr(worker.model_runner, "kept_noise", None):
         kept.generators.clear()
+
+
+@contextmanager
+def _noting_loads(model: Any) -> Iterator[set[str]]:
+    """Names of the parameters that are loaded inside, as far as the model says them."""
+    load_weights = model.load_weights
+    written: set[str] = set()
+
+    def noting(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        loaded: set[str] | None = load_weights(weights)
+        written.update(loaded or ())
+        return loaded
+
+    model.load_weights = noting
+    try:
+        yield written
+    finally:
+        del model.load_weights
+
+
+def keep(worker: Any) -> None:
+    """Copy to the host what vLLM would lose in its sleep and no sync brings back.
+
+    It gives up the memory of the weights with all that was made beside them. Named buffers it keeps
+    itself; parameters come with the sync, if the trainer has them: before the first sync, none do.
+    """
+    written = getattr(worker.model_runner, "written", ())
+    worker.model_runner.kept_tensors = copies(unsynced(worker.get_model(), written))
+
+
+def put_back(worker: Any) -> None:
+    """Undo `keep`, after vLLM has woken up."""
+    copy_back(getattr(worker.model_runner, "kept_tensors", []))
 
 
 def repack_embeddings(model: torch.nn.Module) -> None:

@@ -78,6 +78,8 @@ class RolloutEngine(ABC):
     tensor_parallel_size = 1
     """Devices of this node that the model is split over. An engine with
     `max_tensor_parallel_size` above 1 takes a new value at its next `start`."""
+    ends_with_process = False
+    """Whether the process ends after `close`, and with it all that the engine holds."""
     kv_block: int | None = None
     """Tokens of the smallest piece of key-value cache; `None` where the cache is not paged and
     every slot has room for a whole completion. The number may change in `start`."""

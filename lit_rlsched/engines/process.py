@@ -23,6 +23,7 @@ from lit_rlsched.engines.base import (
     Partial,
     RolloutEngine,
 )
+from lit_rlsched.engines.device_memory import give_back
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.refusals import InChild
 from lit_rlsched.rewards.process import how_it_ended
@@ -130,6 +131,8 @@ class ProcessEngine(RolloutEngine):
             raise
 
     def _launch(self) -> None:
+        assert self._spec is not None
+        give_back(self._spec.device)  # where it is replaced, the trainer has computed meanwhile
         self._timeouts.starts()
         self._child = Child(self.engine, self._timeouts)
         self.kv_block, self.kv_capacity = self._child.call("start", self._spec)
@@ -154,7 +157,9 @@ class ProcessEngine(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._refuse_when_closed()
         assert self._file is not None
-        self._weights = self._file.write(named_tensors), version
+        assert self._spec is not None
+        dtype = self.engine.cache_dtype(self._spec)
+        self._weights = self._file.write(named_tensors, dtype), version
         self._insist("engine", "sync_weights", *self._weights)
 
     def stats(self) -> EngineStats:

@@ -43,15 +43,24 @@ class WeightsFile:
         else:
             self._descriptor, self._path = tempfile.mkstemp(prefix="lit_rlsched-weights-")
 
-    def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> SharedWeights:
         """Replace what is in it, one tensor after the other: merged adapters are large.
 
         Nobody may be reading.
+
+        Args:
+            named_tensors: The weights, on any device.
+            dtype: What the reader computes in. Matrices of floats are rounded to it before they
+                leave their device; vectors (norms, biases) are not, as engines keep some in fp32.
         """
         index, end = [], 0
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(0)
             for name, tensor in named_tensors:
+                if dtype is not None and tensor.is_floating_point() and tensor.ndim > 1:
+                    tensor = tensor.detach().to(dtype)
                 index.append((name, tensor.dtype, tensor.shape, end))
                 file.seek(end)
                 content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

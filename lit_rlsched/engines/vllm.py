@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -25,13 +26,15 @@ from lit_rlsched.engines.base import (
     kv_bytes_per_token,
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
+from lit_rlsched.gpu_check import warn_of_missing_tools
 from lit_rlsched.rollout.types import Event, Request
 from lit_rlsched.settings import check_finite
 
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
-CPU_BATCHED_TOKENS = 4096
-"""Tokens of one step, vLLM's default on CPU."""
+BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Tokens of one step: what vLLM's own `LLM` takes by default. An engine that is built from a
+configuration gets 2,048 on a GPU."""
 MAX_CPU_CACHE = 4 << 30
 
 
@@ -60,7 +63,8 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: Neither compile nor capture CUDA graphs. By default so on CPU only, where it
             is not worth the build time.
         enable_sleep_mode: Give the GPU memory of weights and cache back to the trainer between
-            rollouts (vLLM's level 1). Ignored on CPU.
+            rollouts (vLLM's level 2: weights are not kept, as each rollout begins with a sync).
+            Ignored on CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`; they win over ours. Passed on are those
             that change where and how fast tokens are drawn, not which: `block_size`,
             `kv_cache_memory_bytes`, `num_gpu_blocks_override`, `cpu_offload_gb`,
@@ -145,8 +149,11 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
+        guest.check_build(spec.device)
         if spec.device.type == "cpu":
             check_head_size(_text_config(spec))
+        else:
+            warn_of_missing_tools()
         args = self._engine_args(spec)
         guest.bound_kernels(spec.slots)
         self._apart = args.get("distributed_executor_backend") == "mp"
@@ -179,6 +186,7 @@ class VLLMEngine(RolloutEngine):
             "dtype": self.dtype or spec.dtype,
             "max_model_len": spec.max_model_len,
             "max_num_seqs": spec.slots,
+            "max_num_batched_tokens": self._batched_tokens(spec),
             "seed": spec.seed,
             "enforce_eager": eager,
             "kv_cache_memory_bytes": cache,
@@ -198,7 +206,6 @@ class VLLMEngine(RolloutEngine):
             # vLLM takes back the draw of a half-prefilled request by its generator's offset, which
             # a CPU generator has not: a seeded request must be prefilled in one piece
             args["enable_chunked_prefill"] = False
-            args["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, spec.max_model_len)
             if own is None:
                 args["kv_cache_memory_bytes"] = min(self._full_cache(spec), cache or MAX_CPU_CACHE)
         else:
@@ -212,6 +219,13 @@ class VLLMEngine(RolloutEngine):
                     f"{spec.slots} slots of the run: leave it out, or ask for {most} slots."
                 )
         return args
+
+    def _batched_tokens(self, spec: EngineSpec) -> int:
+        """Tokens of one step: each running request takes one of them."""
+        most = max(spec.slots, self.engine_kwargs.get("max_num_seqs") or 0)
+        if spec.device.type == "cpu":
+            return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len)
+        return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len))
 
     def _full_cache(self, spec: EngineSpec) -> int:
         """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
@@ -311,7 +325,8 @@ class VLLMEngine(RolloutEngine):
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         with ExitStack() as stack:
             if self._apart:
-                weights = stack.enter_context(closing(WeightsFile())).write(weights)
+                file = stack.enter_context(closing(WeightsFile()))
+                weights = file.write(weights, self.cache_dtype(self._spec))
             with self._naming_dead_workers():
                 self._live.collective_rpc(beside_model.load, args=(weights,))
         self._noise.forget()
@@ -336,21 +351,41 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         self._refuse_when_running("sleep")
         if self._can_sleep:
-            self._live.sleep(level=1)
+            self._live.collective_rpc(beside_model.keep)
+            self._live.sleep(level=2)  # without the weights: the next sync brings others
 
     def wake(self) -> None:
         if self._can_sleep:
             self._live.wake_up()
+            self._live.collective_rpc(beside_model.put_back)
 
     def close(self) -> None:
         if self._engine is None:
             return
         self._held.clear()
         self._inside.clear()
+        self._map_memory()
         if self._meeting_place is not None:
             Path(self._meeting_place).unlink(missing_ok=True)
         self._engine.engine_core.shutdown()
         self._engine = None
+
+    def _map_memory(self) -> None:
+        """Wake the engine before its end, where its memory is this process's.
+
+        vLLM's allocator unmaps what a sleeping engine frees once more; the driver's error stays and
+        makes the first allocation of the next engine fail, as if memory had run out.
+        """
+        if self._apart or self.ends_with_process or not self._can_sleep:
+            return
+        try:
+            self._live.wake_up()
+        except RuntimeError as error:
+            warnings.warn(
+                f"The sleeping vLLM could not be woken before its end ({error}): another one will "
+                "not start in this process.",
+                stacklevel=3,
+            )
 
     @property
     def _live(self) -> Any:

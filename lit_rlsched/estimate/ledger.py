@@ -161,7 +161,7 @@ class Ledger:
         policy = base_model(find_policy(run.module))
         numbers = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
         if isinstance(engine, ProcessEngine):
-            shared = numbers * next(policy.parameters()).dtype.itemsize
+            shared = numbers * engine.cache_dtype(replace(spec, policy=None)).itemsize
             return replace(self._engine(engine.engine, spec, numbers, True), shared=shared)
         return self._engine(engine, spec, numbers, False)
 

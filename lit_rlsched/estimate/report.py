@@ -45,22 +45,13 @@ def report(ledger: Ledger) -> str:
         _line("", "-" * 10, "-" * 10, ""),
         _item(total),
     ]
-    host = [*([] if on_cpu else [i for i in items if i.host]), *_asleep(ledger, items)]
+    host = [] if on_cpu else [i for i in items if i.host]
     if host:
         lines += ["", _line("beside it, in the machine's memory", "", "", ""), *map(_item, host)]
     drawn = run.most_prompts * ledger.num_generations
     lines += ["", f"Decode at once, at most: {ledger.slots:,} of a round's {drawn:,} completions."]
     lines += ["", f"Not counted: {NOT_COUNTED[run.device]}.", "", *_verdict(ledger, device)]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _asleep(ledger: Ledger, items: list[Item]) -> list[Item]:
-    """Weights that vLLM keeps in the machine's memory while it sleeps."""
-    return [
-        Item("engine weights, asleep", 0, i.rollout, "vLLM's sleep, level 1")
-        for i in items
-        if i.name == "engine weights" and not i.update
-    ]
 
 
 def _verdict(ledger: Ledger, device: list[Item]) -> list[str]:

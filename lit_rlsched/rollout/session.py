@@ -5,28 +5,22 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from inspect import GEN_RUNNING, getgeneratorstate
 
-import torch
 from torch import nn
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.device_memory import give_back
 from lit_rlsched.engines.process import EngineDied, ProcessEngine
 from lit_rlsched.finite import check_weights
-from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.probe import SyncProbe
 from lit_rlsched.rollout.remote import make_worker
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
+from lit_rlsched.rollout.types import Completion, Group, Prompt
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
-
-PROBE_TOKENS = 8
-"""Tokens drawn from each of two prompts to compare the engine's weights with the trainer's."""
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Mean absolute difference of log-probs above which the weights are taken to be different ones."""
-PROBE_TOLERANCE_HALF = 0.05
 
 
 class RolloutSession:
@@ -74,12 +68,16 @@ class RolloutSession:
         self.scorer = scorer
         self.max_logp_diff: float | None = None
         """Largest difference the last probe saw."""
-        self._probe = list(probe)[: spec.slots]
-        self._probe_temperature = probe_temperature
-        self._forward_context = forward_context
+        probed = list(probe)[: spec.slots]
+        self._probe: SyncProbe | None = None
+        if probed:
+            self._probe = SyncProbe(
+                engine, spec, policy, probed, probe_temperature, forward_context
+            )
         self._admission = admission
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         try:
+            give_back(spec.device)
             engine.start(spec)
             worker = make_worker(engine, admission())
         except BaseException:
@@ -140,6 +138,7 @@ class RolloutSession:
         return self._rollout
 
     def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group, None, None]:
+        give_back(self.spec.device)
         self.engine.wake()
         try:
             self.sync(version)
@@ -166,6 +165,7 @@ class RolloutSession:
         self._rollout.close()
         self.engine.close()
         self.engine.tensor_parallel_size = tensor_parallel_size
+        give_back(self.spec.device)
         self.engine.start(self.spec)
         self.controller.worker = make_worker(self.engine, self._admission())
 
@@ -177,67 +177,14 @@ class RolloutSession:
 
         Raises:
             FloatingPointError: a weight is NaN or infinite: no engine gets it.
+            RuntimeError: the engine does not decode with these weights.
         """
         check_weights(self.policy)
         self.engine.sync_weights(named_weights(self.policy), version)
-        while self._probe:
+        while self._probe is not None:
             with suppress(EngineDied):  # the next one has the weights, and not the probes
-                return self._verify(version)
-
-    @torch.no_grad()
-    def _verify(self, version: int) -> None:
-        """Draw a few tokens and compare their log-probs with the trainer's.
-
-        Raises:
-            RuntimeError: the engine does not decode with the weights that are trained.
-        """
-        drawn = self._draw_probe(version)
-        device = next(self.policy.parameters()).device
-        training = self.policy.training
-        self.policy.eval()
-        differences = []
-        with self._forward_context():
-            for prompt, completion in zip(self._probe, drawn, strict=True):
-                logp, _ = completion_logprobs(
-                    self.policy,
-                    torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=device),
-                    torch.tensor([len(prompt.token_ids)], device=device),
-                    torch.tensor([len(completion.token_ids)], device=device),
-                    temperature=self._probe_temperature,
-                )
-                theirs = torch.tensor(completion.logprobs, dtype=logp.dtype)
-                differences.append((logp[0].cpu() - theirs).abs())
-        self.policy.train(training)
-        gap = torch.cat(differences)
-        self.max_logp_diff = float(gap.max())
-        tolerance = PROBE_TOLERANCE.get(self.spec.dtype, PROBE_TOLERANCE_HALF)
-        if not gap.mean() <= tolerance:
-            raise RuntimeError(
-                f"After the weight sync the engine's log-probs differ from the trainer's by "
-                f"{gap.mean():.2e} on average ({self.max_logp_diff:.2e} at most; {tolerance:.0e} "
-                f"allowed in {self.spec.dtype}): it does not decode with the weights that are "
-                "trained. Check that engine and trainer load the same `model`, and the engine's "
-                "version; `verify_sync=False` switches this check off."
-            )
-
-    def _draw_probe(self, version: int) -> list[Completion]:
-        longest = max(len(prompt.token_ids) for prompt in self._probe)
-        tokens = min(PROBE_TOKENS, self.spec.max_model_len - longest)
-        sampling = Sampling(tokens, temperature=self._probe_temperature)
-        drawn = {f"sync-probe/{i}": Completion(i) for i in range(len(self._probe))}
-        self.engine.submit(
-            [
-                Request(name, prompt.token_ids, stable_hash(name, version), sampling)
-                for name, prompt in zip(drawn, self._probe, strict=True)
-            ]
-        )
-        try:
-            while any(c.finish_reason is None for c in drawn.values()):
-                for event in self.engine.step():
-                    drawn[event.request_id].take(event, version)
-        finally:
-            self.engine.abort(drawn)
-        return list(drawn.values())
+                self.max_logp_diff = self._probe.check(version)
+                return
 
     def close(self) -> None:
         """Free the engine and the reward workers, whatever else goes wrong."""

@@ -2,9 +2,13 @@ import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.shared_weights import WeightsFile
 
 TENSORS = {
@@ -53,3 +57,50 @@ def test_another_process_reads_them():
     )
     assert read.stdout.decode().strip() == str({n: t.sum().item() for n, t in TENSORS.items()})
     file.close()
+
+
+def bf16_of_matrices(tensors):
+    return {n: t.bfloat16() if t.ndim > 1 and t.is_floating_point() else t for n, t in tensors}
+
+
+def test_matrices_are_rounded_before_they_are_copied():
+    tensors = {**TENSORS, "ids": torch.arange(6).reshape(2, 3), "norm": torch.ones(8)}
+    file = WeightsFile()
+    check(file.write(tensors.items(), torch.bfloat16), bf16_of_matrices(tensors.items()))
+    file.close()
+
+
+class Worker:
+    """In place of vLLM's: reads nothing."""
+
+    size = 0
+
+    def collective_rpc(self, method, args):
+        self.size = args[0].size
+
+    def reset_prefix_cache(self):
+        return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_processes_get_weights_in_the_engines_precision(dtype, tiny_policy):
+    """In bf16 half of the bytes are copied and written, but for norms."""
+    weights = dict(tiny_policy.named_parameters())
+    expected = sum(t.nbytes for t in weights.values())
+    if dtype == torch.bfloat16:
+        expected = sum(t.numel() * (2 if t.ndim > 1 else 4) for t in weights.values())
+        assert expected < 0.51 * sum(t.nbytes for t in weights.values())
+    spec = EngineSpec("", 2, 8, (), dtype=dtype)
+
+    child = ProcessEngine(TransformersEngine())
+    child._spec, child._file, child._child = spec, WeightsFile(), object()
+    child._insist = lambda *message: sizes.append(message[2].size)
+    sizes = []
+    child.sync_weights(weights.items(), 1)
+    child._file.close()
+
+    split = VLLMEngine(tensor_parallel_size=2)
+    split._engine, split._spec, split._apart = Worker(), spec, True
+    split._noise = SimpleNamespace(forget=lambda: None)
+    split.sync_weights(weights.items(), 1)
+    assert sizes == [split._engine.size] == [expected]

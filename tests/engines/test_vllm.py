@@ -139,14 +139,20 @@ def fingerprint() -> tuple[object, ...]:
         torch.get_rng_state().tolist(),
         torch.get_num_threads(),
         torch.set_num_threads,
+        torch.get_float32_matmul_precision(),
         torch.distributed.is_initialized(),
     )
 
 
-def test_the_trainers_process_stays_as_it_is(tiny_model: str, tiny_policy: PreTrainedModel) -> None:
+def test_the_trainers_process_stays_as_it_is(
+    tiny_model: str, tiny_policy: PreTrainedModel, request: pytest.FixtureRequest
+) -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
+    precision = torch.get_float32_matmul_precision()
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision(precision))
+    torch.set_float32_matmul_precision("high")
     before = fingerprint()
     with started(tiny_model) as engine:
         assert fingerprint()[:-1] == before[:-1]

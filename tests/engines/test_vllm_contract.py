@@ -25,7 +25,7 @@ PACKAGE = Path(lit_rlsched.__file__).parent
 CODE = ("vllm", "_vllm_guest", "_vllm_heads", "_vllm_worker")
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
-OURS = {"kept_noise", "lit_rlsched_noise"}
+OURS = {"kept_noise", "kept_tensors", "written", "lit_rlsched_noise"}
 PLAIN = {"clear", "get", "ravel", "removeprefix", "startswith", "tolist"}
 """Methods of dictionaries, strings and arrays."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}

@@ -1,0 +1,122 @@
+"""What is said of a machine whose GPU cannot be used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_rlsched import gpu_check
+from lit_rlsched.cli import main
+from lit_rlsched.gpu_check import (
+    missing_tools,
+    refuse_unseen_gpu,
+    unseen,
+    unseen_gpu,
+    warn_of_missing_tools,
+    warn_of_unseen_gpu,
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "text"),
+    [
+        (None, "13.0", None),
+        ("535.104.05", "13.0", "CUDA 13.0, which needs driver 580 or newer, and this is 535.104"),
+        ("520.61", "12.8", "needs driver 525 or newer"),
+        ("580.65.06", "13.0", "says why"),
+        ("535.104.05", "12.8", "says why"),
+        ("535.104.05", None, "it is a build for CPU"),
+        ("unknown", "13.0", "says why"),
+    ],
+)
+def test_why_pytorch_sees_no_gpu(driver, cuda, text):
+    said = unseen(driver, cuda)
+    assert (said is None) if text is None else text in said
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A folder of programs, the only one on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+
+    def add(name, script="exit 0"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return add
+
+
+def test_a_gpu_that_is_hidden_on_purpose_is_not_missed(machine, monkeypatch):
+    assert unseen_gpu() is None
+    machine("nvidia-smi", "echo 535.104.05; echo 535.104.05")
+    if not torch.cuda.is_available():
+        assert "PyTorch sees none" in str(unseen_gpu())
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert unseen_gpu() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch sees a GPU")
+def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
+    refuse_unseen_gpu("gpu")
+    warn_of_unseen_gpu("cpu")
+    machine("nvidia-smi", "echo 535.104.05")
+    refuse_unseen_gpu("auto")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    warn_of_unseen_gpu("cpu")
+    assert not recwarn, "a build for CPU was installed on purpose"
+    with pytest.raises(ValueError, match=r"`trainer\.accelerator=gpu`: .*it is a build for CPU"):
+        refuse_unseen_gpu("gpu")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.warns(UserWarning, match=r"run is on the CPU\. .*needs driver 580 or newer"):
+        warn_of_unseen_gpu("cpu")
+    with pytest.raises(ValueError, match=r"needs driver 580 or newer.* Update the driver"):
+        refuse_unseen_gpu("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch sees a GPU")
+def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
+    machine("nvidia-smi", "echo 535.104.05")
+    monkeypatch.chdir(Path(gpu_check.__file__).parents[1])
+    folder = f"--trainer.default_root_dir={tmp_path}/run"
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "-c", "configs/quickstart.yaml", "--trainer.accelerator=gpu", folder])
+    assert exit.value.code == 2
+    assert "PyTorch sees none" in capsys.readouterr().err
+
+
+def test_what_triton_needs(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.warns(UserWarning, match=r"C compiler .*CC.* and Python's headers .*python3.*-dev"):
+        warn_of_missing_tools()
+    machine("clang")
+    (tmp_path / "Python.h").touch()
+    assert not missing_tools()
+
+
+@pytest.mark.parametrize(
+    ("smi", "build", "said"),
+    [
+        (None, "cpu", ""),
+        ("exit 9", "cpu", ""),
+        ("echo 535.104.05", "cpu", "driver 580 or newer, and this is 535.104.05: the CPU is used"),
+        ("echo 580.65.06", "cuda", ""),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM has builds for Linux")
+def test_the_build_that_make_installs(machine, smi, build, said):
+    if smi is not None:
+        machine("nvidia-smi", smi)
+    machine("gcc")
+    script = [sys.executable, "-S", gpu_check.__file__]
+    run = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == build and said in run.stderr
+
+
+def test_make_asks_for_it():
+    makefile = (Path(gpu_check.__file__).parents[1] / "Makefile").read_text()
+    assert "$(shell $(PYTHON) lit_rlsched/gpu_check.py)" in makefile
