@@ -89,6 +89,13 @@ def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
     assert "PyTorch sees none" in capsys.readouterr().err
 
 
+def test_every_run_looks(fit, monkeypatch):
+    devices = []
+    monkeypatch.setattr("lit_rlsched.datamodule.warn_of_unseen_gpu", devices.append)
+    fit(trainer={"max_epochs": 1})
+    assert devices == ["cpu"]
+
+
 def test_what_triton_needs(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.warns(UserWarning, match=r"C compiler .*CC.* and Python's headers .*python3.*-dev"):

@@ -122,6 +122,11 @@ def check_alike(groups, others):
     assert groups == others
 
 
+def test_an_engine_knows_that_its_process_ends_with_it(here, there):
+    assert not here.engine.ends_with_process
+    assert there.engine.child.call("engine", "__getattribute__", "ends_with_process")
+
+
 @pytest.mark.parametrize("slots", [18, 4])
 @pytest.mark.parametrize("name", POLICIES)
 def test_how_far_it_runs_ahead_changes_nothing(here, there, name, slots):
