@@ -15,9 +15,10 @@ ifndef BUILD
 BUILD  := $(shell $(PYTHON) lit_rlsched/gpu_check.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
+DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart test test-slow test-all lint types
+.PHONY: help install quickstart gpu-check test test-slow test-all lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +41,9 @@ endif
 quickstart: install  ## Train the quick task with GRPO; results go to runs/quickstart/version_0
 	rm -rf runs/quickstart
 	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
+
+gpu-check: install  ## Check an NVIDIA GPU in half an hour (docs/gpu.md); DEVICE=cpu rehearses it
+	$(BIN)/python -m lit_rlsched.benchmark.gpu_check --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(if $(MODEL),--model $(MODEL))
 
 lint: install  ## Check style
 	$(BIN)/ruff check .

@@ -1,0 +1,111 @@
+"""Models of a real size made by their shape alone, for machines that can download nothing.
+
+    python -m lit_rlsched.benchmark.gpu_check.shapes 7B --out runs/shapes/7B
+
+writes `config.json` and the quick task's tokenizer, which is all that `lit-rlsched estimate` needs;
+`--weights` adds random ones.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lit_rlsched.benchmark.gpu_check.setting import QUICK_TASK, Setting
+
+_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"}
+_QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
+_QWEN3 |= {"initializer_range": 0.05}  # of random weights; with 0.02 every token is as likely
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {  # Qwen3-0.6B
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "1.7B": {  # Qwen3-1.7B
+        **_QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "7B": {  # Qwen2.5-7B
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {  # for CPU, in place of any of them
+        "model_type": "qwen3",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def shape_model(setting: Setting, shape: str) -> str:
+    """Folder of a random model of this shape, made where it is not there yet.
+
+    On CPU always of the tiny shape. `--model` stands in for the 0.6B.
+    """
+    if shape == "0.6B" and setting.model is not None:
+        return setting.model
+    shape = setting.pick(shape, "tiny")
+    folder = Path(setting.models, shape)
+    if not (folder / "complete").exists():
+        write_shape(folder, shape, setting.device)
+        (folder / "complete").touch()
+    return str(folder)
+
+
+def write_shape(folder: Path, shape: str, weights_on: str | None = None) -> None:
+    """Write configuration and tokenizer, and bf16 weights made on a device where one is named."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+    tokenizer = AutoTokenizer.from_pretrained(QUICK_TASK)
+    sizes = dict(SHAPES[shape])
+    special = ("pad_token_id", "bos_token_id", "eos_token_id")
+    ends = {name: getattr(tokenizer, name) for name in special}
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **ends)
+    if weights_on is not None:
+        torch.manual_seed(0)
+        with torch.device(weights_on):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+    else:
+        config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+        config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """Write a shape."""
+    parser = argparse.ArgumentParser(
+        "python -m lit_rlsched.benchmark.gpu_check.shapes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shape", choices=list(SHAPES))
+    parser.add_argument("--out", required=True, help="folder")
+    parser.add_argument("--weights", metavar="DEVICE", help="make random weights there, and save")
+    options = parser.parse_args()
+    write_shape(Path(options.out), options.shape, options.weights)
+
+
+if __name__ == "__main__":
+    main()
