@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lit_rlsched.precision import trains_in_half
 from lit_rlsched.rollout.round import Round, reward_matrix
 
 EQUAL_ROUNDS = 5
@@ -25,15 +26,26 @@ class Advice:
         self._said: set[str] = set()
         self._equal_rounds = 0
 
-    def at_start(self, eos_token_ids: Sequence[int], slots: int | None, most: int) -> list[str]:
+    def at_start(
+        self,
+        eos_token_ids: Sequence[int],
+        slots: int | None,
+        most: int,
+        trained: nn.Module | None = None,
+    ) -> list[str]:
         """Before the engine is started.
 
         Args:
             eos_token_ids: What ends a completion.
             slots: Completions that may decode at once, as it was set.
             most: Completions that a round launches at most.
+            trained: The policy, if it is to be trained.
         """
-        return self._once(no_eos=no_eos(eos_token_ids), idle_slots=idle_slots(slots, most))
+        return self._once(
+            no_eos=no_eos(eos_token_ids),
+            idle_slots=idle_slots(slots, most),
+            trains_in_half=None if trained is None else trains_in_half(trained),
+        )
 
     def of_round(
         self, round: Round, weights: Sequence[float], limit: int, in_groups: bool

@@ -49,6 +49,7 @@ from lit_rlsched.policy import (
     find_policy,
     load_tokenizer,
 )
+from lit_rlsched.precision import check_float32
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.drawing import RoundDrawer
@@ -662,6 +663,7 @@ class RolloutDataModule(LightningDataModule):
         if self.trainer.state.fn == "fit" and self._resumed is None:
             check_nothing_is_resumed(self.trainer.ckpt_path, type(self).__qualname__)
         spec = self.engine_spec()
+        check_float32(self._policy, type(self.trainer.lightning_module).__name__)
         if self.sampling.truncated:
             rank_zero_warn(
                 "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
@@ -704,8 +706,9 @@ class RolloutDataModule(LightningDataModule):
             self.advice.load_state_dict(self._resumed.get("advice", {}))
         warn_of_unseen_gpu(spec.device.type)
         slots = self.slot_settings.slots if self._prompts.train else None
+        trained = self._policy if self._prompts.train else None
         most = self.round_policy.most_prompts() * self.round_policy.launched(self.num_generations)
-        for text in self.advice.at_start(spec.eos_token_ids, slots, most):
+        for text in self.advice.at_start(spec.eos_token_ids, slots, most, trained):
             rank_zero_warn(text)
 
     def _fire(self, hook: str, *args: Any) -> None:

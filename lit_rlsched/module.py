@@ -1,6 +1,5 @@
 """GRPO and RLOO as LightningModules: two presets of one policy-gradient module."""
 
-import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,7 @@ from lightning import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
-from transformers import get_scheduler
 
 from lit_rlsched import shared_prefix as sharing
 from lit_rlsched.advantages import (
@@ -41,7 +38,9 @@ from lit_rlsched.losses import (
     policy_loss,
     rollout_correction,
 )
+from lit_rlsched.optimizers import Optim, check_optim, is_fused, make_adamw, with_schedule
 from lit_rlsched.policy import add_lora, base_model, load_policy
+from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
 from lit_rlsched.predictions import prediction_rows
 from lit_rlsched.rollout.learner import RoundLogprobs
 from lit_rlsched.rollout.types import Group, Row
@@ -59,7 +58,7 @@ for _expected in (
     warnings.filterwarnings("ignore", _expected)
 
 
-class PolicyModule(LightningModule):
+class PolicyModule(KeepsFloat32, LightningModule):
     """Trains a causal language model on scored rollouts; `GRPOModule` and `RLOOModule` preset it.
 
     One item of the loader is one optimizer step: an iterator of micro-batches. Optimization is
@@ -70,12 +69,15 @@ class PolicyModule(LightningModule):
         learning_rate: Peak learning rate of AdamW.
         betas: AdamW's decay rates.
         weight_decay: AdamW's weight decay.
+        optim: `adamw_torch_fused` takes no memory beside its state, `adamw_torch` on a GPU a
+            temporary as large as what is trained. By default the fused one on a GPU.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
         lr_scheduler_type: What it does after them.
         gradient_clip_val: Largest norm of the gradient; `None` leaves it as it is.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets the merged weights,
-            checkpoints hold the adapters alone, and the base is the reference model.
+            checkpoints hold the adapters alone, and the base is the reference model. Adapters are
+            float32; in `bf16-mixed` and `bf16-true` the base is bfloat16 (`docs/precision.md`).
         lora_alpha: LoRA's scale.
         lora_target_modules: Which layers get adapters, as in peft.
         loss_type: How the policy term is formed and normalised; see `losses.policy_loss`.
@@ -112,6 +114,7 @@ class PolicyModule(LightningModule):
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        optim: Optim | None = None,
         warmup_steps: int = 0,
         lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
         gradient_clip_val: float | None = 1.0,
@@ -150,6 +153,7 @@ class PolicyModule(LightningModule):
             "importance_sampling_clip_max": importance_sampling_clip_max,
         }
         check_loss_settings(**self._loss_settings)
+        check_optim(optim)
         if self.kl_in_loss and loss_type == "rloo" and beta > 0:
             raise ValueError(
                 f"`loss_type='rloo'` has no KL term for `beta={beta}` to weigh. Use `RLOOModule`, "
@@ -185,7 +189,9 @@ class PolicyModule(LightningModule):
         if self.model is not None:
             return
         hp = self._hp
-        self.model = load_policy(hp.model)
+        precision = None if self._trainer is None else self.trainer.precision
+        dtype = load_dtype(precision, lora=hp.lora_rank > 0)
+        self.model = load_policy(hp.model, dtype=dtype)
         if hp.shared_prefix and (why := sharing.obstacle(self.model)) is not None:
             raise ValueError(
                 f"`shared_prefix=True`: completions of `{type(self.model).__name__}` cannot share "
@@ -197,25 +203,20 @@ class PolicyModule(LightningModule):
         if hp.lora_rank:
             self.model = add_lora(self.model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
         elif self.needs_reference:
-            self._reference.append(load_policy(hp.model).requires_grad_(False))
+            self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW on what is trainable, stepped once per optimizer step."""
         hp = self._hp
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            parameters, lr=hp.learning_rate, betas=tuple(hp.betas), weight_decay=hp.weight_decay
+        optimizer = make_adamw(
+            [p for p in self.parameters() if p.requires_grad],
+            is_fused(hp.optim, self.device.type),
+            lr=hp.learning_rate,
+            betas=tuple(hp.betas),
+            weight_decay=hp.weight_decay,
         )
         steps = self.trainer.estimated_stepping_batches
-        scheduler = get_scheduler(
-            "constant_with_warmup" if hp.lr_scheduler_type == "constant" else hp.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=hp.warmup_steps,
-            num_training_steps=int(steps) + 1 if math.isfinite(steps) else None,
-        )
-        # one step ahead: transformers begins a warm-up at zero, which would waste a round
-        factor = scheduler.lr_lambdas[0]
-        scheduler = LambdaLR(optimizer, lambda step: factor(step + 1))
+        scheduler = with_schedule(optimizer, hp.lr_scheduler_type, hp.warmup_steps, steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
 
     # What the data module asks of the module between rollout and update.
@@ -298,8 +299,7 @@ class PolicyModule(LightningModule):
             with self.model.disable_adapter():  # type: ignore[union-attr, operator]
                 yield self.model  # type: ignore[misc]
         else:
-            like = next(self.parameters())
-            yield self._reference[0].to(device=like.device, dtype=like.dtype)
+            yield to_like(self._reference[0], next(self.parameters()))
 
     def _logprobs(
         self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False

@@ -9,15 +9,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
-def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
-    """Load a causal language model in float32, dropout off.
+def load_policy(
+    model: str, dtype: torch.dtype = torch.float32, **kwargs: object
+) -> PreTrainedModel:
+    """Load a causal language model, dropout off.
 
-    Dropout would make the trained policy another one than the engine's. Lower precision is the
-    Trainer's business (`Trainer(precision=...)`). Under `torch.device("meta")` only the shape is
-    made, from `config.json`.
+    Dropout would make the trained policy another one than the engine's. Under
+    `torch.device("meta")` only the shape is made, from `config.json`.
 
     Args:
         model: Folder or hub name of a checkpoint.
+        dtype: Of its weights; `precision.load_dtype` says which goes with a Trainer's precision.
         **kwargs: Passed to `from_pretrained`.
 
     Raises:
@@ -31,9 +33,9 @@ def load_policy(model: str, **kwargs: object) -> PreTrainedModel:
     try:
         if torch.get_default_device().type == "meta":
             config = AutoConfig.from_pretrained(model)
-            policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs).eval()
+            policy = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
         else:
-            policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **kwargs)
+            policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **kwargs)
     except (OSError, ValueError) as error:
         if "requires `accelerate`" in str(error):
             raise ImportError(
@@ -123,7 +125,8 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight under its checkpoint name, adapters merged into the weights they sit on.
 
     The merge is made tensor by tensor on the way out: the trained weights are never touched, so
-    that no rounding error piles up from merging and unmerging.
+    that no rounding error piles up from merging and unmerging. Onto a base in half precision the
+    adapters are added in float32, and the sum is yielded in it: the engine rounds once.
     """
     if not hasattr(policy, "peft_config"):
         for name, parameter in policy.named_parameters():
@@ -140,7 +143,7 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         weight = parameter.detach()
         if owner in layers:
             for adapter in layers[owner].active_adapters:
-                weight = weight + layers[owner].get_delta_weight(adapter).to(weight)
+                weight = weight + layers[owner].get_delta_weight(adapter)
         yield name.replace(".base_layer.", "."), weight.detach()
 
 

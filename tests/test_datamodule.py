@@ -553,8 +553,10 @@ def test_bf16_true_keeps_advantages_in_float32(fit, tiny_model):
             return super().loss(batch)
 
     module = Dtypes(tiny_model, beta=0.1)
-    trainer, _, _ = fit(module, trainer={"precision": "bf16-true"}, verify_sync=False)
+    # vLLM has weights and tables of its own: our own engine would share whatever is wrong
+    trainer, _, _ = fit(module, engine=VLLMEngine(), trainer={"precision": "bf16-true"})
     assert module._reference[0].dtype == torch.bfloat16
+    assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
     assert torch.isfinite(trainer.callback_metrics["kl"])
 
 

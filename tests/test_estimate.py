@@ -13,8 +13,11 @@ from lit_rlsched.callbacks import MicroGroupSampling, StreamedTraining
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.estimate import Ledger, PlannedRun, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
+from lit_rlsched.estimate.report import ADVICE
 from lit_rlsched.estimate.run import fake_batch
 from lit_rlsched.logprobs import CHUNK_BYTES
+from lit_rlsched.optimizers import make_adamw
+from lit_rlsched.precision import to_like
 
 LIMIT = 96
 
@@ -74,6 +77,9 @@ SETTINGS = {
     "reference": {"beta": 0.1},
     "bf16-true": {"precision": "bf16-true"},
     "bf16-mixed": {"precision": "bf16-mixed"},
+    "lora in bf16-mixed": {"precision": "bf16-mixed", "lora_rank": 4},
+    "lora in bf16-true": {"precision": "bf16-true", "lora_rank": 4},
+    "fused": {"optim": "adamw_torch_fused"},
 }
 
 
@@ -82,12 +88,13 @@ SETTINGS = {
 def test_a_step_takes_what_was_estimated(plan, settings, tokens):
     planned = ledger(plan(**settings, micro_batch_tokens=tokens))
     trainer, module, _ = plan(**settings, micro_batch_tokens=tokens)
+    module.trainer = trainer
     module.configure_model()
     trainer.precision_plugin.convert_module(module)
     for reference in module._reference:
-        reference.to(next(module.parameters()).dtype)
+        to_like(reference, next(module.parameters()))
     trainable = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable)
+    optimizer = make_adamw(trainable, "optim" in settings)
     peaks = []
     for _ in range(2):
         batch = planned.run.micro_batch(tokens)
@@ -198,6 +205,28 @@ def test_log_probs_take_larger_chunks_on_a_gpu(plan, monkeypatch):
     # all logits are one chunk there, which is kept for the backward pass
     assert run.update(1600)[0] > kept + 4 * 1400 * run.module.model.config.vocab_size
     assert CHUNK_BYTES["cpu"] == 2**14
+
+
+def test_the_base_under_adapters_is_in_half_precision(plan):
+    planned = ledger(plan(lora_rank=4, precision="bf16-mixed"))
+    held, parameters = items(planned), list(planned.run.module.parameters())
+    adapters = sum(p.numel() for p in parameters if p.requires_grad)
+    base = sum(p.numel() for p in parameters) - adapters
+    assert held["weights"].update == pytest.approx(2 * base + 4 * adapters, rel=1e-2)
+    assert held["gradients"].update == 4 * adapters
+
+
+def test_a_fused_step_takes_no_temporaries(plan):
+    run = PlannedRun(*plan(engine=VLLMEngine()))
+    run.device = "cuda"
+    assert run.optimizer[1] == 0
+    del run.optimizer
+    run.module.hparams["optim"] = "adamw_torch"
+    assert run.optimizer[1] == sum(p.nbytes for p in run.module.parameters())
+
+
+def test_bf16_true_is_no_advice():
+    assert not any("bf16-true" in text for text in ADVICE.values())
 
 
 def test_what_is_called_the_largest_fits_and_more_does_not(plan):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning
 import pytest
+from torch import nn
 from vllm_contract import Source, Touch, requirement
 
 import lit_rlsched
@@ -52,6 +53,8 @@ def test_nothing_else_that_is_private_is_touched() -> None:
         if path.stem == "theirs":
             continue  # a trainer of TRL
         for name in private_names(ast.parse(path.read_text())):
+            if hasattr(nn.Module, name):
+                continue  # PyTorch's
             assert name in known, f"{path.name} touches Lightning's {name}: add it to the list"
 
 

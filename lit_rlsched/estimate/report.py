@@ -11,7 +11,8 @@ from lit_rlsched.estimate.run import Device
 from lit_rlsched.sizes import format_bytes, parse_bytes
 
 ADVICE = {
-    "weights": "a smaller model, or `precision: bf16-true`",
+    "weights": "a smaller model; or `lora_rank` with `precision: bf16-mixed`, whose base is in "
+    "bfloat16",
     "reference model": "`beta: 0`, or `lora_rank`, whose base is the reference",
     "gradients": "`lora_rank: 32`, which trains adapters alone",
     "optimizer state": "`lora_rank: 32`, which trains adapters alone",
@@ -21,7 +22,8 @@ ADVICE = {
     "`max_completion_length`; on a GPU a lower `gpu_memory_utilization`",
     "decoding": "fewer slots (`MicroGroupSampling`)",
     "activations": "`gradient_checkpointing: true`, or fewer `micro_batch_tokens`",
-    "passes at their peak": "fewer `micro_batch_tokens`, or `lora_rank`",
+    "passes at their peak": "fewer `micro_batch_tokens`, or `lora_rank`; of AdamW's temporaries "
+    "`optim: adamw_torch_fused`",
     "completions": "fewer `prompts_per_round` or `num_generations`",
 }
 NOT_COUNTED = {

@@ -24,7 +24,9 @@ from lit_rlsched.estimate.live import (
     storage_bytes,
 )
 from lit_rlsched.module import PolicyModule
+from lit_rlsched.optimizers import is_fused
 from lit_rlsched.policy import find_policy
+from lit_rlsched.precision import to_like
 from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Row, Sampling
 
 Device = Literal["cpu", "cuda"]
@@ -58,13 +60,15 @@ class PlannedRun:
             datamodule,
             device,
         )
+        trainer.strategy.connect(module)
+        module.trainer = trainer  # whose precision says what is loaded
         configure_without_weights(module)
         _check_tokenizer(datamodule.tokenizer_name or module.hparams["model"])
         trainer.precision_plugin.convert_module(module)
         references: list[Any] = module._reference
         like = next(module.parameters())
         for reference in references:
-            reference.to(dtype=like.dtype)
+            to_like(reference, like)
         make_fake(module, *references)
         self.spec = replace(self._planned(), device=torch.device(device))
         self.token_bytes = datamodule.cache_bytes_per_token(self.spec)
@@ -77,8 +81,6 @@ class PlannedRun:
     def _planned(self) -> EngineSpec:
         trainer, module, data = self.trainer, self.module, self.datamodule
         data.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
-        trainer.strategy.connect(module)
-        module.trainer = trainer
         data.setup("fit")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if getattr(callback, "sets", None):  # the others may open files
@@ -131,8 +133,10 @@ class PlannedRun:
     @cached_property
     def optimizer(self) -> tuple[int, int]:
         """AdamW's state, and the most that a step takes beside it."""
-        # on a GPU, PyTorch takes the step for all parameters at once
-        optimizer = torch.optim.AdamW(self.trainable, foreach=self.device == "cuda")
+        fused = is_fused(self.module.hparams["optim"], self.device)
+        # on a GPU, PyTorch takes a step that is not fused for all parameters at once
+        foreach = self.device == "cuda" and not fused
+        optimizer = torch.optim.AdamW(self.trainable, foreach=foreach, fused=fused)
         optimizer.step()
         state = [t for held in optimizer.state.values() for t in held.values()]
         live = _measured(optimizer.step)
