@@ -1,10 +1,10 @@
 """One completion on its way through the reward functions, and what becomes of it."""
 
 import json
-import math
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 from lit_rlsched.rewards.failures import FAILURE_KINDS, kind_of
 
@@ -13,8 +13,7 @@ class BadMessage(Exception):
     """What came from a reward worker cannot be what `worker.py` sends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """The outcome of one call of one function, as the worker sends it."""
 
     seconds: float | None
@@ -30,17 +29,19 @@ class Result:
         Raises:
             BadMessage: a part is of another type, or the score is not finite.
         """
-        texts = isinstance(failure, str | None) and isinstance(extra, dict)
-        lists = isinstance(metrics, dict) and all(isinstance(v, list) for v in metrics.values())
-        logged = lists and all(isinstance(x, float) for v in metrics.values() for x in v)
-        known = failure is None or (texts and kind_of(failure) in FAILURE_KINDS)
-        if not (texts and known and logged and _is_number(seconds) and _is_number(score)):
-            raise BadMessage(f"a result of other types: {score!r:.80}")
-        return cls(seconds, score, failure, extra, metrics)
+        if (  # `type`, as all comes from JSON; one expression, as this is done for each score
+            (score is None or (type(score) is float and isfinite(score)))
+            and (seconds is None or (type(seconds) is float and isfinite(seconds)))
+            and (failure is None or (type(failure) is str and kind_of(failure) in FAILURE_KINDS))
+            and type(extra) is type(metrics) is dict
+            and (not metrics or _are_lists_of_numbers(metrics.values()))
+        ):
+            return cls(seconds, score, failure, extra, metrics)
+        raise BadMessage(f"a result of other types: {score!r:.80}")
 
 
-def _is_number(value: object) -> bool:
-    return value is None or (isinstance(value, float) and math.isfinite(value))
+def _are_lists_of_numbers(values: Iterable[object]) -> bool:
+    return all(type(each) is list and all(type(x) is float for x in each) for each in values)
 
 
 def parse_message(data: bytes) -> tuple[str, list[Any]]:
@@ -50,16 +51,16 @@ def parse_message(data: bytes) -> tuple[str, list[Any]]:
         BadMessage: it is no such message.
     """
     try:
-        message = json.loads(data)
+        message = json.loads(data.decode())
     except (ValueError, RecursionError):
         raise BadMessage(f"no JSON: {data!r:.80}") from None
-    if not isinstance(message, list) or not message:
+    if type(message) is not list or not message:
         raise BadMessage(f"no list: {message!r:.80}")
-    kind, *rest = message
-    types = MESSAGES.get(kind if isinstance(kind, str) else "")
-    if types is None or list(map(type, rest[: len(types)])) != types:
-        raise BadMessage(f"an unknown message: {message!r:.80}")
-    return str(kind), rest
+    kind = message.pop(0)
+    types = MESSAGES.get(kind) if type(kind) is str else None
+    if types is None or [*map(type, message[: len(types)])] != types:
+        raise BadMessage(f"an unknown message: {[kind, *message]!r:.80}")
+    return kind, message
 
 
 MESSAGES: dict[str, list[type]] = {
@@ -93,8 +94,7 @@ class Job:
         return [index for index in functions if self.results[index] is None]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredJob:
+class ScoredJob(NamedTuple):
     """What the reward functions said about one completion; every list is in their order."""
 
     job_id: Hashable
@@ -112,17 +112,12 @@ class ScoredJob:
 
 def scored(job: Job) -> ScoredJob:
     results = [result for result in job.results if result is not None]
+    seconds, scores, failures, extras, logged = map(list, zip(*results, strict=True))
     extra: dict[str, Any] = {}
+    for each in extras:
+        extra.update(each)
     metrics: dict[str, list[float]] = {}
-    for result in results:
-        extra.update(result.extra)
-        for name, values in result.metrics.items():
+    for each in filter(None, logged):
+        for name, values in each.items():
             metrics.setdefault(name, []).extend(values)
-    return ScoredJob(
-        job.id,
-        [result.score for result in results],
-        [result.failure for result in results],
-        [result.seconds for result in results],
-        extra,
-        metrics,
-    )
+    return ScoredJob(job.id, scores, failures, seconds, extra, metrics)
