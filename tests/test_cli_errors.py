@@ -192,7 +192,7 @@ def test_a_run_with_vllm_prints_nothing_that_is_not_about_the_run(tmp_path):
         "--data.train_data.size=8",
         "--data.val_data.size=2",
         "--data.prompts_per_round=2",
-        "--data.max_completion_length=16",
+        "--data.max_completion_length=128",  # some end by themselves
         "--trainer.max_epochs=2",
         "--trainer.check_val_every_n_epoch=1",
         "--trainer.logger=false",
