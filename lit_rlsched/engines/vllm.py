@@ -194,7 +194,9 @@ class VLLMEngine(RolloutEngine):
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # sampling is the request's, not the checkpoint's
-            "async_scheduling": False,  # or a step would return the one before
+            # else a step returns the one before: a freed slot idles for one more, and an abort
+            # leaves a draw behind that a generator kept for the request has already made
+            "async_scheduling": False,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
