@@ -87,7 +87,11 @@ class RolloutEngine(ABC):
     """Tokens of key-value cache the engine has room for, once started; `None`: it grows."""
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        """Precision of the key-value cache; may be asked for before `start`."""
+        """Precision that it computes in, key-value cache included; may be asked for before `start`.
+
+        The check after a weight sync allows for its rounding, and where the engine is in another
+        process, matrices are rounded to it on the way.
+        """
         return spec.dtype
 
     def most_slots(self, spec: EngineSpec) -> int:

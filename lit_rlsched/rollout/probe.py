@@ -21,8 +21,11 @@ TOLERANCE_HALF = 0.05
 REDRAWN = 256
 """Tokens that decide where the first few differ by more: in half precision a run that is in order
 has single tokens that are off by 0.2 and more."""
-OUTLIERS = 0.1
-"""Share of them, the largest differences, that does not count."""
+MOST_OF_ONE = 1.0
+"""What each of them counts at most. One matrix that is not the trainer's throws a few tokens far
+off and leaves most alone, so that a median, or a mean without the largest, would not see it."""
+SLACK = 2
+"""How many times the tolerance their mean may be."""
 LONGEST, WAVES = 128, 32
 """Most tokens of one completion, and completions of each prompt, to get so many."""
 
@@ -68,11 +71,11 @@ class SyncProbe:
         if gap.mean() <= allowed:
             return float(gap.max())
         gap = self._larger_gap(version)
-        mean = robust_mean(gap)
+        mean, allowed = robust_mean(gap), SLACK * allowed
         if not mean <= allowed:
             raise RuntimeError(
                 f"After the weight sync the engine's log-probs differ from the trainer's by "
-                f"{mean:.2e} on average (of {len(gap)} tokens, without the largest tenth; "
+                f"{mean:.2e} on average (of {len(gap)} tokens, {MOST_OF_ONE} at most of each; "
                 f"{allowed:.0e} allowed between {ours} and {theirs} on {self._spec.device.type}): "
                 "it does not decode with the weights that are trained. Check that engine and "
                 "trainer load the same `model`, and the engine's version; `verify_sync=False` "
@@ -137,7 +140,5 @@ def tolerance(trainer: torch.dtype, engine: torch.dtype, device: torch.device) -
 
 
 def robust_mean(gap: Tensor) -> float:
-    """The mean without the largest differences; one that is no number counts."""
-    if not gap.isfinite().all():
-        return float("nan")
-    return float(gap.sort().values[: len(gap) - int(OUTLIERS * len(gap))].mean())
+    """The mean, to which no token adds much; one that is no number counts."""
+    return float(gap.clamp(max=MOST_OF_ONE).mean()) if gap.isfinite().all() else float("nan")
