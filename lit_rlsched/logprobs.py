@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,13 +134,35 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (or zeros): `[n, H]` and `[n]` to `[n]`, `[n]`."""
     logits = head(states)
-    log_normalizer = logits.logsumexp(dim=-1)
-    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    logp, log_normalizer = _TokenLogprob.apply(logits, targets)
     if not entropy:
         return logp, torch.zeros_like(logp)
     with torch.no_grad():
-        entropies = log_normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+        entropies = log_normalizer - logits.softmax(dim=-1).mul_(logits).sum(dim=-1)
     return logp, entropies
+
+
+class _TokenLogprob(torch.autograd.Function):
+    """Log-probs of targets, and the normalizers without gradient.
+
+    Autograd's own gradient takes five temporaries of the logits' size; this, of the same bits, one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_normalizer = logits.logsumexp(dim=-1)
+        logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+        ctx.save_for_backward(logits, targets, log_normalizer)
+        ctx.mark_non_differentiable(log_normalizer)
+        ctx.set_materialize_grads(False)
+        return logp, log_normalizer
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        logits, targets, log_normalizer = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(-1)
+        of_logits = (logits - log_normalizer.unsqueeze(-1)).exp_().mul_(-gradient)
+        return of_logits.scatter_add_(-1, targets.unsqueeze(-1), gradient), None
 
 
 def _score_in_chunks(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_rlsched import logprobs
+from lit_rlsched.estimate.live import LiveBytes
 from lit_rlsched.logprobs import completion_logprobs, completion_mask
 
 VOCAB = 512
@@ -147,6 +148,32 @@ def test_logits_are_not_kept_for_backward(input_ids: Tensor) -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             score(model, input_ids, chunk_tokens=chunk_tokens)
         assert any(shape[1:] == (VOCAB,) and shape[0] < VOCAB for shape in kept) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_is_autograds_bit_for_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(50, VOCAB, dtype=dtype, generator=generator) * 5
+    targets = torch.randint(VOCAB, (50,), generator=generator)
+    upstream = torch.randn(50, dtype=dtype, generator=generator)
+    ours, theirs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    logp, entropy = logprobs._score(lambda states: states, True, ours, targets)
+    (logp * upstream).sum().backward()
+    expected = theirs.gather(-1, targets[:, None]).squeeze(-1) - theirs.logsumexp(-1)
+    (expected * upstream).sum().backward()
+    assert torch.equal(logp, expected) and torch.equal(ours.grad, theirs.grad)
+    with torch.no_grad():
+        assert torch.equal(entropy, rows.logsumexp(-1) - (rows.softmax(-1) * rows).sum(-1))
+
+
+def test_a_chunk_takes_one_temporary_beside_its_logits() -> None:
+    head = nn.Linear(16, VOCAB, bias=False)
+    states = torch.randn(200, 16, requires_grad=True)
+    targets = torch.zeros(200, dtype=torch.long)
+    with LiveBytes() as live:
+        logp, _ = logprobs._score(head, True, states, targets)
+        logp.sum().backward()
+    assert live.peak < 2.2 * 4 * 200 * VOCAB
 
 
 def test_default_chunk_follows_the_vocabulary(
