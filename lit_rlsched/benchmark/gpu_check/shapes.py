@@ -7,6 +7,7 @@ writes `config.json` and the quick task's tokenizer, which is all that `lit-rlsc
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from lit_rlsched.benchmark.gpu_check.setting import QUICK_TASK, Setting
 
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"}
 _QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
-_QWEN3 |= {"initializer_range": 0.05}  # of random weights; with 0.02 every token is as likely
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {  # Qwen3-0.6B
         **_QWEN3,
@@ -51,10 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.2,
         "tie_word_embeddings": True,
     },
 }
+
+LOGITS = 0.64
+"""Standard deviation of random weights' logits, as of Qwen3-0.6B with transformers' own 0.02. Over
+28 layers, log-probs then differ by 0.01 between two ways to compute in bf16, and by 0.7 between two
+models; with 1.6 it would be 0.08 and 2.8, and good engines would be beyond the limit of 0.05."""
 
 
 def shape_model(setting: Setting, shape: str) -> str:
@@ -66,9 +70,10 @@ def shape_model(setting: Setting, shape: str) -> str:
         return setting.model
     shape = setting.pick(shape, "tiny")
     folder = Path(setting.models, shape)
-    if not (folder / "complete").exists():
+    made, sizes = folder / "made_by.json", json.dumps(SHAPES[shape])
+    if not made.exists() or made.read_text() != sizes:
         write_shape(folder, shape, setting.device)
-        (folder / "complete").touch()
+        made.write_text(sizes)
     return str(folder)
 
 
@@ -81,6 +86,7 @@ def write_shape(folder: Path, shape: str, weights_on: str | None = None) -> None
     sizes = dict(SHAPES[shape])
     special = ("pad_token_id", "bos_token_id", "eos_token_id")
     ends = {name: getattr(tokenizer, name) for name in special}
+    sizes["initializer_range"] = LOGITS / sizes["hidden_size"] ** 0.5
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **ends)
     if weights_on is not None:
         torch.manual_seed(0)
