@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 
@@ -50,5 +51,6 @@ class _Cast(torch.autograd.Function):
         return low.view_as(low)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0].to(ctx.dtype), None

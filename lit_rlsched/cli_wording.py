@@ -164,7 +164,10 @@ def _files(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Path]]:
 
 def _has(file: Path, key: str) -> bool:
     """Whether a file has a setting, such as `data.seed`."""
-    node = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        node = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return False  # another file than the one that is refused
     for name in key.split("."):
         if not isinstance(node, dict) or name not in node:
             return False

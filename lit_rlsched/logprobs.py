@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlsched.lm_head import check_lm_head, is_checked, lm_head, model_parts
@@ -158,6 +159,7 @@ class _TokenLogprob(torch.autograd.Function):
         return logp, log_normalizer
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         logits, targets, log_normalizer = ctx.saved_tensors
         gradient = gradients[0].unsqueeze(-1)

@@ -38,7 +38,14 @@ from lit_rlsched.losses import (
     policy_loss,
     rollout_correction,
 )
-from lit_rlsched.optimizers import Optim, check_optim, is_fused, make_adamw, with_schedule
+from lit_rlsched.optimizers import (
+    Optim,
+    check_optim,
+    is_fused,
+    keep_step,
+    make_adamw,
+    with_schedule,
+)
 from lit_rlsched.policy import add_lora, base_model, load_policy
 from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
 from lit_rlsched.predictions import prediction_rows
@@ -478,6 +485,8 @@ class PolicyModule(KeepsFloat32, LightningModule):
             check_resumable(checkpoint)
             if (text := restored_settings(self._hp, checkpoint)) is not None:
                 rank_zero_warn(text)
+            device = self.trainer.strategy.root_device.type
+            keep_step(checkpoint, is_fused(self._hp.optim, device))
         keys = self._saved_keys()
         ours = {k: v.shape for k, v in self.state_dict().items() if k in keys}
         theirs = {k: v.shape for k, v in checkpoint["state_dict"].items()}

@@ -1,7 +1,7 @@
 """AdamW and its learning rate, stepped once per optimizer step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -46,6 +46,18 @@ def make_adamw(parameters: Iterable[nn.Parameter], fused: bool, **settings: Any)
     # it and refuses to clip, in bf16-mixed too, where there is nothing to unscale.
     optimizer._step_supports_amp_scaling = False
     return optimizer
+
+
+def keep_step(checkpoint: Mapping[str, Any], fused: bool) -> None:
+    """Let a resumed AdamW step as this run says: its state would bring the other run's step back.
+
+    Args:
+        checkpoint: With `optimizer_states`, as Lightning writes them; changed.
+        fused: See `is_fused`.
+    """
+    for state in checkpoint.get("optimizer_states", ()):
+        for group in state["param_groups"]:
+            group |= {"fused": True if fused else None, "foreach": None}
 
 
 def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) -> LambdaLR:

@@ -88,8 +88,8 @@ def test_what_autocast_would_not_cast_is_left_alone():
     layers = [nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).double(), Scaled(4, 4), nn.ReLU()]
     with torch.autocast("cpu", torch.bfloat16):
         assert all(cast_once(layer) is layer for layer in layers)
-        assert cast_once(nn.Linear(4, 4)) is not None
-    layer = nn.Linear(4, 4)
+        layer = nn.Linear(4, 4)
+        assert cast_once(layer) is not layer
     assert cast_once(layer) is layer
 
 

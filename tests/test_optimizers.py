@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.estimate.live import LiveBytes
-from lit_rlsched.optimizers import is_fused, make_adamw
+from lit_rlsched.optimizers import is_fused, keep_step, make_adamw
 
 
 class Norms(Callback):
@@ -41,6 +41,20 @@ def test_a_fused_step_is_clipped(fit, tiny_model, precision):
     # unscaled too: its factor is 65,536
     assert 0.01 < trainer.callback_metrics["grad_norm"] < 100
     assert 0 < max(norms.norms) <= 0.01 * 1.001
+
+
+def test_a_resumed_run_steps_as_it_says():
+    """AdamW's state would bring the step of the run that wrote it."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    written = make_adamw([weight], fused=False)
+    written.step()
+    checkpoint = {"optimizer_states": [written.state_dict()]}
+    keep_step(checkpoint, fused=True)
+    resumed = make_adamw([weight], fused=True)
+    resumed.load_state_dict(checkpoint["optimizer_states"][0])
+    assert resumed.param_groups[0]["fused"]
+    resumed.step()
 
 
 def test_a_fused_step_is_that_of_the_other():

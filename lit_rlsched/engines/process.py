@@ -391,12 +391,17 @@ class Child:
     _end = _fault = ""
 
 
+def last_line(trace: str) -> str:
+    """The error that a traceback ends with."""
+    return trace.rstrip().rpartition("\n")[2]
+
+
 def unpickled(error: tuple[bytes, str, bool]) -> BaseException:
     """An exception of the child, with the place it comes from and whether it is a refusal."""
     pickled, text, refusal = error
     try:
         raised: BaseException = pickle.loads(pickled)
     except Exception:
-        return RuntimeError(f"In the engine's process:\n{text}")
+        raised = RuntimeError(f"The engine's process raised what cannot be sent: {last_line(text)}")
     raised.add_note(InChild(f"In the engine's process:\n{text}", refusal))
     return raised

@@ -52,14 +52,15 @@ class WeightsFile:
 
         Args:
             named_tensors: The weights, on any device.
-            dtype: What the reader computes in. Matrices of floats are rounded to it before they
-                leave their device; vectors (norms, biases) are not, as engines keep some in fp32.
+            dtype: What the reader computes in. Matrices that are wider are rounded to it before
+                they leave their device; vectors (norms, biases) and routers of experts are not, as
+                engines keep some of them in fp32.
         """
         index, end = [], 0
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(0)
             for name, tensor in named_tensors:
-                if dtype is not None and tensor.is_floating_point() and tensor.ndim > 1:
+                if dtype is not None and _may_be_rounded(name, tensor, dtype):
                     tensor = tensor.detach().to(dtype)
                 index.append((name, tensor.dtype, tensor.shape, end))
                 file.seek(end)
@@ -75,3 +76,8 @@ class WeightsFile:
         with suppress(OSError):
             if not self._path.startswith("/proc/"):
                 os.unlink(self._path)
+
+
+def _may_be_rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    wider = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
+    return wider and tensor.ndim > 1 and not {"gate", "router"} & {*name.split(".")}

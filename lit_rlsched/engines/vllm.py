@@ -33,8 +33,8 @@ from lit_rlsched.settings import check_finite
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Tokens of one step: what vLLM's own `LLM` takes by default. An engine that is built from a
-configuration gets 2,048 on a GPU."""
+"""Tokens of one step: what vLLM's own `LLM` takes by default, but on the largest GPUs (16,384). An
+engine that is built from a configuration gets 2,048 on a GPU."""
 MAX_CPU_CACHE = 4 << 30
 
 
@@ -149,6 +149,8 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
+        self._spec = spec  # `close` needs both, also after a start that failed
+        self._meeting_place: str | None = None
         guest.check_build(spec.device)
         if spec.device.type == "cpu":
             check_head_size(_text_config(spec))
@@ -167,7 +169,6 @@ class VLLMEngine(RolloutEngine):
         self._meeting_place = met.removeprefix("file://") if met.startswith("file:") else None
         self._noise = guest.Noise(self._engine.collective_rpc(beside_model.prepare)[0])
         self._forget_counts()
-        self._spec = spec
         self._vocab_size = config.model_config.get_vocab_size()
         self.kv_block = config.cache_config.block_size
         self._blocks = self._scheduler.kv_cache_manager.block_pool

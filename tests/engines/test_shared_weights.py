@@ -104,3 +104,18 @@ def test_other_processes_get_weights_in_the_engines_precision(dtype, tiny_policy
     split._noise = SimpleNamespace(forget=lambda: None)
     split.sync_weights(weights.items(), 1)
     assert sizes == [split._engine.size] == [expected]
+
+
+def test_what_engines_may_keep_in_fp32_is_not_rounded_on_the_way():
+    names = {
+        "layers.0.mlp.gate_proj.weight": torch.bfloat16,
+        "layers.0.mlp.gate.weight": torch.float32,  # a router of experts
+        "layers.0.mlp.router.weight": torch.float32,
+        "layers.0.norm.weight": torch.float32,
+        "half": torch.float16,
+    }
+    matrix, vector = torch.ones(2, 2), torch.ones(2)
+    sent = {n: vector if "norm" in n else matrix for n in names} | {"half": matrix.half()}
+    file = WeightsFile()
+    assert {n: t.dtype for n, t in file.write(sent.items(), torch.bfloat16)} == names
+    file.close()

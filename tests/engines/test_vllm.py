@@ -377,6 +377,21 @@ def test_a_budget_without_room_for_one_context_is_refused(tiny_model: str, block
 
 
 @needs_vllm
+def test_a_start_that_fails_late_can_be_closed(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("an odd model runner")
+
+    monkeypatch.setattr("lit_rlsched.engines._vllm_guest.Noise", fail)
+    engine = VLLMEngine()
+    with pytest.raises(RuntimeError, match="an odd model runner"):
+        engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
+    engine.close()
+    assert not torch.distributed.is_initialized()
+
+
+@needs_vllm
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_active_seqs"])
 def test_fewer_requests_than_slots_are_refused(tiny_model: str, name: str) -> None:
     with (
