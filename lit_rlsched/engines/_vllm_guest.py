@@ -50,13 +50,18 @@ def import_vllm() -> Any:
     return vllm
 
 
+def decodes_on() -> str:
+    """The type of device that this vLLM is built for and finds; empty where it finds none."""
+    return str(import_module("vllm.platforms").current_platform.device_type)
+
+
 def check_build(device: torch.device) -> None:
     """Refuse a vLLM that decodes on something else than the run does.
 
     Raises:
         ValueError: says what to install, or where to run instead.
     """
-    found = import_module("vllm.platforms").current_platform.device_type
+    found = decodes_on()
     if found == device.type:
         return
     ways_out = (

