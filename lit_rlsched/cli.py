@@ -32,7 +32,7 @@ from lit_rlsched.cli_result import say_result, stoppable
 from lit_rlsched.data.settings import check_one_process
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
-from lit_rlsched.gpu_check import refuse_unseen_gpu
+from lit_rlsched.gpu_setup import refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
 
 for _package in (callbacks, engines):  # short class names resolve among what is imported

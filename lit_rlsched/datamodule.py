@@ -39,7 +39,7 @@ from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
 from lit_rlsched.fit_settings import FitSettings
-from lit_rlsched.gpu_check import warn_of_unseen_gpu
+from lit_rlsched.gpu_setup import warn_of_unseen_gpu
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import (

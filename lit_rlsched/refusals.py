@@ -8,31 +8,14 @@ _OF_LIGHTNING = "MisconfigurationException"  # by its name: an engine's process 
 _SPEAK_TO_USERS = ("lit_rlsched", "lightning", "jsonargparse")
 
 
-class InChild(str):
-    """Note on an error of another process: the traceback it had there.
-
-    Args:
-        text: The traceback.
-        refusal: Whether the error was a refusal there.
-    """
-
-    refusal: bool
-
-    def __new__(cls, text: str, refusal: bool) -> "InChild":
-        """A string that knows it."""
-        note = super().__new__(cls, text)
-        note.refusal = refusal
-        return note
-
-
 def is_refusal(error: Exception) -> bool:
     """Whether an error tells the user what to change, and is no bug.
 
     It does where it was raised by a `raise` in this package or in Lightning: what Python, torch or
     vLLM raise by themselves, an `assert` that fails, and the user's own code are not among these.
     """
-    for note in getattr(error, "__notes__", ()):
-        return isinstance(note, InChild) and note.refusal
+    if hasattr(error, "__notes__"):  # the traceback of another process, which has judged it
+        return getattr(error, "refusal", False)
     known = isinstance(error, _ON_PURPOSE) or type(error).__name__ == _OF_LIGHTNING
     if not known or isinstance(error, NotImplementedError):
         return False

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lit_rlsched.engines._vllm_worker import NOISE
-from lit_rlsched.gpu_check import unseen_gpu
+from lit_rlsched.gpu_setup import unseen_gpu
 from lit_rlsched.rollout.types import Request, stable_hash
 
 _cores = 0

@@ -25,7 +25,6 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.device_memory import give_back
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
-from lit_rlsched.refusals import InChild
 from lit_rlsched.rewards.process import how_it_ended
 from lit_rlsched.rollout.trace import Step
 from lit_rlsched.rollout.types import Event, Request
@@ -391,17 +390,14 @@ class Child:
     _end = _fault = ""
 
 
-def last_line(trace: str) -> str:
-    """The error that a traceback ends with."""
-    return trace.rstrip().rpartition("\n")[2]
-
-
 def unpickled(error: tuple[bytes, str, bool]) -> BaseException:
     """An exception of the child, with the place it comes from and whether it is a refusal."""
     pickled, text, refusal = error
     try:
         raised: BaseException = pickle.loads(pickled)
     except Exception:
-        raised = RuntimeError(f"The engine's process raised what cannot be sent: {last_line(text)}")
-    raised.add_note(InChild(f"In the engine's process:\n{text}", refusal))
+        last_line = text.rstrip().rpartition("\n")[2]
+        raised = RuntimeError(f"The engine's process raised what cannot be sent: {last_line}")
+    raised.add_note(f"In the engine's process:\n{text}")
+    raised.refusal = refusal  # type: ignore[attr-defined]  # for `is_refusal`
     return raised

@@ -26,7 +26,7 @@ from lit_rlsched.engines.base import (
     kv_bytes_per_token,
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
-from lit_rlsched.gpu_check import warn_of_missing_tools
+from lit_rlsched.gpu_setup import warn_of_missing_tools
 from lit_rlsched.rollout.types import Event, Request
 from lit_rlsched.settings import check_finite
 

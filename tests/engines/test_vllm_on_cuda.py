@@ -16,7 +16,7 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.gpu_check import driver
+from lit_rlsched.gpu_setup import driver
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 CUDA = torch.device("cuda:0")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_rlsched import gpu_check
+from lit_rlsched import gpu_setup
 from lit_rlsched.cli import main
-from lit_rlsched.gpu_check import (
+from lit_rlsched.gpu_setup import (
     missing_tools,
     refuse_unseen_gpu,
     unseen,
@@ -81,7 +81,7 @@ def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch sees a GPU")
 def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
     machine("nvidia-smi", "echo 535.104.05")
-    monkeypatch.chdir(Path(gpu_check.__file__).parents[1])
+    monkeypatch.chdir(Path(gpu_setup.__file__).parents[1])
     folder = f"--trainer.default_root_dir={tmp_path}/run"
     with pytest.raises(SystemExit) as exit:
         main(["fit", "-c", "configs/quickstart.yaml", "--trainer.accelerator=gpu", folder])
@@ -97,7 +97,7 @@ def test_every_run_looks(fit, monkeypatch):
 
 
 def test_what_triton_needs(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_check.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(gpu_setup.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.warns(UserWarning, match=r"C compiler .*CC.* and Python's headers .*python3.*-dev"):
         warn_of_missing_tools()
     machine("clang")
@@ -119,11 +119,11 @@ def test_the_build_that_make_installs(machine, smi, build, said):
     if smi is not None:
         machine("nvidia-smi", smi)
     machine("gcc")
-    script = [sys.executable, "-S", gpu_check.__file__]
+    script = [sys.executable, "-S", gpu_setup.__file__]
     run = subprocess.run(script, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == build and said in run.stderr
 
 
 def test_make_asks_for_it():
-    makefile = (Path(gpu_check.__file__).parents[1] / "Makefile").read_text()
-    assert "$(shell $(PYTHON) lit_rlsched/gpu_check.py)" in makefile
+    makefile = (Path(gpu_setup.__file__).parents[1] / "Makefile").read_text()
+    assert "$(shell $(PYTHON) lit_rlsched/gpu_setup.py)" in makefile
