@@ -1,8 +1,9 @@
 """Reads from vLLM's source, without importing it, what the engine touches of it.
 
-`python tests/vllm_contract.py` takes every release that pyproject allows, of the builds for CUDA
-and for CPU, from pip and writes what it finds to `vllm_contract.json`; the wheels, half a gigabyte
-each, are deleted at once. `--trees DIR` keeps what was unpacked, and starts from it.
+`python tests/vllm_contract.py` takes every release that pyproject allows, and the newest if it is
+beyond, from pip and writes what it finds to `vllm_contract.json`: of the builds for CUDA and for
+CPU, where both exist. The wheels, half a gigabyte each, are deleted at once. `--trees DIR` keeps
+what was unpacked, and starts from it.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -41,19 +42,25 @@ Found = dict[str, dict[str, str]]
 class Record(TypedDict):
     released: str
     """Versions, from the oldest that is allowed, beyond the newest that is."""
+    beyond: dict[str, str]
+    """The newest of all, if pyproject does not allow it, and the builds of it that were read."""
     found: Found
 
 
 @dataclass(frozen=True)
 class Touch:
-    """An attribute, or a call with the arguments that the engine gives."""
+    """An attribute, or a call with the arguments that the engine gives.
+
+    `-> type` behind a call: the engine uses what it returns, which is annotated so.
+    """
 
     module: str
     expression: str
 
     @cached_property
     def call(self) -> ast.Call | None:
-        node = ast.parse(self.expression.replace("=,", "=0,").replace("=)", "=0)")).body[0]
+        call = self.expression.partition(" -> ")[0]
+        node = ast.parse(call.replace("=,", "=0,").replace("=)", "=0)")).body[0]
         assert isinstance(node, ast.Expr)
         return node.value if isinstance(node.value, ast.Call) else None
 
@@ -66,11 +73,16 @@ class Touch:
     def keywords(self) -> list[str]:
         return [keyword.arg or "**" for keyword in self.call.keywords] if self.call else []
 
+    @property
+    def returned(self) -> str:
+        """The type of what is returned; empty where nobody uses it."""
+        return self.expression.partition(" -> ")[2]
+
     def holds(self, found: str | None) -> bool:
         """Whether it works with what `Source.find` says of it."""
         if found is None or self.call is None:
             return found is not None
-        if not found.startswith("("):
+        if not found.startswith("(") or found.partition(" -> ")[2] != self.returned:
             return False
         try:
             signature(found).bind(*self.call.args, **dict.fromkeys(self.keywords))
@@ -118,15 +130,16 @@ class Source:
     def find(self, touch: Touch) -> str | None:
         """Parameters of a function, those of our fields that a class has, or `attribute`.
 
+        Behind the parameters of a function whose result is used: its type, where it has one.
         None: there is no such thing.
         """
         owner, _, member = touch.path.rpartition(".")
         module, node = self._resolve(touch.module, owner or member)
         if not isinstance(node, ast.ClassDef):
-            return None if node is None else describe(node)
+            return None if node is None else describe(node, typed=bool(touch.returned))
         classes = list(self._classes(module, node))
         if owner:
-            return member_of(classes, member)
+            return member_of(classes, member, typed=bool(touch.returned))
         fields = {name for each in classes for statement in each.body for name in names(statement)}
         return f"(*, {', '.join(f'{k}=None' for k in touch.keywords if k in fields)})"
 
@@ -198,12 +211,12 @@ def names(node: ast.AST) -> list[str]:
     return [target.id for target in targets(node) if isinstance(target, ast.Name)]
 
 
-def member_of(classes: list[ast.ClassDef], name: str) -> str | None:
+def member_of(classes: list[ast.ClassDef], name: str, typed: bool = False) -> str | None:
     """What a member of the first of these classes is, the others being its bases."""
     for each in classes:
         for statement in each.body:
             if name in names(statement):
-                return describe(statement, of_class=True)
+                return describe(statement, of_class=True, typed=typed)
         for node in ast.walk(each):
             if any(
                 isinstance(t, ast.Attribute)
@@ -216,8 +229,11 @@ def member_of(classes: list[ast.ClassDef], name: str) -> str | None:
     return None
 
 
-def describe(node: ast.stmt, of_class: bool = False) -> str:
-    """Parameters of a function without `self` and annotations, or `attribute`."""
+def describe(node: ast.stmt, of_class: bool = False, typed: bool = False) -> str:
+    """Parameters of a function without `self` and annotations, or `attribute`.
+
+    `typed`: and the type of what it returns.
+    """
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return "attribute"
     decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
@@ -229,7 +245,8 @@ def describe(node: ast.stmt, of_class: bool = False) -> str:
             each.annotation = None
     if of_class and "staticmethod" not in decorators:
         del (parameters.posonlyargs or parameters.args)[0]
-    return f"({ast.unparse(parameters)})"
+    returned = f" -> {ast.unparse(node.returns)}" if typed and node.returns else ""
+    return f"({ast.unparse(parameters)}){returned}"
 
 
 @cache
@@ -278,20 +295,31 @@ def pip(*args: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def newest_beyond(versions: list[str], allowed: SpecifierSet) -> list[str]:
+    """The newest version, if it is not allowed."""
+    return [version for version in versions[-1:] if version not in allowed]
+
+
 def record(trees: Path) -> Record:
     """What each thing that we touch is, by version."""
-    versions = released("vllm")
+    known = {build: released(build) for build in BUILDS}
+    versions, allowed = known["vllm"], requirement().specifier
+    beyond = {
+        version: " ".join(build for build in BUILDS if version in known[build])
+        for version in newest_beyond(versions, allowed)
+    }
     found: Found = {str(touch): {} for touch in touches()}
-    for version in requirement().specifier.filter(versions):
-        builds = {b: unpack(b, version, trees / f"{b}-{version}") for b in BUILDS}
+    for version in [*allowed.filter(versions), *beyond]:
+        builds = beyond.get(version, " ".join(BUILDS)).split()
+        sources = {b: unpack(b, version, trees / f"{b}-{version}") for b in builds}
         for touch in touches():
-            kinds = {build: source.find(touch) for build, source in builds.items()}
+            kinds = {build: source.find(touch) for build, source in sources.items()}
             if len(set(kinds.values())) > 1:
                 raise SystemExit(f"{touch} is not the same in the builds of {version}: {kinds}")
             if (kind := kinds["vllm"]) is not None:
-                versions_of = found[str(touch)]
-                versions_of[kind] = f"{versions_of.get(kind, '')} {version}".strip()
-    return {"released": " ".join(versions), "found": found}
+                versions_of = found[str(touch)].get(kind, "").split()
+                found[str(touch)][kind] = " ".join(dict.fromkeys([*versions_of, version]))
+    return {"released": " ".join(versions), "beyond": beyond, "found": found}
 
 
 def recorded(record: Record, touch: Touch, version: str) -> str | None:
@@ -313,6 +341,12 @@ def gaps(record: Record, touched: list[Touch], allowed: SpecifierSet) -> list[st
     ]
     if str(first) not in versions:
         problems.append(f"{first}, the oldest that is allowed, is not recorded")
+    return problems + misfits(record, touched, versions)
+
+
+def misfits(record: Record, touched: list[Touch], versions: Iterable[str]) -> list[str]:
+    """What these versions do not have as the engine touches it."""
+    problems = []
     for touch, version in product(touched, versions):
         kind = recorded(record, touch, version)
         if kind is None:

@@ -1,12 +1,14 @@
 """What the engine touches of vLLM, most of it below vLLM's public interface.
 
-The tests hold it against every release that pyproject allows, as recorded in
+The tests hold it against every release that pyproject allows and the newest beyond, as recorded in
 `tests/vllm_contract.json`, against the installed release, and against the engine's code:
 whoever reaches for something new adds it here, and records it with `python tests/vllm_contract.py`.
 """
 
 TOUCHED: dict[str, tuple[str, ...]] = {
-    "vllm.v1.attention.backends.cpu_attn": ("CPUAttentionBackend.get_supported_head_sizes()",),
+    "vllm.v1.attention.backends.cpu_attn": (
+        "CPUAttentionBackend.get_supported_head_sizes() -> list[int]",
+    ),
     "vllm.engine.arg_utils": (
         "EngineArgs(model=, dtype=, max_model_len=, max_num_seqs=, seed=, enforce_eager=,"
         " kv_cache_memory_bytes=, enable_prefix_caching=, logprobs_mode=, skip_tokenizer_init=,"
@@ -27,15 +29,15 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.config.cache": ("CacheConfig.block_size",),
     "vllm.config.device": ("DeviceConfig.device",),
-    "vllm.config.model": ("ModelConfig.get_vocab_size()",),
+    "vllm.config.model": ("ModelConfig.get_vocab_size() -> int",),
     "vllm.v1.engine.llm_engine": (
         "LLMEngine.from_vllm_config(config, disable_log_stats=)",
         "LLMEngine.engine_core",
-        "LLMEngine.add_request(id, prompt, params)",
+        "LLMEngine.add_request(id, prompt, params) -> str",
         "LLMEngine.abort_request(ids)",
-        "LLMEngine.collective_rpc(method)",
-        "LLMEngine.collective_rpc(method, args=)",
-        "LLMEngine.reset_prefix_cache()",
+        "LLMEngine.collective_rpc(method) -> list[_R]",
+        "LLMEngine.collective_rpc(method, args=) -> list[_R]",
+        "LLMEngine.reset_prefix_cache() -> bool",
         "LLMEngine.sleep(level=)",
         "LLMEngine.wake_up()",
     ),
@@ -51,7 +53,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.metrics.stats": ("PrefillStats.num_cached_tokens",),
     "vllm.v1.engine.core_client": (
         "InprocClient.engine_core",
-        "InprocClient.get_output()",
+        "InprocClient.get_output() -> EngineCoreOutputs",
         "InprocClient.shutdown()",
     ),
     "vllm.v1.engine.core": (
@@ -74,10 +76,13 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.scheduler": (
         "Scheduler.kv_cache_manager",
         "Scheduler.waiting",
-        "Scheduler.get_request_counts()",
+        "Scheduler.get_request_counts() -> tuple[int, int]",
     ),
     "vllm.v1.core.kv_cache_manager": ("KVCacheManager.block_pool",),
-    "vllm.v1.core.block_pool": ("BlockPool.num_gpu_blocks", "BlockPool.get_num_free_blocks()"),
+    "vllm.v1.core.block_pool": (
+        "BlockPool.num_gpu_blocks",
+        "BlockPool.get_num_free_blocks() -> int",
+    ),
     "vllm.v1.request": ("Request.request_id", "Request.num_preemptions"),
     "vllm.v1.sample.sampler": ("batched_count_greater_than(logprobs, values)",),
     "vllm.v1.worker.gpu_worker": (
@@ -123,4 +128,4 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "VLLM_CPU_OMP_THREADS_BIND",
     ),
 }
-"""By module: attributes, and calls with the arguments that we give."""
+"""By module: attributes, and calls with the arguments that we give and the type of what we use."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -27,7 +27,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
-from lit_rlsched.rollout.types import Event, Request
+from lit_rlsched.rollout.types import Event, FinishReason, Request
 from lit_rlsched.settings import check_finite
 
 CPU_BLOCK = 32
@@ -36,6 +36,7 @@ BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Tokens of one step: what vLLM's own `LLM` takes by default, but on the largest GPUs (16,384). An
 engine that is built from a configuration gets 2,048 on a GPU."""
 MAX_CPU_CACHE = 4 << 30
+ENDS = get_args(FinishReason)
 
 
 class VLLMEngine(RolloutEngine):
@@ -285,15 +286,20 @@ class VLLMEngine(RolloutEngine):
         for output in outputs:  # a turn for each token that is drawn
             held = self._inside[output.request_id]
             name, token_ids, reason = held.request.id, output.new_token_ids, output.finish_reason
-            logprobs = output.new_logprobs.logprobs.ravel().tolist()  # a column: of what was drawn
+            if (drawn := output.new_logprobs) is None:
+                raise _unusable(name, token_ids, reason)
+            logprobs = drawn.logprobs.ravel().tolist()  # a column: of what was drawn
             if not held.token_ids:
-                cached = output.prefill_stats.num_cached_tokens
+                stats = output.prefill_stats  # None: nothing is known to come from the cache
+                cached = 0 if stats is None else stats.num_cached_tokens
                 self._cached_tokens += cached
                 self._prefill_tokens += held.prefilled - cached
             held.token_ids += token_ids
             held.logprobs += logprobs
             if reason is not None:
                 reason = str(reason)
+                if reason not in ENDS:
+                    raise _unusable(name, token_ids, reason)
                 self._leave(name, reason)
                 ended.append(name)
             events.append(Event(name, token_ids, logprobs, reason))
@@ -440,6 +446,18 @@ class _Held:
     def prefilled(self) -> int:
         """Tokens it came with."""
         return len(self.request.prompt_ids) + len(self.request.prefix_ids)
+
+
+def _unusable(request_id: str, token_ids: Sequence[int], reason: object) -> RuntimeError:
+    """The error for an output of vLLM that is no draw, or has no log-probs."""
+    if reason is not None and str(reason) not in ENDS:
+        what = f"ended request {request_id!r} with `{reason}` before its completion was whole"
+    else:
+        what = f"returned {len(token_ids)} tokens of request {request_id!r} without log-probs"
+    return RuntimeError(
+        f"vLLM {what}: nothing of it can be trained on. Its own log says more with "
+        "`VLLM_LOGGING_LEVEL=INFO`; if `engine_kwargs` are set, try without them."
+    )
 
 
 def _text_config(spec: EngineSpec) -> Any:

@@ -247,9 +247,10 @@ def test_events_say_what_vllms_own_front_end_would(
         assert not front_end.request_states and not front_end.external_req_ids
 
 
-def test_a_token_costs_no_object_of_vllms_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, SimpleNamespace]:
+    """An engine that holds one request, and the output that its core returns at each step."""
     engine = VLLMEngine()
-    request = Request("r0", PROMPT, 0, Sampling(9))
     output = SimpleNamespace(
         request_id="r0-inside",
         new_token_ids=[7],
@@ -264,9 +265,47 @@ def test_a_token_costs_no_object_of_vllms_front_end(monkeypatch: pytest.MonkeyPa
         )
     )
     monkeypatch.setattr(engine, "_engine", front_end)
-    engine._held["r0"] = engine._inside["r0-inside"] = _Held(request, "r0-inside")
+    held = _Held(Request("r0", PROMPT, 0, Sampling(9)), "r0-inside")
+    engine._held["r0"] = engine._inside["r0-inside"] = held
+    return engine, output
+
+
+def test_a_token_costs_no_object_of_vllms_front_end(
+    told: tuple[VLLMEngine, SimpleNamespace],
+) -> None:
+    engine, _ = told
     assert engine.step() == [Event("r0", [7], [-0.5])]
     assert (engine._cached_tokens, engine._prefill_tokens) == (2, 3)
+
+
+def test_without_counts_of_the_cache_all_tokens_count_as_computed(
+    told: tuple[VLLMEngine, SimpleNamespace],
+) -> None:
+    engine, output = told
+    output.prefill_stats = None
+    assert engine.step() == [Event("r0", [7], [-0.5])]
+    assert (engine._cached_tokens, engine._prefill_tokens) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"new_logprobs": None}, "vLLM returned 1 tokens of request 'r0' without log-probs"),
+        (
+            {"new_logprobs": None, "new_token_ids": [], "finish_reason": "error"},
+            "vLLM ended request 'r0' with `error` before its completion was whole",
+        ),
+        ({"finish_reason": "abort"}, "vLLM ended request 'r0' with `abort` before"),
+    ],
+    ids=["no log-probs", "failed before a token", "ended by vLLM"],
+)
+def test_what_cannot_be_trained_on_is_an_error(
+    told: tuple[VLLMEngine, SimpleNamespace], changed: dict[str, object], message: str
+) -> None:
+    engine, output = told
+    vars(output).update(changed)
+    with pytest.raises(RuntimeError, match=message):
+        engine.step()
 
 
 def test_preemptions_are_counted_and_change_no_draw(tiny_model: str) -> None:

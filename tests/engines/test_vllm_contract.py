@@ -1,4 +1,4 @@
-"""What the engine touches of vLLM is there in every release that pyproject allows."""
+"""What the engine touches of vLLM is there in every release allowed, and in the newest beyond."""
 
 import json
 import re
@@ -13,7 +13,16 @@ import torch
 import vllm_contract
 from foreign_attributes import foreign_uses
 from packaging.specifiers import SpecifierSet
-from vllm_contract import Touch, gaps, installed, recorded, requirement, touches
+from vllm_contract import (
+    Touch,
+    gaps,
+    installed,
+    misfits,
+    newest_beyond,
+    recorded,
+    requirement,
+    touches,
+)
 
 import lit_rlsched
 from lit_rlsched.engines._vllm_guest import import_vllm
@@ -52,6 +61,42 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 def test_every_allowed_release_has_what_the_engine_touches() -> None:
     assert not gaps(RECORD, touches(), requirement().specifier)
+
+
+def test_so_has_the_newest_release_beyond() -> None:
+    """Where it has not: put the problems here, and into docs/gpu.md, before the range is raised."""
+    beyond = newest_beyond(RECORD["released"].split(), requirement().specifier)
+    assert beyond == [*RECORD["beyond"]], "run `python tests/vllm_contract.py`"
+    assert misfits(RECORD, touches(), beyond) == []
+    text = (PACKAGE.parent / "docs" / "gpu.md").read_text()
+    for newest, builds in RECORD["beyond"].items():
+        assert "vllm" in builds.split()
+        assert f"**vLLM {newest}**" in text
+
+
+@pytest.mark.parametrize(
+    ("allowed", "beyond"),
+    [(">=0.1,<0.3", ["0.3.0"]), (">=0.1,<0.4", []), (">=0.1,<0.2", ["0.3.0"])],
+)
+def test_the_newest_beyond_is_what_the_range_excludes(allowed: str, beyond: list[str]) -> None:
+    assert newest_beyond(["0.1.2", "0.2.0", "0.3.0"], SpecifierSet(allowed)) == beyond
+
+
+@pytest.mark.parametrize(
+    ("source", "fits"),
+    [
+        ("def add(id) -> str: return id", True),
+        ("def add(id): return id", False),
+        ("def add(id) -> None: ...", False),
+        ("add = None", False),
+    ],
+    ids=["as declared", "not annotated", "returns nothing", "no function"],
+)
+def test_what_a_call_returns_is_part_of_it(tmp_path: Path, source: str, fits: bool) -> None:
+    (tmp_path / "engine.py").write_text(source)
+    found = vllm_contract.Source(tmp_path).find(touch := Touch("engine", "add(id) -> str"))
+    assert touch.holds(found) is fits
+    assert ("-> str" in str(found)) is fits
 
 
 SLEEP = Touch("vllm.v1.engine.llm_engine", "LLMEngine.sleep(level=)")
