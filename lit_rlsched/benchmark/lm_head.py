@@ -4,14 +4,17 @@
 
 Counted on fake tensors, which have shapes and types but no values, so that no memory is needed:
 each operation that is no view is a kernel, and reads its inputs and writes its outputs once.
-Precision is `bf16-mixed`.
+Precision is `bf16-mixed`, with weights in fp32. The first row of each model is PyTorch's own way:
+autocast casts the head in every chunk, and autograd takes the gradient.
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,7 +58,21 @@ class Kernels(TorchDispatchMode):
         return out
 
 
-def count(vocabulary: int, hidden: int, trained: bool, chunk: int) -> Counts:
+def plainly(head: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What `logprobs._score` computes, left to autocast and autograd."""
+
+    def score(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(states).float()
+        log_normalizer = logits.logsumexp(dim=-1)
+        logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+        with torch.no_grad():
+            entropies = log_normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+        return logp, entropies
+
+    return score
+
+
+def count(vocabulary: int, hidden: int, trained: bool, chunk: int, plain: bool = False) -> Counts:
     """Score `POSITIONS` and go back, in chunks of so many bytes of fp32 logits."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         config = Qwen3Config(vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=0)
@@ -63,7 +80,8 @@ def count(vocabulary: int, hidden: int, trained: bool, chunk: int) -> Counts:
         states = torch.empty(POSITIONS, hidden, requires_grad=True)
         targets = torch.zeros(POSITIONS, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Kernels() as counted:
-            score = partial(logprobs._score, lm_head(model).logits, True)
+            ours = partial(logprobs._score, lm_head(model).logits, True)
+            score = plainly(model.lm_head) if plain else ours
             logp, _ = logprobs._score_in_chunks(score, states, targets, chunk // (4 * vocabulary))
             logp.sum().backward()
     return Counts(counted.kernels, counted.bytes)
@@ -79,10 +97,11 @@ def main() -> None:
     print(f"{POSITIONS:,} positions, bf16-mixed\n")
     print("| | chunk | chunks | kernels | GB read and written |\n|---|---|---|---|---|")
     for name, (vocabulary, hidden, trained) in SHAPES.items():
-        for chunk in (1 << 26, 1 << 28, 1 << 30):
-            kernels, moved = count(vocabulary, hidden, trained, chunk)
+        for plain, chunk in ((True, 1 << 26), *((False, 1 << n) for n in (26, 28, 30))):
+            kernels, moved = count(vocabulary, hidden, trained, chunk, plain)
             chunks = -(-POSITIONS // (chunk // (4 * vocabulary)))
-            print(f"| {name} | {chunk >> 20} MiB | {chunks} | {kernels:,} | {moved / 1e9:,.0f} |")
+            row = f"{name}{', PyTorch alone' if plain else ''} | {chunk >> 20} MiB | {chunks}"
+            print(f"| {row} | {kernels:,} | {moved / 1e9:,.0f} |")
 
 
 if __name__ == "__main__":
