@@ -1,0 +1,621 @@
+"""Record what runs do, schedule by schedule, and compare two recordings bit for bit.
+
+`record_schedules.py record OUT [--only NAME ...] [--engine transformers|vllm] [--seed N]` writes
+one JSON file per schedule. `record_schedules.py compare OLD NEW [--renamed old=new ...]` prints for
+each schedule `equal` or the first difference, and exits with 1 if there is any. For changes of the
+code that must not change what it does: record before, record after, compare.
+
+Each schedule runs for five rounds, once from beginning to end and once in pieces: it is stopped by
+SIGTERM at the places in `Schedule.stops` and resumed from the checkpoint of `RoundCheckpoint`. The
+task is a small one, a random model of two layers that is rewarded for digits: the quick task's own
+model is too slow for this many runs, and a random one earns no reward there.
+
+Only the public interface is used, so that this file runs on the code before and after a change.
+"""
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import argparse
+import hashlib
+import json
+import logging
+import re
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from character_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
+from lightning import LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, engines
+from lit_rlsched.callbacks import (
+    CompletionWriter,
+    DownSampling,
+    DynamicSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    RNGState,
+    RolloutCallback,
+    RolloutLogger,
+    RoundCheckpoint,
+    SortedBatching,
+    StreamedTraining,
+    TailBatching,
+)
+
+ROUNDS = 5
+TIMED = re.compile(
+    r"^time/|seconds|per_second|/bubble_ratio$|^rollout/ahead_steps$|^streamed_training/"
+)
+"""Metrics that follow the clock. Only their names are recorded."""
+LEFT_OUT_OF_TRACES = ("start", "end")
+"""Columns of a trace that are times."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one run differs from the plain one."""
+
+    callbacks: Callable[[], list] = list
+    data: dict[str, Any] = field(default_factory=dict)
+    module: Callable[[str], LightningModule] = lambda model: GRPOModule(model, learning_rate=1e-3)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[str, ...] = ("completion 1 2", "epoch_end 2", "round_end 3")
+    """Where the second run is stopped: an event, the number of the round, how often."""
+    own_process: bool = False
+    held_out: bool = False
+    """Validate, and call `test` and `predict` afterwards."""
+    vllm: bool = False
+    """Whether `--engine vllm` runs it without being told to."""
+
+
+class Plain(LightningModule):
+    """REINFORCE by automatic optimization, by a user who knows nothing of rollouts."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logp = self.lm(batch.input_ids).logits[:, :-1].log_softmax(-1)
+        logp = logp.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+        columns = torch.arange(batch.completion_mask.shape[1])
+        at = batch.prompt_lengths[:, None] - 1 + columns
+        logp = logp.gather(1, at.clamp(max=logp.shape[1] - 1)) * batch.completion_mask
+        return -(logp * batch.advantages[:, None]).sum() / batch.step_tokens
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
+
+
+FEW = {"prompts_per_round": 2, "num_generations": 3}
+"""For pools of several rounds."""
+SELECTING = {"reward_funcs": "coin", "num_generations": 6}
+"""Rewards of 0 and 1, so that groups stop early and prompts are replaced."""
+
+SCHEDULES: dict[str, Schedule] = {
+    "plain": Schedule(vllm=True),
+    "micro_groups": Schedule(lambda: [MicroGroupSampling(slots=5)]),
+    "micro_groups_in_rounds": Schedule(lambda: [MicroGroupSampling(slots=5, refill="rounds")]),
+    "micro_groups_least_attained": Schedule(
+        lambda: [MicroGroupSampling(slots=5, order="least_attained")]
+    ),
+    "micro_groups_predicted": Schedule(
+        lambda: [MicroGroupSampling(slots=5), LengthPrediction(probe_tokens=4)]
+    ),
+    "micro_groups_planned": Schedule(
+        lambda: [MicroGroupSampling(slots=5, order="planned"), LengthPrediction(probe_tokens=0)]
+    ),
+    "sorted_on_policy": Schedule(lambda: [SortedBatching(3), MicroGroupSampling(slots=7)], FEW),
+    "sorted_partial": Schedule(
+        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)], FEW, vllm=True
+    ),
+    "tail": Schedule(lambda: [TailBatching()], FEW),
+    "tail_completions": Schedule(
+        lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=7)], FEW
+    ),
+    "tail_domains": Schedule(
+        lambda: [TailBatching(1.5, per_domain={"even": 0.5, "odd": 0.5})], FEW
+    ),
+    "tail_drafts": Schedule(lambda: [TailBatching(1.5, reuse="drafts")], FEW, vllm=True),
+    "tail_drafts_deferred": Schedule(
+        lambda: [TailBatching(2.0, reuse="drafts", max_deferrals=2)], FEW
+    ),
+    "down_sampling": Schedule(
+        lambda: [DownSampling(2, early_stop=True), MicroGroupSampling(slots=7)],
+        SELECTING,
+        vllm=True,
+    ),
+    "dynamic_sampling": Schedule(lambda: [DynamicSampling()], SELECTING),
+    "streamed": Schedule(
+        lambda: [StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
+    ),
+    # Compositions.
+    "tail_down_sampling_micro_groups_predicted": Schedule(
+        lambda: [
+            TailBatching(1.5),
+            DownSampling(2, early_stop=True),
+            MicroGroupSampling(slots=7),
+            LengthPrediction(probe_tokens=4),
+        ],
+        SELECTING | {"prompts_per_round": 2},
+    ),
+    "sorted_partial_memory_predicted": Schedule(
+        lambda: [
+            SortedBatching(3, mode="partial", max_staleness=1),
+            MicroGroupSampling(memory_budget=160 * 512),
+            LengthPrediction(probe_tokens=4),
+        ],
+        FEW,
+    ),
+    "tail_completions_dynamic": Schedule(
+        lambda: [TailBatching(race="completion"), DynamicSampling()],
+        SELECTING | {"prompts_per_round": 2},
+    ),
+    "tail_drafts_down_sampling_dynamic": Schedule(
+        lambda: [
+            TailBatching(1.5, reuse="drafts"),
+            DownSampling(3),
+            DynamicSampling(),
+            MicroGroupSampling(slots=7, order="least_attained"),
+        ],
+        SELECTING | {"prompts_per_round": 2},
+    ),
+    "streamed_tail_drafts": Schedule(
+        lambda: [TailBatching(1.5, reuse="drafts"), StreamedTraining(start=0)],
+        FEW,
+        own_process=True,
+        stops=("completion 2 3",),
+    ),
+    # Modules and settings.
+    "several_steps": Schedule(
+        lambda: [MicroGroupSampling(slots=5)],
+        {"steps_per_round": 2, "num_iterations": 2},
+        stops=("completion 1 2", "step 2 3", "epoch_end 2", "round_end 3", "step 4 1"),
+    ),
+    "limited_steps": Schedule(
+        data={"steps_per_round": 2, "mask_truncated_completions": True},
+        trainer={"limit_train_batches": 1},
+    ),
+    "reference": Schedule(
+        lambda: [SortedBatching(3), MicroGroupSampling(slots=7)],
+        FEW,
+        lambda model: GRPOModule(model, learning_rate=1e-3, beta=0.1),
+    ),
+    "rloo": Schedule(module=lambda model: RLOOModule(model, learning_rate=1e-3)),
+    "reinforce++": Schedule(
+        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=5)],
+        {"prompts_per_round": 4, "num_generations": 1, "temperature": 0.9},
+        lambda model: GRPOModule(model, learning_rate=1e-3, advantage="reinforce++"),
+    ),
+    "lora": Schedule(
+        lambda: [TailBatching(1.5, reuse="drafts")],
+        FEW,
+        lambda model: GRPOModule(model, learning_rate=1e-2, lora_rank=4, beta=0.1),
+    ),
+    "automatic_optimization": Schedule(
+        data={"steps_per_round": 2},
+        module=Plain,
+        stops=("completion 1 2", "step 2 2", "epoch_end 2", "round_end 3"),
+    ),
+    "validation": Schedule(
+        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)],
+        FEW | {"val_num_generations": 2, "val_greedy": True, "val_accuracy_threshold": 0.3},
+        trainer={"num_sanity_val_steps": -1, "check_val_every_n_epoch": 2},
+        stops=("completion 1 2", "validation 3 2", "epoch_end 3"),
+        held_out=True,
+    ),
+}
+
+
+def digits(prompts, completions, completion_ids, log_extra, log_metric, **kwargs):
+    """The share of digits."""
+    shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+    log_extra("vowels", [sum(c in "aeiou" for c in text) for text in completions])
+    log_metric("share", sum(shares) / len(shares))
+    return shares
+
+
+def coin(prompts, completions, **kwargs):
+    """0 or 1, and never a 1 for every other prompt."""
+    shares = digits(prompts, completions, **kwargs)
+    return [float(s > 0.12 and p[0] in "024") for s, p in zip(shares, prompts, strict=True)]
+
+
+ROWS = [
+    {"prompt": f"{a}+{b}={'?' * (b % 3)}", "domain": "odd" if b % 2 else "even"}
+    for a in range(6)
+    for b in range(8)
+]
+
+
+def make_model(folder: Path) -> str:
+    """A random model; one draw in about twenty ends a completion."""
+    vocabulary = len(SPECIAL) + len(CHARACTERS)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = [1, vocabulary - 1, vocabulary - 2, vocabulary - 3]
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class Recorder(RolloutCallback):
+    """Writes down what a run does; what it has so far is in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.record: dict[str, Any] = {"plans": [], "rounds": [], "metrics": [], "left_out": []}
+        self.record |= {"weights": [], "hooks": []}
+        self._ended: dict[str, Counter[str]] = {}
+
+    def note(self, metrics: dict[str, float], step: int | None) -> None:
+        """What loggers get."""
+        left_out = {name for name in metrics if TIMED.search(name)}
+        self.record["left_out"] = sorted(left_out.union(self.record["left_out"]))
+        kept = {name: value for name, value in sorted(metrics.items()) if name not in left_out}
+        self.record["metrics"].append({"step": step, **kept})
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self._ended = {"completions": Counter(), "groups": Counter()}
+        del self.record["plans"][len(self.record["rounds"]) :]  # begun once more after a stop
+        self.record["plans"].append([describe_group(group) for group in plan])
+
+    # In the order of the hooks as they come where scores come late: so only which, not in which.
+    def on_completion_end(self, trainer, pl_module, completion):
+        self._ended["completions"][json.dumps(describe(completion))] += 1
+
+    def on_group_end(self, trainer, pl_module, group):
+        self._ended["groups"][json.dumps(describe_group(group))] += 1
+
+    def on_round_end(self, trainer, pl_module, round):
+        groups = [describe_group(group) for group in round.groups]
+        self.record["rounds"].append(
+            {"number": round.number, "version": round.version, "groups": groups}
+        )
+        ended = {
+            name: [[hashed(text), number] for text, number in sorted(counts.items())]
+            for name, counts in self._ended.items()
+        }
+        self.record["hooks"].append({"round": round.number, **ended})
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.record["weights"].append([trainer.global_step, hash_of_weights(pl_module)])
+
+    def state_dict(self):
+        return {"record": json.dumps(self.record)}
+
+    def load_state_dict(self, state_dict):
+        self.record = json.loads(state_dict["record"])
+
+
+class RecordingLogger(Logger):
+    """Hands what is logged to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    name, version = "recording", 0
+
+    def log_metrics(self, metrics, step=None):
+        self.recorder.note({name: float(value) for name, value in metrics.items()}, step)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+class Stop(RolloutCallback):
+    """Sends SIGTERM to its own process at a place such as `completion 1 5`."""
+
+    def __init__(self, place: str, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.event, number, times = [*place.split(), "1"][:3]
+        self.number, self.times, self.seen, self.reached = int(number), int(times), 0, False
+
+    def _at(self, event: str) -> None:
+        number = len(self.recorder.record["plans"]) - 1
+        if event == self.event and number == self.number and not self.reached:
+            self.seen += 1
+            if self.seen == self.times:
+                self.reached = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        self._at("completion")
+
+    def on_round_end(self, trainer, pl_module, round):
+        self._at("round_end")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._at("step")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self._at("epoch_end")
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self._at("validation")
+
+
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def hash_of_weights(module: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def describe(completion: Any) -> dict[str, Any]:
+    """All of a completion that is deterministic. JSON writes numbers so that they read back."""
+    c = completion
+    draft = c.draft and [list(c.draft.token_ids), list(c.draft.logprobs), c.draft.version]
+    return {
+        "index": c.index,
+        "token_ids": list(c.token_ids),
+        "text": c.text,
+        "finish_reason": c.finish_reason,
+        "version_spans": [list(span) for span in c.version_spans],
+        "scores": c.scores,
+        "extra": c.extra,
+        "logged": c.logged,
+        "dropped": c.dropped,
+        "advantage": c.advantage,
+        "attempts": c.attempts,
+        "logprobs": list(c.logprobs),
+        "old_logprobs": c.old_logprobs,
+        "ref_logprobs": c.ref_logprobs,
+        "draft": draft,
+    }
+
+
+def describe_group(group: Any) -> dict[str, Any]:
+    return {
+        "id": group.id,
+        "uid": group.prompt.uid,
+        "prompt": group.prompt.text,
+        "prompt_ids": list(group.prompt.token_ids),
+        "deferred": group.deferred,
+        "completions": [describe(completion) for completion in group.completions],
+    }
+
+
+def read_traces(folder: Path) -> dict[str, Any]:
+    """What ran when, counted in steps."""
+    import pyarrow.parquet as pq
+
+    tables = {}
+    for path in sorted(folder.glob("*.parquet")):
+        columns = pq.read_table(path).to_pydict()
+        kept = {k: v for k, v in sorted(columns.items()) if k not in LEFT_OUT_OF_TRACES}
+        if kept:
+            tables[path.stem] = kept
+    return tables
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def run(
+    schedule: Schedule, model: str, folder: Path, engine: str, seed: int, stops: tuple[str, ...]
+) -> dict[str, Any]:
+    """The record of one run, stopped and resumed at each of `stops` on its way."""
+    ckpt_path: Path | None = None
+    stopped_at = []
+    for place in (*stops, None):
+        seed_everything(seed, verbose=False)
+        decoder: Any = {"transformers": "TransformersEngine", "vllm": "VLLMEngine"}[engine]
+        decoder = getattr(engines, decoder)()
+        settings: dict[str, Any] = {
+            "prompts_per_round": 4,
+            "num_generations": 4,
+            "max_completion_length": 24,
+            "micro_batch_tokens": 256,
+            **schedule.data,
+        }
+        if schedule.held_out:
+            settings["val_data"] = ROWS[42:]
+            settings["predict_data"] = [{"prompt": row["prompt"]} for row in ROWS[40:44]]
+        data = RolloutDataModule(
+            ROWS[:42],
+            [{"digits": digits, "coin": coin}[settings.pop("reward_funcs", "digits")]],
+            engine=engines.ProcessEngine(decoder) if schedule.own_process else decoder,
+            **settings,
+        )
+        steps = settings.get("steps_per_round", 1) * settings.get("num_iterations", 1)
+        steps = schedule.trainer.get("limit_train_batches", steps)
+        recorder, checkpoints = Recorder(), RoundCheckpoint(max_share=1e-9)
+        stop = [] if place is None else [Stop(place, recorder)]
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=ROUNDS * steps,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            logger=RecordingLogger(recorder),
+            callbacks=[
+                RNGState(),
+                *schedule.callbacks(),
+                RolloutLogger(num_completions=1000, save_trace=True),
+                CompletionWriter(),
+                recorder,
+                *stop,
+                checkpoints,
+            ],
+            **{"num_sanity_val_steps": 0, **schedule.trainer},
+        )
+        module = schedule.module(model)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        except SIGTERMException:
+            assert place is not None
+            stopped_at.append([place, trainer.global_step, checkpoints.last_path.name])
+            ckpt_path = checkpoints.last_path
+        else:
+            assert place is None, f"{place}: the run came to its end"
+    if schedule.held_out:
+        trainer.test(module, datamodule=data, verbose=False)
+        trainer.predict(module, datamodule=data, return_predictions=False)
+    return {
+        "stopped_at": stopped_at,
+        "rounds_over": data.rounds_over,
+        "weights_at_end": hash_of_weights(module),
+        **recorder.record,
+        "completions.jsonl": read_rows(folder / "completions.jsonl"),
+        "predictions.jsonl": read_rows(folder / "predictions.jsonl"),
+        "traces": read_traces(folder / "traces"),
+        "files": sorted(
+            path.relative_to(folder).as_posix()
+            for path in folder.rglob("*")
+            if path.suffix not in (".parquet", "")
+        ),
+    }
+
+
+def record_schedule(
+    name: str, out: Path, model: str, engine: str = "transformers", seed: int = 1
+) -> Path:
+    """Run a schedule both ways and write the file."""
+    schedule = SCHEDULES[name]
+    recorded: dict[str, Any] = {"schedule": name, "engine": engine, "seed": seed}
+    kinds: dict[str, tuple[str, ...]] = {"whole": ()}
+    if schedule.stops:
+        kinds["resumed"] = schedule.stops
+    for kind, stops in kinds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            recorded[kind] = run(schedule, model, Path(folder), engine, seed, stops)
+    ours = ("rounds", "weights", "weights_at_end", "completions.jsonl", "metrics")
+    recorded["resumed_differs_in"] = [
+        key
+        for key in ours
+        if schedule.stops and [*differences(recorded["whole"][key], recorded["resumed"][key])]
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(recorded, indent=0), encoding="utf-8")
+    return path
+
+
+def record(out: Path, names: list[str] | None, engine: str = "transformers", seed: int = 1) -> None:
+    """Record schedules, all of them or, on vLLM, a few by default."""
+    names = names or [n for n, s in SCHEDULES.items() if engine == "transformers" or s.vllm]
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
+        for name in names:
+            began, cpu = time.perf_counter(), time.process_time()
+            recorded = json.loads(record_schedule(name, out, model, engine, seed).read_text())
+            took, cpu = time.perf_counter() - began, time.process_time() - cpu
+            differs = ", ".join(recorded["resumed_differs_in"])
+            said = f"; resumed differs in {differs}" if differs else ""
+            print(f"{name}: {took:.1f} s, {cpu:.1f} s of CPU{said}", flush=True)
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two records differ, in order: the place and the two values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            at = f"{path}[{key!r}]"
+            if key in old and key in new:
+                yield from differences(old[key], new[key], at)
+            else:
+                yield at, old.get(key, "(not there)"), new.get(key, "(not there)")
+    elif isinstance(old, list) and isinstance(new, list):
+        for i, (one, other) in enumerate(zip(old, new, strict=False)):
+            yield from differences(one, other, f"{path}[{i}]")
+        if len(old) != len(new):
+            yield f"len({path})", len(old), len(new)
+    elif json.dumps(old) != json.dumps(new):  # NaN equals itself, 0.0 is not -0.0
+        yield path, old, new
+
+
+def rename(record: Any, names: dict[str, str]) -> Any:
+    """The record with other names of metrics, wherever they stand."""
+    if isinstance(record, dict):
+        return {names.get(key, key): rename(value, names) for key, value in record.items()}
+    if isinstance(record, list):
+        renamed = [rename(value, names) for value in record]
+        return [names.get(v, v) if isinstance(v, str) else v for v in renamed]
+    return record
+
+
+def compare(old: Path, new: Path, renamed: dict[str, str] | None = None) -> bool:
+    """Whether two recordings are equal; prints the first difference of each schedule."""
+    files = sorted({p.name for folder in (old, new) for p in folder.glob("*.json")})
+    equal = bool(files)
+    for name in files:
+        if missing := [str(f) for f in (old, new) if not (f / name).exists()]:
+            print(f"{Path(name).stem}: not in {missing[0]}")
+            equal = False
+            continue
+        before, after = (json.loads((f / name).read_text("utf-8")) for f in (old, new))
+        before = rename(before, renamed or {})
+        for kind in {"whole", "resumed"} & before.keys():  # the list is sorted by name
+            before[kind]["left_out"].sort()
+        found = list(differences(before, after))
+        if not found:
+            print(f"{Path(name).stem}: equal")
+            continue
+        equal = False
+        where, was, now = found[0]
+        print(f"{Path(name).stem}: {len(found)} differences, first {where}: {was!r} -> {now!r}")
+    return equal
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("out", type=Path)
+    recording.add_argument("--only", nargs="+", choices=SCHEDULES, metavar="NAME")
+    recording.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    recording.add_argument("--seed", type=int, default=1)
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    comparing.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW")
+    given = parser.parse_args(arguments)
+    if given.command == "record":
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        record(given.out, given.only, given.engine, given.seed)
+        return 0
+    renamed = dict(pair.split("=", 1) for pair in given.renamed)
+    return 0 if compare(given.old, given.new, renamed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
