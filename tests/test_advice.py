@@ -66,6 +66,13 @@ def test_each_is_said_once_also_after_a_resume() -> None:
     assert resumed.at_start([], 64, 8) == []
 
 
+def test_weights_in_half_precision_are_advised_about_where_they_are_trained() -> None:
+    half = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    (text,) = Advice().at_start([2], None, 8, half)
+    assert "`precision: bf16-mixed`" in text
+    assert not Advice().at_start([2], None, 8, half.float()) and not Advice().at_start([2], None, 8)
+
+
 def test_restored_settings() -> None:
     group = {"lr": 5e-6, "initial_lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
     checkpoint = {"optimizer_states": [{"param_groups": [group]}]}

@@ -1,5 +1,6 @@
 """What the Trainer's precision does to weights, rotary tables and adapters."""
 
+import re
 import warnings
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.policy import add_lora, base_model, load_policy, named_weights
-from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like, trains_in_half
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -125,6 +126,20 @@ def test_every_family_is_cast_as_transformers_would(family):
         assert tensor.dtype == (before[name].dtype if kept else theirs[name]), name
         if tensor.dtype == torch.float32:
             assert torch.equal(tensor, before[name]), name
+
+
+def test_who_trains_in_half_precision_is_told_of_one_that_does_not():
+    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert trains_in_half(policy) is None
+    policy[0].to(torch.bfloat16).requires_grad_(False)
+    assert trains_in_half(policy) is None, "a frozen base under adapters"
+    for dtype in (torch.bfloat16, torch.float16):
+        text = str(trains_in_half(policy.to(dtype)))
+        assert (
+            f"trained are in {str(dtype).removeprefix('torch.')}, which rounds most steps" in text
+        )
+        assert re.findall(r"`(.*?)`", text) == ["precision: bf16-mixed", "lora_rank"]
+        assert load_dtype("bf16-mixed", lora=False) == torch.float32, "what it recommends"
 
 
 # Whole runs.

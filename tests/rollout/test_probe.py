@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec, Event
+from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import load_policy, load_tokenizer
 from lit_rlsched.rollout import probe
 from lit_rlsched.rollout.probe import SyncProbe, robust_mean, tolerance
 from lit_rlsched.rollout.types import Prompt
 
 FP32, BF16 = torch.float32, torch.bfloat16
+aten = torch.ops.aten
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 """A trained one: of a random one every token is as far off as the others."""
 
@@ -102,6 +106,93 @@ WRONG = {
 }
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """How many tokens each comparison was made of."""
+    drawn, gap_of = [], SyncProbe._gap
+
+    def count(self, *args):
+        gap = gap_of(self, *args)
+        drawn.append(len(gap))
+        return gap
+
+    monkeypatch.setattr(SyncProbe, "_gap", count)
+    return drawn
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Rounds what goes into matrix products to so many bits of mantissa: TF32 keeps 10, bf16 7."""
+
+    def __init__(self, bits):
+        super().__init__()
+        self.dropped = 23 - bits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+            args = [self.round(x) if isinstance(x, torch.Tensor) else x for x in args]
+        return func(*args, **(kwargs or {}))
+
+    def round(self, x):
+        half, kept = 1 << (self.dropped - 1), -1 << self.dropped
+        return ((x.contiguous().view(torch.int32) + half) & kept).view(FP32)
+
+
+def test_products_are_rounded_as_a_gpu_does():
+    x = torch.tensor([[1 + 2**-10, 1 + 2**-11, 1 + 2**-12, -1 - 2**-11]])
+    one = torch.ones(1, 1)
+    with RoundedProducts(10):
+        assert (x.T @ one).T.tolist() == [[1 + 2**-10, 1 + 2**-10, 1, -1 - 2**-10]]
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1000, 1, generator=generator)
+    with RoundedProducts(7):
+        assert torch.equal(values @ one, values.to(BF16).float())
+
+
+@pytest.fixture(scope="module")
+def completions(policy, prompts):
+    """64 tokens of the policy's for each prompt."""
+    spec = EngineSpec("", 2, max(len(p.token_ids) for p in prompts) + 64, (), policy=policy)
+    engine = TransformersEngine()
+    engine.start(spec)
+    drawn = SyncProbe(engine, spec, policy, prompts, 1.0, nullcontext)._draw(0, 64, "")
+    engine.close()
+    return [completion.token_ids for completion in drawn]
+
+
+@pytest.fixture
+def logprobs_of(prompts, completions):
+    @torch.no_grad()
+    def logprobs_of(model):
+        scored = []
+        for prompt, tokens in zip(prompts, completions, strict=True):
+            ids = torch.tensor([[*prompt.token_ids, *tokens]])
+            lengths = torch.tensor([len(prompt.token_ids)]), torch.tensor([len(tokens)])
+            scored.append(completion_logprobs(model, ids, *lengths)[0][0])
+        return torch.cat(scored)
+
+    return logprobs_of
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "allowed"), [(10, FP32, 5e-3), (7, BF16, 0.05)], ids=["tf32", "bf16"]
+)
+def test_what_a_gpu_rounds_is_within_the_tolerance_and_a_wrong_matrix_is_not(
+    policy, logprobs_of, bits, dtype, allowed
+):
+    assert tolerance(dtype, dtype, torch.device("cuda")) == allowed
+    exact = logprobs_of(policy)
+
+    def gap(theirs):
+        with sdpa_kernel(SDPBackend.MATH), RoundedProducts(bits):  # whose products are in sight
+            return (logprobs_of(theirs) - exact).abs()
+
+    rounding = gap(policy)
+    # more than on a CPU; and both sides of the comparison may round
+    assert probe.TOLERANCE < rounding.mean() < allowed / 2
+    for name in ("mlp.down_proj", "self_attn.k_proj"):
+        assert robust_mean(gap(not_synced(policy, name))) > probe.SLACK * allowed
+
+
 def test_an_engine_in_half_precision_is_in_order_under_a_trainer_in_full(policy, check):
     (gap,) = check(in_bf16(policy))
     assert gap > 1e-3
@@ -120,20 +211,6 @@ def test_a_little_wrong_stops_a_run_in_full_precision(policy, check):
         theirs.model.layers[2].self_attn.o_proj.weight *= 1.1
     with pytest.raises(RuntimeError, match=r"of 256 tokens.*2e-04 allowed between torch.float32"):
         check(theirs)
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """How many tokens each comparison was made of."""
-    drawn, gap_of = [], SyncProbe._gap
-
-    def count(self, *args):
-        gap = gap_of(self, *args)
-        drawn.append(len(gap))
-        return gap
-
-    monkeypatch.setattr(SyncProbe, "_gap", count)
-    return drawn
 
 
 def test_single_tokens_that_are_off_stop_nothing(policy, check, drawn):
