@@ -308,7 +308,10 @@ class Recorder(RolloutCallback):
         self.record["hooks"].append({"round": round.number, **ended})
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.record["weights"].append([trainer.global_step, hash_of_weights(pl_module)])
+        weights, step = self.record["weights"], trainer.global_step
+        if weights and weights[-1][0] == step:  # micro-batches of one optimizer step
+            weights.pop()
+        weights.append([step, hash_of_weights(pl_module)])
 
     def state_dict(self):
         return {"record": json.dumps(self.record)}
