@@ -12,7 +12,7 @@ export WANDB_SILENT ?= true
 # An NVIDIA GPU with a driver that is new enough: vLLM's CUDA build. Linux without: its CPU build.
 # Elsewhere: no vLLM.
 ifndef BUILD
-BUILD  := $(shell $(PYTHON) lit_rlsched/gpu_setup.py)
+BUILD  := $(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
 DEVICE ?= cuda

@@ -17,9 +17,9 @@ from lit_rlsched import RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RNGState
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
-from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.losses import policy_loss
 from lit_rlsched.rewards.functions import countdown_reward
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.losses import policy_loss
 
 
 class Policy(LightningModule):

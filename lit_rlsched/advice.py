@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.precision import trains_in_half
-from lit_rlsched.rollout.round import Round, reward_matrix
+from lit_rlsched.training.round import Round, reward_matrix
 
 EQUAL_ROUNDS = 5
 """Rounds in a row without a reward that differs from its siblings', before that is said."""

@@ -25,11 +25,11 @@ from lit_rlsched.callbacks import (
     RoundCheckpoint,
 )
 from lit_rlsched.checkpoints import with_atomic_io
+from lit_rlsched.checks import check_one_process
 from lit_rlsched.cli_best import refuse_best
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
 from lit_rlsched.cli_folder import SaveConfig, keep_together, place
 from lit_rlsched.cli_result import say_result, stoppable
-from lit_rlsched.data.settings import check_one_process
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.gpu_setup import refuse_unseen_gpu

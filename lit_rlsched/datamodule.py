@@ -16,12 +16,8 @@ from torch import nn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
-from lit_rlsched.callbacks.rollout_callback import fire
 from lit_rlsched.checkpoints import FORMAT, check_format, check_nothing_is_resumed
-from lit_rlsched.data.batching import OptimizerStep
-from lit_rlsched.data.loaders import Evaluation, MicroBatches, Rounds
-from lit_rlsched.data.prompt_sets import PromptSets, tokenize
-from lit_rlsched.data.settings import (
+from lit_rlsched.checks import (
     check_gen_batches,
     check_lengths,
     check_logprobs,
@@ -35,12 +31,15 @@ from lit_rlsched.data.settings import (
     check_siblings,
     check_val_temperature,
 )
+from lit_rlsched.data.prompt_sets import PromptSets, tokenize
 from lit_rlsched.data.source import DomainSource, Rows, load_rows
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.gpu_setup import warn_of_unseen_gpu
+from lit_rlsched.hooks import fire
 from lit_rlsched.interrupts import heed
+from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy import (
     base_model,
@@ -53,22 +52,23 @@ from lit_rlsched.precision import check_float32
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.drawing import RoundDrawer
-from lit_rlsched.rollout.learner import Learner, PlainLearner
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.selection import Selection
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.rollout.streaming import Streaming
-from lit_rlsched.rollout.trainer_state import trainer_state
-from lit_rlsched.rollout.types import Prompt, Sampling
-from lit_rlsched.rollout.update import Update
+from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.queues import Order
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
-from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.trainer_state import trainer_state
+from lit_rlsched.training.gradient_stream import Streaming
+from lit_rlsched.training.learner import Learner, PlainLearner
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.round import Round
+from lit_rlsched.training.selection import Selection
+from lit_rlsched.training.update import Update
+from lit_rlsched.types import Prompt, Sampling
 
 _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 _SAME_ON_RESUME = (
@@ -227,7 +227,7 @@ class RolloutDataModule(LightningDataModule):
         """Predicts how long completions become; set by `LengthPrediction`."""
         self.probe_tokens: int | None = None
         """Tokens after which it is asked; set by `LengthPrediction`."""
-        self.round_policy: RoundPolicy = FullRound(prompts_per_round)
+        self.round_rule: RoundRule = FullRound(prompts_per_round)
         """When a round ends; set by `SortedBatching`."""
         self.mask_stale_tokens = False
         """Leave tokens of earlier policy versions out of the loss; set by `SortedBatching`."""
@@ -333,7 +333,7 @@ class RolloutDataModule(LightningDataModule):
         self.close()
         self._scores = True
         self.slot_settings, self.lengths, self.probe_tokens = SlotSettings(), None, None
-        self.round_policy, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
+        self.round_rule, self.mask_stale_tokens = FullRound(self.prompts_per_round), False
         self.selection, self.max_num_gen_batches, self.timeouts = None, 1, None
         self.streaming = None
 
@@ -435,7 +435,7 @@ class RolloutDataModule(LightningDataModule):
         """Draw a round, and tell what it took."""
         trainer, session = self.trainer, self._ensure_session()
         assert trainer is not None
-        plan = self._drawer.plan(self.num_rounds, trainer.global_step, self.round_policy)
+        plan = self._drawer.plan(self.num_rounds, trainer.global_step, self.round_rule)
         fire(trainer, "on_round_start", plan.groups)
         round, counts = self._drawer.draw(
             plan, session, self._update, self.streaming, self.max_num_gen_batches
@@ -457,7 +457,7 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         return Update(
             self.learner,
-            self.round_policy,
+            self.round_rule,
             self.selection,
             self.rewards.weights,
             seed=self.seed,
@@ -554,7 +554,7 @@ class RolloutDataModule(LightningDataModule):
         self._drawer.load_state_dict(state, prompts.__getitem__)
         decode = self._ensure_session().scorer.decode
         for completion in self.pool.completions:
-            if not self.round_policy.keeps_drafts:
+            if not self.round_rule.keeps_drafts:
                 completion.draft = None  # made with `reuse="drafts"`, gone on with without
             if completion.finished:
                 completion.text = decode(completion.token_ids)
@@ -601,14 +601,14 @@ class RolloutDataModule(LightningDataModule):
         check_lengths(prompts.longest, limit, self.micro_batch_tokens)
         self.rewards.check_rows((prompt.uid, prompt.columns) for prompt in prompts.all)
         if prompts.train:
-            self.round_policy.check_enough(len(prompts.train))
-            self.round_policy.check_domains(prompts.train)
+            self.round_rule.check_enough(len(prompts.train))
+            self.round_rule.check_domains(prompts.train)
             check_gen_batches(
-                len(prompts.train) - self.round_policy.most_deferred,
+                len(prompts.train) - self.round_rule.most_deferred,
                 self.prompts_per_round,
                 self.max_num_gen_batches,
             )
-            domain_of = self.round_policy.domain_of
+            domain_of = self.round_rule.domain_of
             self._drawer.planner.connect(
                 DomainSource(prompts.train, self.seed, self.shuffle, domain_of)
             )
@@ -645,7 +645,7 @@ class RolloutDataModule(LightningDataModule):
         )
 
     def _resolved_order(self) -> Order:
-        early = self.round_policy.ends_early
+        early = self.round_rule.ends_early
         return self.slot_settings.resolved_order(self.lengths is not None, early)
 
     @property
@@ -707,7 +707,7 @@ class RolloutDataModule(LightningDataModule):
         warn_of_unseen_gpu(spec.device.type)
         slots = self.slot_settings.slots if self._prompts.train else None
         trained = self._policy if self._prompts.train else None
-        most = self.round_policy.most_prompts() * self.round_policy.launched(self.num_generations)
+        most = self.round_rule.most_prompts() * self.round_rule.launched(self.num_generations)
         for text in self.advice.at_start(spec.eos_token_ids, slots, most, trained):
             rank_zero_warn(text)
 
@@ -728,6 +728,6 @@ class RolloutDataModule(LightningDataModule):
         """
         held_out = max(map(len, self._prompts.held_out.values()), default=0)
         answers = self.evaluation.num_generations + self.evaluation.greedy
-        launched = self.round_policy.launched(num_generations or self.num_generations)
-        most = self.round_policy.most_prompts() * launched
+        launched = self.round_rule.launched(num_generations or self.num_generations)
+        most = self.round_rule.most_prompts() * launched
         return max(most, held_out * answers)

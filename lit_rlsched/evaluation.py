@@ -5,8 +5,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean
 
-from lit_rlsched.rollout.round import reward_matrix
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.training.round import reward_matrix
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from lightning import Trainer
 from torch import Tensor, nn
 
-from lit_rlsched.rollout.round import Round
+from lit_rlsched.training.round import Round
 
 
 def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None:

@@ -13,23 +13,27 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lit_rlsched import shared_prefix as sharing
-from lit_rlsched.advantages import (
+from lit_rlsched.advice import restored_settings
+from lit_rlsched.checkpoints import check_resumable
+from lit_rlsched.evaluation import Evaluated
+from lit_rlsched.finite import check_gradient
+from lit_rlsched.interrupts import heed
+from lit_rlsched.logs import StepMetrics, is_partial_check, log_now
+from lit_rlsched.policy import add_lora, base_model, load_policy
+from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.predictions import prediction_rows
+from lit_rlsched.settings import check_finite
+from lit_rlsched.training import shared_prefix as sharing
+from lit_rlsched.training.advantages import (
     batch_normalized,
     group_relative,
     kl_in_reward,
     leave_one_out,
 )
-from lit_rlsched.advice import restored_settings
-from lit_rlsched.checkpoints import check_resumable
-from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
-from lit_rlsched.evaluation import Evaluated
-from lit_rlsched.finite import check_gradient
-from lit_rlsched.interrupts import heed
-from lit_rlsched.lm_head import tolerance
-from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.logs import StepMetrics, is_partial_check, log_now
-from lit_rlsched.losses import (
+from lit_rlsched.training.learner import RoundLogprobs
+from lit_rlsched.training.lm_head import tolerance
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.losses import (
     ImportanceSamplingMode,
     LossOutput,
     LossType,
@@ -38,7 +42,8 @@ from lit_rlsched.losses import (
     policy_loss,
     rollout_correction,
 )
-from lit_rlsched.optimizers import (
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.optimizers import (
     Optim,
     check_optim,
     is_fused,
@@ -46,12 +51,7 @@ from lit_rlsched.optimizers import (
     make_adamw,
     with_schedule,
 )
-from lit_rlsched.policy import add_lora, base_model, load_policy
-from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
-from lit_rlsched.predictions import prediction_rows
-from lit_rlsched.rollout.learner import RoundLogprobs
-from lit_rlsched.rollout.types import Group, Row
-from lit_rlsched.settings import check_finite
+from lit_rlsched.types import Group, Sample
 
 # Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
 # engine's; a checkpoint is of the weights after the step; there may be no validation; predictions
@@ -253,7 +253,7 @@ class PolicyModule(KeepsFloat32, LightningModule):
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         """Advantages `[P, G]` of a round's rewards `[P, G]`, NaN where there is none."""
 
-    def row_cost(self, rows: Sequence[Row], micro_batch_tokens: int) -> RowCost | None:
+    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
         """By what cost completions share a prompt; tries it once, on the first that would."""
         model = self.model
         if self._hp.shared_prefix is False or self._shares is False:
@@ -268,7 +268,7 @@ class PolicyModule(KeepsFloat32, LightningModule):
                 self._shares = self._try_sharing(model, tried)
         return None if self._shares is False else cost
 
-    def _try_sharing(self, model: nn.Module, rows: Sequence[Row]) -> bool:
+    def _try_sharing(self, model: nn.Module, rows: Sequence[Sample]) -> bool:
         try:
             with self.trainer.precision_plugin.forward_context():
                 logprobs, gradients = sharing.difference(model, rows)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_rlsched.evaluation import Evaluated
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.types import Completion, Group
 
 
 def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run_folder import newest_checkpoint
-from lit_rlsched.scheduling.rounds import SortedRound
+from lit_rlsched.scheduling.sorted_batching import SortedRound
 
 SCHEDULES = {
     **{
@@ -148,7 +148,7 @@ class Die(RolloutCallback):
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         data = trainer.datamodule
         number = trainer.global_step // data.steps_per_epoch
-        inside = len(data.pool) or not isinstance(data.round_policy, SortedRound)
+        inside = len(data.pool) or not isinstance(data.round_rule, SortedRound)
         self._count("validation", lambda at: number == at and batch_idx == 2 and inside)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rlsched.advantages import (
+from lit_rlsched.training.advantages import (
     batch_normalized,
     combine_rewards,
     group_relative,

@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lit_rlsched import lm_head, logprobs
 from lit_rlsched.benchmark.lm_head import SHAPES, count, plainly
-from lit_rlsched.cast_once import cast_once
-from lit_rlsched.logprobs import CHUNK_BYTES, completion_logprobs, default_chunk
+from lit_rlsched.training import lm_head, logprobs
+from lit_rlsched.training.cast_once import cast_once
+from lit_rlsched.training.logprobs import CHUNK_BYTES, completion_logprobs, default_chunk
 
 VOCAB = 64
 PROMPTS, COMPLETIONS = torch.tensor([2, 5]), torch.tensor([7, 4])

@@ -138,7 +138,7 @@ class Unpacks(Callback):
 
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):
-        from lit_rlsched.data.settings import check_val_temperature
+        from lit_rlsched.checks import check_val_temperature
         check_val_temperature(-1.0)
 """
 

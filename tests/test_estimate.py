@@ -15,9 +15,9 @@ from lit_rlsched.estimate import Ledger, PlannedRun, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.estimate.report import ADVICE
 from lit_rlsched.estimate.run import fake_batch
-from lit_rlsched.logprobs import CHUNK_BYTES
-from lit_rlsched.optimizers import make_adamw
 from lit_rlsched.precision import to_like
+from lit_rlsched.training.logprobs import CHUNK_BYTES
+from lit_rlsched.training.optimizers import make_adamw
 
 LIMIT = 96
 

@@ -2,7 +2,7 @@ import torch
 
 from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
 from lit_rlsched.logs import StepMetrics
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 SAMPLING = Sampling(8, temperature=0.7)
 

@@ -119,11 +119,11 @@ def test_the_build_that_make_installs(machine, smi, build, said):
     if smi is not None:
         machine("nvidia-smi", smi)
     machine("gcc")
-    script = [sys.executable, "-S", gpu_setup.__file__]
+    script = [sys.executable, "-I", "-S", gpu_setup.__file__]
     run = subprocess.run(script, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == build and said in run.stderr
 
 
 def test_make_asks_for_it():
     makefile = (Path(gpu_setup.__file__).parents[1] / "Makefile").read_text()
-    assert "$(shell $(PYTHON) lit_rlsched/gpu_setup.py)" in makefile
+    assert "$(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)" in makefile

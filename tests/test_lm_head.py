@@ -10,7 +10,11 @@ from character_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, lm_head
-from lit_rlsched.logprobs import completion_logprobs, completion_states, vocabulary_logprobs
+from lit_rlsched.training.logprobs import (
+    completion_logprobs,
+    completion_states,
+    vocabulary_logprobs,
+)
 
 PROMPTS = torch.tensor([2, 5, 1, 3])
 COMPLETIONS = torch.tensor([7, 3, 0, 6])

@@ -7,9 +7,9 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_rlsched import logprobs
 from lit_rlsched.estimate.live import LiveBytes
-from lit_rlsched.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.training import logprobs
+from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 
 VOCAB = 512
 PROMPT_LENGTHS = torch.tensor([2, 5, 1, 3])

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rlsched.losses import LossOutput, check_loss_settings, policy_loss, rollout_correction
+from lit_rlsched.training.losses import (
+    LossOutput,
+    check_loss_settings,
+    policy_loss,
+    rollout_correction,
+)
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
 every_loss = pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -12,7 +12,7 @@ from lit_rlsched.benchmark.parallelism import (
     simulate,
     table,
 )
-from lit_rlsched.scheduling.parallelism import TensorParallelPlanner
+from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 
 
 def test_a_larger_size_has_more_cache_and_preempts_less():

@@ -10,9 +10,9 @@ import lit_rlsched.callbacks as callbacks
 import lit_rlsched.engines as engines
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.data import tasks
-from lit_rlsched.engines.lengths import LogNormalLengths
 from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
-from lit_rlsched.scheduling import lengths
+from lit_rlsched.scheduling import length_prediction as lengths
+from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:

@@ -9,11 +9,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_rlsched import GRPOModule, RLOOModule, lm_head, shared_prefix
-from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
-from lit_rlsched.logprobs import completion_logprobs, completion_mask
-from lit_rlsched.losses import policy_loss
 from lit_rlsched.policy import base_model
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.training.losses import policy_loss
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 VOCAB = 128
 ALWAYS = RowCost(position=1.0, causal=0.0, masked=0.0)
@@ -63,7 +63,7 @@ def make_model(family: str, dtype: torch.dtype = torch.float64, **settings: Any)
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
-def make_rows(groups: Any = GROUPS, vocab: int = VOCAB) -> list[Row]:
+def make_rows(groups: Any = GROUPS, vocab: int = VOCAB) -> list[Sample]:
     g = torch.Generator().manual_seed(1)
 
     def tokens(n: int) -> list[int]:
@@ -75,7 +75,7 @@ def make_rows(groups: Any = GROUPS, vocab: int = VOCAB) -> list[Row]:
         for j, length in enumerate(completions):
             drawn = Completion(j, tokens(length), [-3.0] * length, [], "stop")
             drawn.advantage = (-1.0) ** j * (0.5 + j)
-            rows.append(Row(group, drawn))
+            rows.append(Sample(group, drawn))
     return rows
 
 
@@ -117,7 +117,7 @@ def update(model: nn.Module, step: OptimizerStep) -> tuple[dict[int, Tensor], Te
     return seen, total, torch.cat(grads)
 
 
-def check_equal(model: nn.Module, rows: list[Row], exact: float, gradient: float) -> None:
+def check_equal(model: nn.Module, rows: list[Sample], exact: float, gradient: float) -> None:
     """Shared and repeated prompts give the same; both differ from another order of completions."""
     copied = copy.deepcopy(model)
     plain, loss, grads = update(copied, OptimizerStep(rows, 200))

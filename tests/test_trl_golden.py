@@ -21,14 +21,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import split_tensor_dict
 
-from lit_rlsched.advantages import combine_rewards, group_relative, kl_in_reward, leave_one_out
-from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.losses import LossOutput, policy_loss
-from lit_rlsched.rollout.learner import PlainLearner
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.rollout.update import Update
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.training.advantages import (
+    combine_rewards,
+    group_relative,
+    kl_in_reward,
+    leave_one_out,
+)
+from lit_rlsched.training.learner import PlainLearner
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.losses import LossOutput, policy_loss
+from lit_rlsched.training.round import Round
+from lit_rlsched.training.update import Update
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CLIP_MAX = 1.3

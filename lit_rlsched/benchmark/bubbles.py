@@ -20,14 +20,15 @@ import numpy as np
 from lit_rlsched.benchmark.replay import Unscored, draw_rounds
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import PoolAudit
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.pools import PoolOrder, recommend_slots
-from lit_rlsched.scheduling.rounds import FullRound, Mode, RoundPolicy, SortedRound
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
 """Of a pool, of an update; tokens of a completion."""
@@ -102,7 +103,7 @@ def draw_lengths(seed: int, median: float, sigma: float) -> list[int]:
 
 def decode(
     lengths: Sequence[Sequence[int]],
-    policy: RoundPolicy,
+    policy: RoundRule,
     slots: int,
     order: PoolOrder = "fifo",
     limit: int = LIMIT,
@@ -160,7 +161,7 @@ class Method(NamedTuple):
     order: PoolOrder = "fifo"
 
     @property
-    def policy(self) -> RoundPolicy:
+    def policy(self) -> RoundRule:
         """When a round ends."""
         if self.mode is None:
             return FullRound(UPDATE)

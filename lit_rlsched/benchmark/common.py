@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.data.tasks import Countdown
-from lit_rlsched.rollout.types import Prompt
+from lit_rlsched.types import Prompt
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

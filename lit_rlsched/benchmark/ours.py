@@ -7,14 +7,14 @@ from lightning import LightningModule, Trainer, seed_everything
 
 from lit_rlsched.benchmark import common
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.module import GRPOModule
 from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.types import Group, Row
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Group, Sample
 
 
 class Measure(RolloutCallback):
@@ -59,7 +59,7 @@ class Measure(RolloutCallback):
             self._count(rows)
         self.meter.lap("update")
 
-    def _count(self, rows: list[Row]) -> None:
+    def _count(self, rows: list[Sample]) -> None:
         counts = self.meter.counts
         completions = [len(r.completion.token_ids) for r in rows]
         counts.updates += 1

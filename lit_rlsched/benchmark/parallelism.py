@@ -17,8 +17,8 @@ from itertools import pairwise
 from math import exp
 from statistics import NormalDist, fmean
 
-from lit_rlsched.rollout.types import stable_hash
-from lit_rlsched.scheduling.parallelism import RoundKind, TensorParallelPlanner
+from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner
+from lit_rlsched.types import stable_hash
 
 GPUS = 8
 GPU_BYTES, WEIGHT_BYTES, TOKEN_BYTES = 64e9, 16.4e9, 147_456

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.policy import find_policy
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 class Recorder(RolloutCallback):
@@ -34,7 +34,7 @@ class Recorder(RolloutCallback):
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Take the round down."""
-        for row in round.rows:
+        for row in round.samples:
             prompt, completion = row.group.prompt, row.completion
             self.rows.append(
                 {

@@ -59,12 +59,12 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     """Forward and backward over one group in this process, and what it took."""
     import torch
 
-    from lit_rlsched.data.batching import OptimizerStep
     from lit_rlsched.estimate.live import LiveBytes
-    from lit_rlsched.logprobs import completion_logprobs
     from lit_rlsched.policy import load_policy
-    from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
-    from lit_rlsched.shared_prefix import row_cost
+    from lit_rlsched.training.logprobs import completion_logprobs
+    from lit_rlsched.training.micro_batches import OptimizerStep
+    from lit_rlsched.training.shared_prefix import row_cost
+    from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
     policy: Any = load_policy(model)
     policy(torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()  # gradients are there
@@ -77,7 +77,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
         for i, at in enumerate(range(PROMPT, len(ids), COMPLETION))
     ]
     group = Group("0", prompt, Sampling(COMPLETION), completions)
-    rows = [Row(group, c) for c in completions]
+    rows = [Sample(group, c) for c in completions]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
     with LiveBytes() as live:

@@ -6,20 +6,20 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.lengths import RecordedCompletions
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import DraftAudit, Harvest, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Row
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission, Refill
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import LengthPredictor, Oracle
+from lit_rlsched.scheduling.length_prediction import LengthPredictor, Oracle
 from lit_rlsched.scheduling.planning import lower_bound
 from lit_rlsched.scheduling.queues import Order
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
+from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.types import Completion, Group, Sample
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ Verify = Callable[[Sequence[Group], int], DraftAudit]
 
 def draw_rounds(
     source: Iterator[Group],
-    policy: RoundPolicy,
+    policy: RoundRule,
     controller: RolloutController,
     verify: Verify = lambda groups, version: DraftAudit(),
 ) -> Iterator[Drawn]:
@@ -100,7 +100,7 @@ def draw_rounds(
             return
         dropped = restart_stale(plan, version, policy)
         audit = verify(plan, version)
-        begun = {Row(g, c).id: len(c.token_ids) for g in plan for c in g.completions}
+        begun = {Sample(g, c).id: len(c.token_ids) for g in plan for c in g.completions}
         trace = controller.worker.start_trace()
         for _ in controller.run(plan, policy, version):
             pass
@@ -130,7 +130,7 @@ def replay(rounds: Sequence[Sequence[Group]], schedule: Schedule, slots: int) ->
         slots: Most completions that decode at once.
     """
     recorded = {
-        Row(g, c).id: c.token_ids for groups in rounds for g in groups for c in g.completions
+        Sample(g, c).id: c.token_ids for groups in rounds for g in groups for c in g.completions
     }
     engine = SimulatedEngine(lengths=RecordedCompletions(recorded), stream=False)
     longest = max(

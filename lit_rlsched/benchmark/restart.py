@@ -18,7 +18,7 @@ from lit_rlsched.benchmark.ledger import make_model
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.policy import load_policy, named_weights
-from lit_rlsched.rollout.types import Request, Sampling
+from lit_rlsched.types import Request, Sampling
 
 SLOTS, TOKENS = 32, 64
 

@@ -29,14 +29,14 @@ from lit_rlsched.benchmark.record import read_recording, record
 from lit_rlsched.benchmark.replay import Schedule, Unscored
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Row, Sampling
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import TokenConditioned
+from lit_rlsched.scheduling.length_prediction import TokenConditioned
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 
 PROBE = 16
 """Tokens."""
@@ -98,7 +98,7 @@ class Clocked:
             self.steps += trace.decode_steps
             self.tokens += trace.tokens
             self.prefill_tokens += trace.total("prefill_tokens")
-        return {Row(g, c).id: c.token_ids for g in plan for c in g.completions}
+        return {Sample(g, c).id: c.token_ids for g in plan for c in g.completions}
 
 
 def wall_clock(recording: str, slots: int, warm_up: int, rounds: int) -> None:

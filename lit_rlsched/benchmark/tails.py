@@ -35,14 +35,14 @@ from lit_rlsched.benchmark.replay import Drawn, Unscored, draw_rounds
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling, stable_hash
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
-from lit_rlsched.scheduling.speculative import acceptance, num_accepted, prefix_weights
-from lit_rlsched.scheduling.tail_round import Race, Reuse, TailRound
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.scheduling.tail_batching import Race, Reuse, TailRound
+from lit_rlsched.training.speculative import acceptance, num_accepted, prefix_weights
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling, stable_hash
 
 GENERATIONS, LIMIT, EOS = 8, 16384, 0
 NORMAL = NormalDist()
@@ -60,7 +60,7 @@ RACES: list[tuple[str, tuple[float, float], Race]] = [
 REUSES: tuple[Reuse | None, ...] = (None, "drafts")
 
 
-def methods(prompts: int) -> dict[str, RoundPolicy]:
+def methods(prompts: int) -> dict[str, RoundRule]:
     """What is compared, for rounds of so many prompts."""
 
     def tail(of_prompts: float, of_completions: float = 1.0, **more: Any) -> TailRound:
@@ -210,7 +210,7 @@ class Figures(NamedTuple):
 
 
 def rounds(
-    policy: RoundPolicy, shared: float, slots: int, n: int, distance: float = 0.003
+    policy: RoundRule, shared: float, slots: int, n: int, distance: float = 0.003
 ) -> list[Figures]:
     """The first rounds of a run."""
     lengths = Lengths(shared)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from lit_rlsched.benchmark import common
 from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.rollout.types import Prompt
+from lit_rlsched.types import Prompt
 
 MAX_GAP = 1e-4
 """Mean difference of log-probs, engine and trainer, above which their weights are not the same."""

@@ -8,8 +8,8 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import log_now
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
+from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
+from lit_rlsched.training.round import Round
 
 
 class AdaptiveTimeouts(RolloutCallback):

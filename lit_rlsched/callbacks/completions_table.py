@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.types import Completion, Group, Prompt
 from lit_rlsched.text import printable
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Completion, Group, Prompt
 
 RENAMED = "renamed"
 """Key of the row under which stands what had to be renamed; not a column."""

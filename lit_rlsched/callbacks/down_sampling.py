@@ -8,9 +8,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.selection import Selection
 from lit_rlsched.scheduling.down_sampling import Rule
+from lit_rlsched.training.round import Round
+from lit_rlsched.training.selection import Selection
 
 
 class DownSampling(RolloutCallback):

@@ -7,7 +7,7 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import LengthPredictor, TokenConditioned
+from lit_rlsched.scheduling.length_prediction import LengthPredictor, TokenConditioned
 
 
 class LengthPrediction(RolloutCallback):
@@ -25,7 +25,7 @@ class LengthPrediction(RolloutCallback):
     predicted. A predictor that ranks worse than the plain history of prompts is replaced by it
     until it is better again, with a warning and `length_prediction/fallback`.
 
-    Predictors live in `lit_rlsched.scheduling.lengths`: `TokenConditioned` for most runs;
+    Predictors live in `lit_rlsched.scheduling.length_prediction`: `TokenConditioned` for most runs;
     `SiblingMax` where the completions of a prompt are of like length; `PromptHistory` where prompts
     come again many times; `Oracle` to replay a recorded run; or a `LengthPredictor` of your own.
 
@@ -55,7 +55,7 @@ class LengthPrediction(RolloutCallback):
             raise ValueError(
                 f"`LengthPrediction(predictor={predictor!r})` is no `LengthPredictor`. Give an "
                 "instance, such as `PromptHistory()`; one of your own inherits from "
-                "`lit_rlsched.scheduling.lengths.LengthPredictor`."
+                "`lit_rlsched.scheduling.length_prediction.LengthPredictor`."
             )
         if probe_tokens is not None and (type(probe_tokens) is not int or probe_tokens < 0):
             raise ValueError(

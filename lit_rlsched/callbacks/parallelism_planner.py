@@ -10,11 +10,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import log_now
-from lit_rlsched.rollout.round import Round
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.rollout.types import Group
-from lit_rlsched.scheduling.parallelism import RoundKind, TensorParallelPlanner, check_size
+from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner, check_size
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Group
 
 
 class ParallelismPlanner(RolloutCallback):
@@ -25,7 +25,7 @@ class ParallelismPlanner(RolloutCallback):
     above 1.05 times the moving average of its kind, the next such round has twice the
     `tensor_parallel_size`; after four of them without a preemption, half of it. The first sizes are
     the engine's own. Short and long rounds of `TailBatching` have a size each, other rounds one.
-    The rule in full: `lit_rlsched.scheduling.parallelism`.
+    The rule in full: `lit_rlsched.scheduling.parallelism_planner`.
 
     A new size is a new start of the engine before the round's rollout, which costs what a start
     does: with `TailBatching` and two sizes that is twice in five rounds. Weights come with the
@@ -131,7 +131,7 @@ class ParallelismPlanner(RolloutCallback):
         datamodule = rollout_datamodule(trainer, self)
         session = datamodule.session
         assert self.planner is not None and session is not None
-        self._kind = "long" if datamodule.round_policy.is_long(plan) else "short"
+        self._kind = "long" if datamodule.round_rule.is_long(plan) else "short"
         size, self._restart_seconds = self.planner.size(self._kind), 0.0
         if size != session.engine.tensor_parallel_size:
             started = time.perf_counter()

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from lit_rlsched.rollout.round import Round
+from lit_rlsched.training.round import Round
 
 # Okabe and Ito's colours, which colour-blind readers tell apart
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import is_partial_check
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Completion, Group
 
 SECONDS_PER_FRAME = 0.25
 """In a terminal."""

@@ -1,14 +1,14 @@
 """Lightning's callback with the hooks of a rollout."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch import Callback
 
-from lit_rlsched.rollout.types import Completion, Group
+from lit_rlsched.types import Completion, Group
 
 if TYPE_CHECKING:
-    from lit_rlsched.rollout.round import Round
+    from lit_rlsched.training.round import Round
 
 
 class RolloutCallback(Callback):
@@ -42,16 +42,3 @@ class RolloutCallback(Callback):
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: "Round") -> None:
         """All of the round is drawn and has its advantages; nothing of it was trained on yet."""
-
-
-def fire(trainer: Trainer, hook: str, *args: Any) -> None:
-    """Call a rollout hook on every callback that has it, and on the module."""
-    for owner in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
-        if (method := getattr(owner, hook, None)) is not None:
-            with trainer.profiler.profile(  # type: ignore[attr-defined]
-                f"[{type(owner).__name__}].{hook}"
-            ):
-                if owner is trainer.lightning_module:
-                    method(*args)
-                else:
-                    method(trainer, trainer.lightning_module, *args)

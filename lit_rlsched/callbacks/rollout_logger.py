@@ -20,8 +20,8 @@ from lit_rlsched.callbacks.completions_table import (
 )
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import is_partial_check
-from lit_rlsched.rollout.round import Round
 from lit_rlsched.run_folder import folder_of, leave, occupy
+from lit_rlsched.training.round import Round
 
 if TYPE_CHECKING:
     import wandb

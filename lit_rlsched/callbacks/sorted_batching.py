@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.data.settings import check_logprobs
+from lit_rlsched.checks import check_logprobs
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.scheduling.rounds import Mode, SortedRound
+from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
 
 
 class SortedBatching(RolloutCallback):
@@ -134,7 +134,7 @@ class SortedBatching(RolloutCallback):
             self._check_partial(datamodule, pl_module)
         # a group is selected from as a whole
         selects = any(isinstance(c, DownSampling) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        datamodule.round_policy = SortedRound(
+        datamodule.round_rule = SortedRound(
             update,
             pool,
             datamodule.num_generations,

@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.engines.process import ProcessEngine
-from lit_rlsched.rollout.streaming import Streaming
+from lit_rlsched.training.gradient_stream import Streaming
 
 
 class StreamedTraining(RolloutCallback):

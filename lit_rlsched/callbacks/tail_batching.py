@@ -7,9 +7,9 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.data.settings import check_drafts
+from lit_rlsched.checks import check_drafts
 from lit_rlsched.scheduling.domains import DomainTailRound
-from lit_rlsched.scheduling.tail_round import Race, Reuse, TailRound
+from lit_rlsched.scheduling.tail_batching import Race, Reuse, TailRound
 
 
 class TailBatching(RolloutCallback):
@@ -142,9 +142,9 @@ class TailBatching(RolloutCallback):
         )
         losers: dict[str, Any] = {"reuse": self.reuse, "max_deferrals": self.max_deferrals}
         if self.per_domain is None:
-            datamodule.round_policy = TailRound(*settings, **losers)
+            datamodule.round_rule = TailRound(*settings, **losers)
         else:
-            datamodule.round_policy = DomainTailRound(self.per_domain, *settings, **losers)
+            datamodule.round_rule = DomainTailRound(self.per_domain, *settings, **losers)
 
 
 def _check_deferrals(max_deferrals: int, reuse: Reuse | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.data.source import make_prompts
-from lit_rlsched.rollout.types import Prompt
+from lit_rlsched.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

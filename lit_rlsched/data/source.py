@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_rlsched.data.rows import Row, Rows, check_row, load_rows
-from lit_rlsched.rollout.types import Prompt, stable_hash
+from lit_rlsched.types import Prompt, stable_hash
 
 __all__ = [
     "DomainSource",

@@ -20,7 +20,7 @@ import torch
 
 from lit_rlsched.engines._vllm_worker import NOISE
 from lit_rlsched.gpu_setup import unseen_gpu
-from lit_rlsched.rollout.types import Request, stable_hash
+from lit_rlsched.types import Request, stable_hash
 
 _cores = 0
 """Engine cores alive in this process; they share vLLM's process groups."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lit_rlsched.engines._default_slots import DEFAULT_SLOTS
-from lit_rlsched.rollout.types import Event, Request
+from lit_rlsched.types import Event, Request
 
 
 class EngineBroken(RuntimeError):

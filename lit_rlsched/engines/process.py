@@ -2,14 +2,12 @@
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pipe
 from typing import Any
 
 import cloudpickle
@@ -25,10 +23,10 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.device_memory import give_back
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
-from lit_rlsched.rewards.process import how_it_ended
-from lit_rlsched.rollout.trace import Step
-from lit_rlsched.rollout.types import Event, Request
+from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
+from lit_rlsched.scheduling.trace import Step
+from lit_rlsched.types import Event, Request
 
 MAX_DEATHS = 3
 """Times in a row that the process may die before the run is stopped."""
@@ -269,21 +267,11 @@ class Child:
         self._timeouts = timeouts
         self.prefill: Callable[[], int] = lambda: 0
         """Most tokens that the next step may have to prefill."""
-        self.connection, theirs = Pipe()
-        read, self._lifeline = os.pipe()
-        descriptors = [theirs.fileno(), read]
-        arguments = map(str, [*descriptors, os.getpid()])
-        # Not multiprocessing: that would run an unguarded user script once more. A session of its
-        # own: Ctrl-C stays with the trainer, and killing its group ends what the engine started.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lit_rlsched.engines._child", *arguments],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-            start_new_session=True,
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self._child = ChildProcess(
+            ["-m", "lit_rlsched.engines._child"], {**os.environ, "PYTHONPATH": path}
         )
-        theirs.close()
-        os.close(read)
+        self.connection, self.process = self._child.connection, self._child.process
         self._watch = Watch(self._kill_hanging)
         self.tell(pickled)
 
@@ -356,31 +344,25 @@ class Child:
 
     def _kill_hanging(self, seconds: float) -> None:
         self._fault = f"did not answer for {seconds:.0f} s and was killed"
-        self._kill_group()
-
-    def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._child.kill_group()
 
     def kill(self) -> str:
         """Kill the process and all it started; says what it had died of if it was dead."""
-        if self._lifeline < 0:
+        if self._child.closed:
             return self._end
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=0.5)  # its own exit code, where it is about to exit
         self._watch.end()
-        self._kill_group()
+        self._child.kill_group()
         self.process.wait()
-        self.connection.close()
-        os.close(self._lifeline)
-        self._lifeline = -1
+        self._child.close()
         self._end = self._fault or how_it_ended(self.process.returncode)
         return self._end
 
     def close(self) -> None:
         """Let the engine close, then end the process."""
         try:
-            if self._lifeline >= 0:
+            if not self._child.closed:
                 with suppress(EngineDied, subprocess.TimeoutExpired):
                     self.tell("close")
                     self.process.wait(timeout=SHUTDOWN)

@@ -17,10 +17,10 @@ from lit_rlsched.engines.base import (
     RolloutEngine,
     check_requests,
 )
-from lit_rlsched.engines.lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.engines.sampling import counter_uniform
-from lit_rlsched.rollout.types import Event, FinishReason, Request
+from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.settings import check_finite
+from lit_rlsched.types import Event, FinishReason, Request
 
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
 

@@ -19,7 +19,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
-from lit_rlsched.rollout.types import Event, FinishReason, Request
+from lit_rlsched.types import Event, FinishReason, Request
 
 PREFILL_TOKENS = 16_384
 """Most tokens, padding included, of one prefill pass; a single longer prompt still runs."""

@@ -27,8 +27,8 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
-from lit_rlsched.rollout.types import Event, FinishReason, Request
 from lit_rlsched.settings import check_finite
+from lit_rlsched.types import Event, FinishReason, Request
 
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""

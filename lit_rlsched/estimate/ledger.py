@@ -11,9 +11,9 @@ from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.estimate.run import PlannedRun
-from lit_rlsched.logprobs import default_chunk
 from lit_rlsched.policy import base_model, find_policy
-from lit_rlsched.rollout.types import Completion
+from lit_rlsched.training.logprobs import default_chunk
+from lit_rlsched.types import Completion
 
 SAMPLE = 1000
 """Prompts that are counted object by object; more are extended from them."""

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_rlsched.logprobs import CHUNK_BYTES
 from lit_rlsched.module import PolicyModule
+from lit_rlsched.training.logprobs import CHUNK_BYTES
 
 
 class LiveBytes(TorchDispatchMode):

@@ -12,7 +12,6 @@ from lightning import Trainer
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoTokenizer
 
-from lit_rlsched.data.batching import MicroBatch, OptimizerStep
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
@@ -24,10 +23,11 @@ from lit_rlsched.estimate.live import (
     storage_bytes,
 )
 from lit_rlsched.module import PolicyModule
-from lit_rlsched.optimizers import is_fused
 from lit_rlsched.policy import find_policy
 from lit_rlsched.precision import to_like
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Row, Sampling
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.optimizers import is_fused
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 Device = Literal["cpu", "cuda"]
 
@@ -113,13 +113,13 @@ class PlannedRun:
     def most_prompts(self) -> int:
         """Prompts of the largest round."""
         data = self.datamodule
-        replaced = data.max_num_gen_batches * data.round_policy.update_prompts
-        return max(data.round_policy.most_prompts(), replaced)
+        replaced = data.max_num_gen_batches * data.round_rule.update_prompts
+        return max(data.round_rule.most_prompts(), replaced)
 
     def most_positions(self, num_generations: int) -> int:
         """Positions of an optimizer step in which every completion is as long as it may get."""
         data = self.datamodule
-        prompts = -(-data.round_policy.update_prompts // data.steps_per_round)
+        prompts = -(-data.round_rule.update_prompts // data.steps_per_round)
         return prompts * num_generations * self.spec.max_model_len
 
     # Bytes that the passes take, on fake tensors.
@@ -239,7 +239,7 @@ def fake_batch(
             ref_logprobs=logprobs if reference else None,
         )
         group = Group(str(i), Prompt(str(i), "", (0,) * prompt), sampling, [drawn])
-        made.append(Row(group, drawn))
+        made.append(Sample(group, drawn))
     (batch,) = OptimizerStep(made, rows * (prompt + completion))
     return batch
 

@@ -9,7 +9,7 @@ import torch
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
-from lit_rlsched.rollout.types import Request, Sampling
+from lit_rlsched.types import Request, Sampling
 
 
 @dataclass(slots=True)

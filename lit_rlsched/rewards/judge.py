@@ -12,7 +12,7 @@ from typing import Any
 from lit_rlsched._environment import PROXIES
 from lit_rlsched.rewards.functions import Completion, text_of
 from lit_rlsched.rewards.quoting import closing_delimiters, quoted, redact, secrets_in
-from lit_rlsched.rollout.types import stable_hash
+from lit_rlsched.types import stable_hash
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.rewards.cgroup import MemoryGroup, new_group
 from lit_rlsched.rewards.jobs import BadMessage, Job
 from lit_rlsched.rewards.memory import held_memory
@@ -61,9 +61,7 @@ class WorkerProcess:
     calls: deque[tuple[int, int]] = field(default_factory=deque)
     coroutines: set[tuple[int, int]] = field(default_factory=set)
     timeouts: dict[int, float] = field(default_factory=dict)
-    connection: Connection = field(init=False)
-    process: "subprocess.Popen[bytes]" = field(init=False)
-    lifeline: int = field(init=False)
+    child: ChildProcess = field(init=False)
     mark: str = field(init=False)
     group: MemoryGroup | None = field(init=False)
     """Limits its memory, where this user may make a cgroup."""
@@ -78,25 +76,14 @@ class WorkerProcess:
     """Processes that the kernel had ended for want of memory when this one was started."""
 
     def __post_init__(self) -> None:
-        self.connection, theirs = Pipe()
-        limit_blocking(self.connection, PIPE_TIMEOUT)
         self.mark = uuid.uuid4().hex
         self.oom_kills = oom_kills()
-        read, self.lifeline = os.pipe()
-        descriptors = [theirs.fileno(), read]
-        # Not multiprocessing: that would run an unguarded user script once more in each worker.
-        # A session of its own: Ctrl-C stays with the trainer, and killing its process group ends
-        # what a reward function started too.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT), *map(str, descriptors), str(os.getpid())],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
+        self.child = ChildProcess(
+            ["-P", str(_SCRIPT)],
             # the same hash order in every worker: what walks through a set (sympy) scores the same
-            env={"PYTHONHASHSEED": "0", **self.environment, _MARK: self.mark},
-            start_new_session=True,
+            {"PYTHONHASHSEED": "0", **self.environment, _MARK: self.mark},
         )
-        theirs.close()
-        os.close(read)
+        limit_blocking(self.connection, PIPE_TIMEOUT)
         self.group = new_group(self.process.pid, self.mark)
         setup = {
             "sys_path": [path or os.getcwd() for path in sys.path],
@@ -107,6 +94,16 @@ class WorkerProcess:
         }
         self.deadline = time.monotonic() + STARTUP_TIMEOUT
         self._send(setup)
+
+    @property
+    def connection(self) -> Connection:
+        """The pipe to it."""
+        return self.child.connection
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """Itself."""
+        return self.child.process
 
     @property
     def busy(self) -> bool:
@@ -164,7 +161,7 @@ class WorkerProcess:
                     f"out_of_memory: {(held - self.held) >> 20} MiB, shared memory and what it "
                     f"started included; the limit is {self.limit_text}"
                 )
-                self._kill()
+                self.child.kill_group()
 
     def began(self, stamp: float) -> None:
         """It took up the batch at this time of its clock, which is ours."""
@@ -203,7 +200,8 @@ class WorkerProcess:
     def kill(self) -> str:
         """Kill the process and its group; says what it had died of if it was dead."""
         with self.lock:
-            self._kill()  # before `wait`: one not yet waited for keeps its number and exit code
+            # before `wait`: one not yet waited for keeps its number and exit code
+            self.child.kill_group()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=5)
             self.over = True
@@ -211,16 +209,11 @@ class WorkerProcess:
             if self.group.struck:
                 self.too_much = f"out_of_memory: its cgroup has a limit of {self.limit_text}"
             self.group.remove()
-        self.connection.close()
-        os.close(self.lifeline)
+        self.child.close()
         end = how_it_ended(self.process.returncode)
         if self.process.returncode == -signal.SIGKILL and oom_kills() > self.oom_kills:
             end += ", while the kernel's out-of-memory killer was at work"
         return end
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _started(self, stamp: float) -> None:
         """The next call began at this time."""
@@ -277,11 +270,3 @@ def oom_kills() -> int:
     with suppress(OSError, IndexError, ValueError):
         return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
     return 0
-
-
-def how_it_ended(code: int | None) -> str:
-    """What an exit code says, in words."""
-    if code is not None and code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"died of {names.get(-code, f'signal {-code}')}"
-    return f"exited with code {code}"

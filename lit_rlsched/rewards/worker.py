@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import faulthandler
-import fcntl
 import json
 import math
 import os
 import pickle
 import re
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +16,9 @@ from inspect import Parameter, signature
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))  # until the parent sends its own
+from lit_rlsched.processes import die_with
 
 CAP_SYS_RESOURCE = 24
 """With it a process may raise the limits that are set for it."""
@@ -262,29 +262,6 @@ def describe(error: BaseException) -> str:
 def plain(value: Any) -> Any:
     """Numbers and arrays of other libraries as Python's own, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def die_with(parent: int, lifeline: int) -> None:
-    """Kill this process and all it started when the parent dies, whatever it is doing then.
-
-    Args:
-        parent: Process id of the parent.
-        lifeline: Read end of a pipe whose write end the parent holds and never writes to.
-    """
-    if hasattr(fcntl, "F_SETSIG"):
-        # Linux: the kernel kills when the pipe hangs up, even where C code (`re`) holds the GIL
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-            flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-            fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | fcntl.FASYNC)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main(connection: int, lifeline: int, parent: int) -> None:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group
-from lit_rlsched.scheduling.rounds import RoundPolicy, RoundState
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.types import Completion, Group
 
 
 class Attempt(NamedTuple):
@@ -84,7 +84,7 @@ class Harvest:
         return sum(a.tokens for a in self.discarded) + self.drafts.rejected_tokens
 
 
-def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) -> list[Attempt]:
+def restart_stale(groups: Iterable[Group], version: int, policy: RoundRule) -> list[Attempt]:
     """Begin anew what is older than the policy allows; what it was."""
     if policy.max_staleness is None:
         return []
@@ -93,7 +93,7 @@ def restart_stale(groups: Iterable[Group], version: int, policy: RoundPolicy) ->
 
 
 def settle(
-    groups: Sequence[Group], policy: RoundPolicy, state: RoundState, stale: Sequence[Attempt]
+    groups: Sequence[Group], policy: RoundRule, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:
     """After a round: what is trained on, and what is left of the rest.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lit_rlsched.rollout.types import Completion, Draft, FinishReason, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Draft, FinishReason, Group, Prompt, Sampling
 
 _FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length")
 

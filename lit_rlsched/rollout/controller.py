@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lit_rlsched.rollout.remote import RemoteWorker
+from lit_rlsched.engines.remote import RemoteWorker
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.types import Completion, Event, Group, Request, Row, stable_hash
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy, RoundState
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
+from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
 
 HEED_SECONDS = 0.5
 """Longest wait for a score without a look at whether to stop."""
@@ -95,9 +95,9 @@ class RolloutController:
         self._on_completion = on_completion
         self._on_group = on_group
         self._heed = heed
-        self._live: dict[str, tuple[Row, Request]] = {}
+        self._live: dict[str, tuple[Sample, Request]] = {}
         self._undecoded: dict[str, int] = {}
-        self._came_finished: list[Row] = []
+        self._came_finished: list[Sample] = []
         self._places: dict[str, int] = {}
         self._decoded_at: dict[str, tuple[int, int]] = {}
         self._state = RoundState([], 0)
@@ -106,7 +106,7 @@ class RolloutController:
         self._probe = 0
         self._lengths: CalibratedPredictor | None = None
         self._feedback = Feedback()
-        self._policy: RoundPolicy = FullRound(0)
+        self._policy: RoundRule = FullRound(0)
         self._patience = 0.0
 
     @property
@@ -123,7 +123,7 @@ class RolloutController:
     def run(
         self,
         groups: Sequence[Group],
-        policy: RoundPolicy,
+        policy: RoundRule,
         version: int,
         salt: str = "",
         predict: bool = False,
@@ -148,21 +148,21 @@ class RolloutController:
         self._lengths = lengths = self.lengths if predict else None
         if lengths is not None:
             lengths.start_round()
-        rows = [Row(g, c) for g in groups for c in g.completions]
-        self._state = RoundState(list(groups), len(rows), patient=policy.patience is not None)
+        samples = [Sample(g, c) for g in groups for c in g.completions]
+        self._state = RoundState(list(groups), len(samples), patient=policy.patience is not None)
         self._came_finished = []
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
         try:
-            rows = self._unfinished(rows)
-            rows.sort(key=lambda row: not row.completion.token_ids)
-            waits = len(rows) > self.worker.admission.slots
+            samples = self._unfinished(samples)
+            samples.sort(key=lambda sample: not sample.completion.token_ids)
+            waits = len(samples) > self.worker.admission.slots
             waits = waits or self.worker.admission.budget is not None
             self._probe = self.probe_tokens if lengths is not None and waits else 0
             self.worker.start_round(
                 turns=not policy.discards(self._state), ahead=not self._intervenes(waits)
             )
-            self._submit(rows)
+            self._submit(samples)
             yield from self._react([])  # to drafts that were kept whole: they may be enough
             while self._live and not policy.done(self._state):
                 self._heed()
@@ -192,15 +192,15 @@ class RolloutController:
         pauses = self._lengths is not None or self.worker.admission.pauses
         return waits and (stops or pauses)
 
-    def _unfinished(self, rows: Sequence[Row]) -> list[Row]:
+    def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
         """What is still to be drawn; what is not is scored, unless it is."""
-        finished = [row for row in rows if row.completion.finished]
-        for row in finished:
-            self._count(row)
-            if not row.completion.scored:
-                self.scorer.submit(row.group, row.completion)
+        finished = [sample for sample in samples if sample.completion.finished]
+        for sample in finished:
+            self._count(sample)
+            if not sample.completion.scored:
+                self.scorer.submit(sample.group, sample.completion)
         self._came_finished += finished
-        return [row for row in rows if not row.completion.finished]
+        return [sample for sample in samples if not sample.completion.finished]
 
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
@@ -221,21 +221,21 @@ class RolloutController:
             self._state.completions += len(another.completions)
             self._undecoded[another.id] = len(another.completions)
             self._places[another.id] = len(self._places)
-            self._submit(self._unfinished([Row(another, c) for c in another.completions]))
+            self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
         return group
 
-    def _react(self, finished: Sequence[Row]) -> Iterator[Group]:
+    def _react(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """What is to be done before the next step."""
-        while rows := [*finished, *self._came_finished]:
+        while samples := [*finished, *self._came_finished]:
             finished, self._came_finished = [], []
-            yield from self._await(rows)
+            yield from self._await(samples)
         yield from self._scored()
         yield from self._race()
 
-    def _await(self, finished: Sequence[Row]) -> Iterator[Group]:
+    def _await(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Wait for the scores that change what decodes, and stop the groups that need no more."""
         stop, more = self._feedback.stop, self._feedback.more
-        for group in {row.group.id: row.group for row in finished}.values():
+        for group in {sample.group.id: sample.group for sample in finished}.values():
             decodes = self._undecoded[group.id] > 0
             if not (stop and stop.waits(group) if decodes else more):
                 continue
@@ -263,11 +263,11 @@ class RolloutController:
 
     def _stop(self, group: Group, kept: list[Completion]) -> Group:
         """Abort what still decodes of a group, and keep no more than is needed of the rest."""
-        rows = {Row(group, c).id: c for c in group.completions if not c.finished}
-        self._take(self.worker.abort(rows.keys()))
-        for request_id, completion in rows.items():
+        samples = {Sample(group, c).id: c for c in group.completions if not c.finished}
+        self._take(self.worker.abort(samples.keys()))
+        for request_id, completion in samples.items():
             del self._live[request_id]
-            self._count(Row(group, completion))
+            self._count(Sample(group, completion))
         self.scorer.cancel(group)
         chosen = {c.index for c in kept}
         others = [c for c in group.completions if c.index not in chosen]
@@ -275,109 +275,111 @@ class RolloutController:
         group.completions = kept
         return self._complete(group)
 
-    def _count(self, row: Row) -> None:
+    def _count(self, sample: Sample) -> None:
         """One more is decoded."""
-        self._undecoded[row.group.id] -= 1
+        self._undecoded[sample.group.id] -= 1
         self._state.completions_decoded += 1
-        if row.completion.finished:
-            self._state.finished.setdefault(row.group.id, []).append(row.completion)
-        if not self._undecoded[row.group.id]:
-            self._decoded_at[row.group.id] = (
+        if sample.completion.finished:
+            self._state.finished.setdefault(sample.group.id, []).append(sample.completion)
+        if not self._undecoded[sample.group.id]:
+            self._decoded_at[sample.group.id] = (
                 self.worker.trace.decode_steps,
-                self._places[row.group.id],
+                self._places[sample.group.id],
             )
-            insort(self._state.decoded, row.group, key=lambda group: self._decoded_at[group.id])
+            insort(self._state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
 
-    def _submit(self, rows: Sequence[Row]) -> None:
+    def _submit(self, samples: Sequence[Sample]) -> None:
         probe = self._probe
         requests = [
             Request(
-                id=row.id,
-                prompt_ids=row.group.prompt.token_ids,
+                id=sample.id,
+                prompt_ids=sample.group.prompt.token_ids,
                 seed=completion_seed(
-                    self.seed, row.group, row.completion, self._version, self._salt
+                    self.seed, sample.group, sample.completion, self._version, self._salt
                 ),
-                sampling=row.group.sampling,
-                prefix_ids=tuple(row.completion.token_ids),
-                pause_at=probe if len(row.completion.token_ids) < probe else None,
+                sampling=sample.group.sampling,
+                prefix_ids=tuple(sample.completion.token_ids),
+                pause_at=probe if len(sample.completion.token_ids) < probe else None,
             )
-            for row in rows
+            for sample in samples
         ]
-        self._live |= {r.id: (row, r) for row, r in zip(rows, requests, strict=True)}
+        self._live |= {r.id: (sample, r) for sample, r in zip(samples, requests, strict=True)}
         if self._lengths is not None:
-            self._expect([r for r, q in zip(rows, requests, strict=True) if q.pause_at is None])
+            self._expect([r for r, q in zip(samples, requests, strict=True) if q.pause_at is None])
         self.worker.submit(self._live[r.id][1] for r in requests)
 
-    def _expect(self, rows: Sequence[Row]) -> None:
+    def _expect(self, samples: Sequence[Sample]) -> None:
         """Write what is predicted of completions into their requests."""
         assert self._lengths is not None, "nobody predicts"
-        for row, expected in zip(rows, self._lengths.expect(rows), strict=True):
-            request = self._live[row.id][1]
-            self._live[request.id] = row, replace(request, expected=expected)
+        for sample, expected in zip(samples, self._lengths.expect(samples), strict=True):
+            request = self._live[sample.id][1]
+            self._live[request.id] = sample, replace(request, expected=expected)
 
-    def _take(self, events: Iterable[Event]) -> list[Row]:
+    def _take(self, events: Iterable[Event]) -> list[Sample]:
         """Take the events in; what has finished with them."""
-        paused: list[Row] = []
-        finished: list[Row] = []
+        paused: list[Sample] = []
+        finished: list[Sample] = []
         live, version = self._live, self._version
         for event in events:  # a turn for each token that is drawn
-            row = live[event.request_id][0]
-            row.completion.take(event, version)
+            sample = live[event.request_id][0]
+            sample.completion.take(event, version)
             if event.finish_reason is not None:
-                (paused if event.finish_reason == "paused" else finished).append(row)
+                (paused if event.finish_reason == "paused" else finished).append(sample)
         if finished:
             # not in the order of slots, which depends on who was aborted when
-            finished.sort(key=lambda row: (self._places[row.group.id], row.completion.index))
+            finished.sort(
+                key=lambda sample: (self._places[sample.group.id], sample.completion.index)
+            )
             self._finish(finished)
         if paused:
             self._go_on(paused)
         return finished
 
-    def _finish(self, rows: Sequence[Row]) -> None:
+    def _finish(self, samples: Sequence[Sample]) -> None:
         lengths = self._lengths
-        for row in rows:
-            del self._live[row.id]
+        for sample in samples:
+            del self._live[sample.id]
         if lengths is not None:
-            lengths.observe(rows)
+            lengths.observe(samples)
             if lengths.revises:
-                self._revise(rows)
-        for row in rows:
-            self._count(row)
-            completion = row.completion
+                self._revise(samples)
+        for sample in samples:
+            self._count(sample)
+            completion = sample.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"
                 self.drops[completion.dropped] += 1
-            self.scorer.submit(row.group, completion)
+            self.scorer.submit(sample.group, completion)
 
-    def _revise(self, finished: Sequence[Row]) -> None:
+    def _revise(self, finished: Sequence[Sample]) -> None:
         """Predict the siblings that wait anew."""
-        groups = {row.group.id: row.group for row in finished}.values()
+        groups = {sample.group.id: sample.group for sample in finished}.values()
         waiting = []
-        for row in (Row(group, c) for group in groups for c in group.completions):
-            _, request = self._live.get(row.id, (row, None))
-            drawn = len(row.completion.token_ids)
+        for sample in (Sample(group, c) for group in groups for c in group.completions):
+            _, request = self._live.get(sample.id, (sample, None))
+            drawn = len(sample.completion.token_ids)
             if request and request.pause_at is None and len(request.prefix_ids) == drawn:
-                waiting.append(row)
+                waiting.append(sample)
         self._expect(waiting)
-        requests = (self._live[row.id][1] for row in waiting)
+        requests = (self._live[sample.id][1] for sample in waiting)
         self.worker.rekey({r.id: r.expected for r in requests if r.expected is not None})
 
-    def _go_on(self, rows: Sequence[Row]) -> None:
+    def _go_on(self, samples: Sequence[Sample]) -> None:
         """Submit what paused again, predicted if its probe is over."""
         probed = []
-        for row in rows:
-            _, request = self._live[row.id]
-            drawn = len(row.completion.token_ids)
+        for sample in samples:
+            _, request = self._live[sample.id]
+            drawn = len(sample.completion.token_ids)
             expected = request.expected
             if expected is not None:
                 expected = max(1.0, expected - (drawn - len(request.prefix_ids)))
             request = replace(
-                request, prefix_ids=tuple(row.completion.token_ids), expected=expected
+                request, prefix_ids=tuple(sample.completion.token_ids), expected=expected
             )
             if request.pause_at is not None and drawn >= request.pause_at:
                 request = replace(request, pause_at=None)
-                probed.append(row)
-            self._live[request.id] = row, request
+                probed.append(sample)
+            self._live[request.id] = sample, request
         if probed:
             self._expect(probed)
-        self.worker.submit(self._live[row.id][1] for row in rows)
+        self.worker.submit(self._live[sample.id][1] for sample in samples)

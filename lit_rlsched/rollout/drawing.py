@@ -10,16 +10,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest, PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.controller import Feedback
-from lit_rlsched.rollout.drafts import Drafts
-from lit_rlsched.rollout.metrics import measure
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.round import NONFINITE, Round, check_rewards, huge_rewards
-from lit_rlsched.rollout.selection import Stop, count_drops, replace_uninformative
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.rollout.streaming import GradientStream, Streaming
-from lit_rlsched.rollout.types import Group, Prompt
-from lit_rlsched.rollout.update import Update
-from lit_rlsched.scheduling.rounds import RoundPolicy
+from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.training.draft_verifier import Drafts
+from lit_rlsched.training.gradient_stream import GradientStream, Streaming
+from lit_rlsched.training.round import NONFINITE, Round, check_rewards, huge_rewards
+from lit_rlsched.training.round_metrics import measure
+from lit_rlsched.training.selection import Stop, count_drops, replace_uninformative
+from lit_rlsched.training.update import Update
+from lit_rlsched.types import Group, Prompt
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class RoundPlan:
     """Rounds before this one."""
     version: int
     """Policy version it is drawn under."""
-    policy: RoundPolicy
+    policy: RoundRule
     groups: list[Group]
     """One that replaces another comes last."""
     stale: list[Attempt]
@@ -58,7 +58,7 @@ class RoundDrawer:
         """Trainers before this one."""
         self._blamed: set[str] = set()
 
-    def plan(self, number: int, version: int, policy: RoundPolicy) -> RoundPlan:
+    def plan(self, number: int, version: int, policy: RoundRule) -> RoundPlan:
         """Choose the round's groups."""
         began = time.perf_counter()
         groups = self.planner.plan(policy)
@@ -193,7 +193,7 @@ class RoundDrawer:
                 f"`dropped/{NONFINITE}` counts them. Bound what the function returns."
             )
 
-    def _sequences(self, policy: RoundPolicy) -> int:
+    def _sequences(self, policy: RoundRule) -> int:
         """Of an update."""
         return policy.update_prompts * self.planner.num_generations
 
@@ -245,7 +245,7 @@ def _counts(round: Round, harvest: Harvest) -> Counter[str]:
     """What is counted of a round, but for failures."""
     counts = {
         "num_completions": len(round.completions),
-        "num_tokens": sum(map(len, round.rows)),
+        "num_tokens": sum(map(len, round.samples)),
         "num_discarded_tokens": harvest.discarded_tokens,
         "dropped/stopped": len(harvest.stopped),
         "dropped/nonfinite_draft": harvest.drafts.nonfinite,

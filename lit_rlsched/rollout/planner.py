@@ -5,8 +5,8 @@ from typing import Any
 
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import RoundPolicy
+from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 class RoundPlanner:
@@ -33,14 +33,14 @@ class RoundPlanner:
         if self.source is None or self.source.sources.keys() != source.sources.keys():
             self.source = source
 
-    def plan(self, policy: RoundPolicy) -> list[Group]:
+    def plan(self, policy: RoundRule) -> list[Group]:
         """The groups of the next round."""
         for domain, n in policy.draws(list(self.pool)):
             self._draw(n, domain, policy)
         return [group.copy() for group in policy.plan(list(self.pool))]
 
     def replacement(
-        self, group: Group, planned: Sequence[Group], policy: RoundPolicy
+        self, group: Group, planned: Sequence[Group], policy: RoundRule
     ) -> Group | None:
         """Another group for the same round; `None`: every prompt of its domain is in the pool.
 
@@ -62,7 +62,7 @@ class RoundPlanner:
         (drawn,) = self._draw(1, domain, policy)
         return drawn.copy()
 
-    def _draw(self, n: int, domain: str | None, policy: RoundPolicy) -> list[Group]:
+    def _draw(self, n: int, domain: str | None, policy: RoundRule) -> list[Group]:
         """Take the next prompts of a domain that are not in the pool into it."""
         assert self.source is not None
         drawn = []

@@ -4,9 +4,9 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.types import Completion, Group
-from lit_rlsched.scheduling.timeouts import AdaptiveTimeout
+from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
 from lit_rlsched.text import printable
+from lit_rlsched.types import Completion, Group
 
 
 class Scorer:

@@ -10,17 +10,17 @@ from torch import nn
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.device_memory import give_back
 from lit_rlsched.engines.process import EngineDied, ProcessEngine
+from lit_rlsched.engines.remote import make_worker
 from lit_rlsched.finite import check_weights
 from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import Feedback, RolloutController
-from lit_rlsched.rollout.probe import SyncProbe
-from lit_rlsched.rollout.remote import make_worker
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Prompt
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.rounds import FullRound, RoundPolicy
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.training.sync_probe import SyncProbe
+from lit_rlsched.types import Completion, Group, Prompt
 
 
 class RolloutSession:
@@ -120,7 +120,7 @@ class RolloutSession:
         self,
         groups: Sequence[Group],
         version: int,
-        policy: RoundPolicy | None = None,
+        policy: RoundRule | None = None,
         salt: str = "",
         predict: bool = False,
         feedback: Feedback | None = None,

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lit_rlsched.rollout.types import Request
 from lit_rlsched.scheduling.queues import Order, PlannedQueue, waiting_queue
+from lit_rlsched.types import Request
 
 Refill = Literal["continuous", "rounds"]
 

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torchmetrics.functional import mean_absolute_error, spearman_corrcoef
 
-from lit_rlsched.rollout.types import Row
-from lit_rlsched.scheduling.lengths import (
+from lit_rlsched.scheduling.length_prediction import (
     LengthPredictor,
     Oracle,
     PromptHistory,
     SiblingMax,
     within_limit,
 )
+from lit_rlsched.types import Sample
 
 HALF_LIFE = 4.0
 """Rounds after which a round's rank correlation counts half."""
@@ -61,7 +61,7 @@ class CalibratedPredictor:
         """Predictions that were no positive number, or came in the wrong number: replaced."""
         self._asked: dict[tuple[str, int], tuple[int, float, float]] = {}
         self._pairs: dict[tuple[str, int], tuple[float, float, float, int, bool]] = {}
-        self._finished: list[Row] = []
+        self._finished: list[Sample] = []
         self._invalid = 0
         self._warned = False
         self._averages = np.zeros(5)  # weight; weighted sums of correlations and errors
@@ -83,38 +83,40 @@ class CalibratedPredictor:
         self._finished.clear()
         self._invalid = 0
 
-    def expect(self, rows: Sequence[Row]) -> list[float]:
+    def expect(self, samples: Sequence[Sample]) -> list[float]:
         """Tokens still to come of each completion, between 1 and what it may still draw."""
-        if not rows:
+        if not samples:
             return []
-        from_history = np.array(self.history.predict(rows))
-        expected = within_limit(rows, self._valid(self.predictor.predict(rows), from_history))
-        for row, *pair in zip(rows, expected.tolist(), from_history.tolist(), strict=True):
-            key = (row.group.id, row.completion.index)
+        from_history = np.array(self.history.predict(samples))
+        expected = within_limit(samples, self._valid(self.predictor.predict(samples), from_history))
+        for sample, *pair in zip(samples, expected.tolist(), from_history.tolist(), strict=True):
+            key = (sample.group.id, sample.completion.index)
             if self.revises or key not in self._asked:
-                self._asked[key] = (len(row.completion.token_ids), pair[0], pair[1])
+                self._asked[key] = (len(sample.completion.token_ids), pair[0], pair[1])
         return (from_history if self.fallback else expected).tolist()
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, samples: Sequence[Sample]) -> None:
         """Note finished completions and how well they were predicted; `end_round` learns from them.
 
         Once a round and in an order of its own, so that what is learned does not depend on which
         finished first.
         """
-        self._finished.extend(rows)
-        for row in rows:
-            key = (row.group.id, row.completion.index)
+        self._finished.extend(samples)
+        for sample in samples:
+            key = (sample.group.id, sample.completion.index)
             if (asked := self._asked.pop(key, None)) is None:
                 continue
             have, expected, from_history = asked
-            remaining = len(row.completion.token_ids) - have
+            remaining = len(sample.completion.token_ids) - have
             if remaining > 0:  # else it was drawn anew since
-                capped = row.completion.finish_reason == "length"
+                capped = sample.completion.finish_reason == "length"
                 self._pairs[key] = expected, from_history, float(remaining), have, capped
 
     def end_round(self) -> dict[str, float]:
         """Let both learn from the round; its metrics, without those that are undefined."""
-        finished = sorted(self._finished, key=lambda row: (row.group.id, row.completion.index))
+        finished = sorted(
+            self._finished, key=lambda sample: (sample.group.id, sample.completion.index)
+        )
         pairs = [pair for _, pair in sorted(self._pairs.items())]
         self.invalid += self._invalid
         self.start_round()

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_rlsched.rollout.types import Prompt
-from lit_rlsched.scheduling.tail_round import TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.types import Prompt
 
 COLUMN = "domain"
 """The prompts' column that names their domain."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lit_rlsched.rollout.types import Row
+from lit_rlsched.types import Sample
 
 
 class HashedTokens:
@@ -22,9 +22,9 @@ class HashedTokens:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __call__(self, rows: Sequence[Row]) -> np.ndarray:
-        """Hash the tokens of each row, the prompt of each group once."""
-        groups = {row.group.id: row.group for row in rows}
+    def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Hash the tokens of each sample, the prompt of each group once."""
+        groups = {sample.group.id: sample.group for sample in samples}
         at = {name: i for i, name in enumerate(groups)}
         ids, owners, _ = _flat([group.prompt.token_ids for group in groups.values()])
         scale = (
@@ -34,9 +34,9 @@ class HashedTokens:
         self._add(prompts, owners, 1, ids, scale[owners])
         keys, pair_owners = _pairs(ids, owners)
         self._add(prompts, pair_owners, 2, keys, scale[pair_owners])
-        features = prompts[[at[row.group.id] for row in rows]]
+        features = prompts[[at[sample.group.id] for sample in samples]]
 
-        ids, owners, from_end = _flat([row.completion.token_ids for row in rows])
+        ids, owners, from_end = _flat([sample.completion.token_ids for sample in samples])
         for salt, keys, places in ((3, ids, owners), (4, *_pairs(ids, owners))):
             keys, places, counts = _unique(keys, places)
             self._add(features, places, salt, keys, np.log1p(counts))

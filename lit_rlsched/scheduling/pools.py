@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_rlsched.scheduling.admission import TURNS
 from lit_rlsched.scheduling.planning import Steps, check_slots, check_steps
-from lit_rlsched.scheduling.rounds import Mode
+from lit_rlsched.scheduling.sorted_batching import Mode
 
 PoolOrder = Literal["fifo", "least_attained"]
 

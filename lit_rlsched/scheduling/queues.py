@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from lit_rlsched.rollout.types import Request
 from lit_rlsched.scheduling.planning import plan_makespan
+from lit_rlsched.types import Request
 
 Order = Literal["fifo", "least_attained", "shortest_first", "longest_first", "planned"]
 

@@ -16,7 +16,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
 )
 from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax
+from lit_rlsched.scheduling.length_prediction import Oracle, PromptHistory, SiblingMax
 
 
 class Recorder(RolloutCallback):

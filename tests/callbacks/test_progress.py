@@ -7,9 +7,9 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 
 from lit_rlsched.callbacks import RolloutProgressBar, progress
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.trace import RolloutTrace, Step
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 METRICS = {"reward": 0.5, "rollout/tokens_per_second": 1234.5, "rollout/bubble_ratio": 0.25}
 

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 from lit_rlsched.callbacks import RolloutLogger, pictures
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.trace import RolloutTrace, Step
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 40
 

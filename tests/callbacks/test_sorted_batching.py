@@ -20,7 +20,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
 )
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
-from lit_rlsched.logprobs import completion_logprobs
+from lit_rlsched.training.logprobs import completion_logprobs
 
 SMALL = {
     "prompts_per_round": 2,
@@ -177,7 +177,7 @@ def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, e
     of = {v: module_of(tiny_model, weights) for v, weights in recorder.weights.items()}
     spans, moved = Counter(), 0.0
     for round in recorder.rounds:
-        for row in round.rows:
+        for row in round.samples:
             c, at = row.completion, versions(row.completion)
             spans[len(c.version_spans)] += 1
             assert len(at) == len(c.token_ids) == len(c.logprobs)
@@ -203,7 +203,7 @@ def test_on_policy_every_token_is_of_the_newest_version(fit, tiny_model, engine)
     fit(module, callbacks, engine=engine(), trainer={"max_epochs": 4}, **SMALL)
     for round in recorder.rounds:
         model = module_of(tiny_model, recorder.weights[round.version]).model
-        for row in round.rows:
+        for row in round.samples:
             c = row.completion
             assert c.version_spans == [(round.version, len(c.token_ids))]
             with torch.no_grad():
@@ -394,7 +394,7 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
     assert len(trained) == len(set(trained))
     of = {v: module_of(tiny_model, weights) for v, weights in second.weights.items()}
     for round in second.rounds:
-        for row in round.rows:
+        for row in round.samples:
             at = versions(row.completion)
             assert set(at) <= set(range(round.version + 1))
             with torch.no_grad():
@@ -517,7 +517,7 @@ def hand_loss(recorder, tiny_model, term):
         module = module_of(tiny_model, recorder.weights[round.version])
         terms = [
             term(log_probs(module.model, r.group, r.completion), r.completion, round.version)
-            for r in round.rows
+            for r in round.samples
         ]
         yield round, module, torch.cat(terms), gradient, figures
 
@@ -570,7 +570,7 @@ def test_the_ratio_to_the_engines_log_probs(fit, tiny_model, setting):
         loss = terms.sum() / len(terms)
         assert figures["loss"] == pytest.approx(loss.item(), abs=1e-5)
         check_gradient(loss, module, gradient)
-        trained = [row for row in round.rows if row.completion.advantage]
+        trained = [row for row in round.samples if row.completion.advantage]
         outside = tokens = 0
         with torch.no_grad():
             for row in trained:
@@ -605,7 +605,7 @@ def test_rloo_in_partial_mode(fit, tiny_model):
     for round in recorder.rounds:
         model = module_of(tiny_model, recorder.weights[round.version]).model
         rewards = []
-        for row in round.rows:
+        for row in round.samples:
             c = row.completion
             with torch.no_grad():
                 now = log_probs(model, row.group, c)
@@ -755,5 +755,5 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     batching = SortedBatching(mode="partial", mask_stale_tokens=True)
     with pytest.raises(RuntimeError, match="of the user's own"):
         fit(callbacks=[batching, MicroGroupSampling(slots=3), fails])
-    assert not fails.data.mask_stale_tokens and not fails.data.round_policy.ends_early
+    assert not fails.data.mask_stale_tokens and not fails.data.round_rule.ends_early
     assert fails.data.slot_settings.slots is None

@@ -18,8 +18,8 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
-from lit_rlsched.rollout.streaming import Streaming
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.training.gradient_stream import Streaming
 
 EXACT = {"precision": "64-true", "max_epochs": 3}
 RAGGED = {
@@ -54,7 +54,7 @@ class Stream(RolloutCallback):
     def setup(self, trainer, pl_module, stage):
         trainer.datamodule.streaming = Streaming(self.start)
         if self.policy:
-            trainer.datamodule.round_policy = self.policy
+            trainer.datamodule.round_rule = self.policy
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)

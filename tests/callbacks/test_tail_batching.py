@@ -22,7 +22,7 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.engines import SimulatedEngine, VLLMEngine
-from lit_rlsched.scheduling.tail_round import TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
 
 SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens": 256}
 """Four prompts of two completions, about half of which end by themselves."""
@@ -785,7 +785,7 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     fails = Fails()
     with pytest.raises(RuntimeError, match="of the user's own"):
         fit(callbacks=[TailBatching(), fails])
-    assert not fails.data.round_policy.ends_early
+    assert not fails.data.round_rule.ends_early
 
 
 def test_groups_that_stop_early_are_whole_again_when_they_lost(fit):

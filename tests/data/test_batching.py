@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.data import batching
-from lit_rlsched.data.batching import (
+from lit_rlsched.training import micro_batches as batching
+from lit_rlsched.training.micro_batches import (
     MicroBatch,
     OptimizerStep,
     PromptRow,
@@ -14,14 +14,14 @@ from lit_rlsched.data.batching import (
     split_by_tokens,
     split_steps,
 )
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 
 def row(prompt=3, completion=5, advantage=1.0, reason="stop", dropped=None, uid="a"):
     group = Group(uid, Prompt(uid, "x", tuple(range(1, prompt + 1))), Sampling(64, 0.7), [])
     done = Completion(0, list(range(10, 10 + completion)), [-0.5] * completion, [], reason)
     done.advantage, done.dropped = advantage, dropped
-    return Row(group, done)
+    return Sample(group, done)
 
 
 shapes = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), max_size=40)

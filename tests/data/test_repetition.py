@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lit_rlsched import advantages as ours
-from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.data.repetition import Order, group_index, repeat_prompts
-from lit_rlsched.rollout.round import Round, reward_matrix
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.round import Round, reward_matrix
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 ORDERS = st.sampled_from(["interleave", "tile"])
 SIZES = {"num_prompts": st.integers(0, 7), "num_generations": st.integers(2, 6)}
@@ -105,7 +105,7 @@ def test_the_memory_that_was_saved_is_the_prompt_that_was_cut(tiny_model):
     cut = branch_tokens(tokenizer, prompts, k)
     assert {len(ids) for ids in cut} == {1024}
     round = our_round(prompts, torch.zeros(2 * k), k)
-    for batch in OptimizerStep(round.rows, 4 * 3100):
+    for batch in OptimizerStep(round.samples, 4 * 3100):
         assert batch.prompt_lengths.tolist() == [3000] * 4
         for ids, length in zip(batch.input_ids, batch.completion_lengths.tolist(), strict=True):
             assert ids[: 3000 + length].tolist() in [[*p, *[5] * 100] for p in prompts]

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from lit_rlsched.data.source import PromptSource, Rows, load_rows, make_prompts, unique_rows
 from lit_rlsched.data.tasks import Countdown, HubDataset, PromptTask
-from lit_rlsched.rollout.types import Prompt
+from lit_rlsched.types import Prompt
 
 Tokenizer = Any
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lit_rlsched import engines
 from lit_rlsched.engines.base import EngineSpec, EngineStats, RolloutEngine
-from lit_rlsched.rollout.types import Event, Request, Sampling
+from lit_rlsched.types import Event, Request, Sampling
 
 EOS = 1
 SLOTS = 8

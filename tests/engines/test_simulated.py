@@ -8,9 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.lengths import LogNormalLengths, RecordedCompletions, TraceLengths
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.types import Event, Request, Sampling
+from lit_rlsched.scheduling.recorded_lengths import (
+    LogNormalLengths,
+    RecordedCompletions,
+    TraceLengths,
+)
+from lit_rlsched.types import Event, Request, Sampling
 
 EOS = 1
 

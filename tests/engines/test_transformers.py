@@ -17,7 +17,7 @@ from transformers import (
 from lit_rlsched.engines import transformers as engine_module
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
-from lit_rlsched.rollout.types import Request, Sampling
+from lit_rlsched.types import Request, Sampling
 
 Drawn = dict[str, tuple[list[int], list[float]]]
 RULES = [

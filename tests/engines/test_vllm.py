@@ -21,7 +21,7 @@ from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_kwargs import OF_THE_RUN, OTHER_DRAWS, OWN, PASSED_ON
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine, _Held
-from lit_rlsched.rollout.types import Event, Request, Sampling
+from lit_rlsched.types import Event, Request, Sampling
 
 PROMPT = [5, 14, 6, 18, 33]
 

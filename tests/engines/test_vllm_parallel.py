@@ -17,7 +17,7 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines.base import EngineSpec, EngineStats
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.rollout.types import Request, Sampling
+from lit_rlsched.types import Request, Sampling
 
 PROMPT = [5, 14, 6, 18, 33]
 LENGTH = 24

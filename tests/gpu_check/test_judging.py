@@ -13,7 +13,7 @@ from lit_rlsched.benchmark.gpu_check.findings import Findings
 from lit_rlsched.benchmark.gpu_check.training import Rounds, judge_rounds
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.rollout.types import Request
+from lit_rlsched.types import Request
 
 ASKED = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
 

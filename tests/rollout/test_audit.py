@@ -17,10 +17,11 @@ from lit_rlsched.rollout.audit import (
     restart_stale,
     settle,
 )
-from lit_rlsched.rollout.trace import RolloutTrace, Step
-from lit_rlsched.rollout.types import Completion, Draft, Event, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound
-from lit_rlsched.scheduling.tail_round import TailRound
+from lit_rlsched.scheduling.round_rule import FullRound, RoundState
+from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Sampling
 
 attempts = st.builds(Attempt, st.integers(1, 12), st.booleans())
 

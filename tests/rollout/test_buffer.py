@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.buffer import RolloutBuffer, pack, unpack
-from lit_rlsched.rollout.types import Completion, Draft, Event, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Sampling
 
 floats = st.floats(-1e3, 0, allow_nan=False)
 extras = st.sampled_from([{}, {"n": 1}, {"answer": [None, "x", 0.5], "nested": {"y": True}}])

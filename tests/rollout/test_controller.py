@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import Feedback, RolloutController, completion_seed
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.selection import Selection, Stop
-from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import PromptHistory
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.length_prediction import PromptHistory
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.training.selection import Selection, Stop
+from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling
 
 
 def groups(num_prompts, num_generations, limit=16, temperature=1.0):

@@ -4,9 +4,9 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from lit_rlsched.rollout.encoder import SCALE, RowEncoder
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
-from lit_rlsched.scheduling.lengths import TokenConditioned
+from lit_rlsched.scheduling.length_prediction import TokenConditioned
+from lit_rlsched.scheduling.sample_encoder import SCALE, SampleEncoder
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
 
@@ -38,17 +38,17 @@ def decode(ids):
     return "".join(CHARACTERS[i] for i in ids)
 
 
-def row(prompt, completion, number=0, finish_reason=None):
+def sample(prompt, completion, number=0, finish_reason=None):
     prompt_ids, ids = (tuple(CHARACTERS.index(c) for c in text) for text in (prompt, completion))
     c = Completion(0, list(ids), [-0.1] * len(ids), finish_reason=finish_reason)
-    return Row(Group(f"g{number}", Prompt("p", prompt, prompt_ids), Sampling(100), [c]), c)
+    return Sample(Group(f"g{number}", Prompt("p", prompt, prompt_ids), Sampling(100), [c]), c)
 
 
 def test_features_are_the_mean_of_the_hidden_states_whatever_the_padding(encoder_path):
-    encoder = RowEncoder(encoder_path)
+    encoder = SampleEncoder(encoder_path)
     encoder.bind(decode)
     texts = [("ab", "c"), ("hello ", "world"), ("q", "")]
-    together = encoder([row(*t) for t in texts])
+    together = encoder([sample(*t) for t in texts])
     assert together.shape == (3, encoder.size) == (3, 32)
     bert = BertModel.from_pretrained(encoder_path).eval()
     for text, features in zip(texts, together, strict=True):
@@ -59,10 +59,10 @@ def test_features_are_the_mean_of_the_hidden_states_whatever_the_padding(encoder
 
 
 def test_a_long_text_loses_its_beginning(encoder_path):
-    encoder = RowEncoder(encoder_path)
+    encoder = SampleEncoder(encoder_path)
     encoder.bind(decode)
     end = "abcdefghijklmnopqrstuvwx"  # 24 characters: all that fit
-    long, same, other = encoder([row("z" * 50, end), row("y" * 9, end), row(end, "zz")])
+    long, same, other = encoder([sample("z" * 50, end), sample("y" * 9, end), sample(end, "zz")])
     np.testing.assert_allclose(long, same, atol=1e-5)
     assert np.abs(long - other).max() > 1e-3
 
@@ -71,12 +71,12 @@ def test_lengths_are_learned_from_the_text(encoder_path):
     predictor = TokenConditioned(encoder=encoder_path)
     predictor.bind(decode)
     for number in range(40):
-        asked = [row("solve ", "easy", 2 * number), row("solve ", "hard", 2 * number + 1)]
+        asked = [sample("solve ", "easy", 2 * number), sample("solve ", "hard", 2 * number + 1)]
         short, long = predictor.predict(asked)
         predictor.observe(
             [
-                row("solve ", "easy" + "a" * 8, 2 * number, "stop"),
-                row("solve ", "hard" + "a" * 56, 2 * number + 1, "stop"),
+                sample("solve ", "easy" + "a" * 8, 2 * number, "stop"),
+                sample("solve ", "hard" + "a" * 56, 2 * number + 1, "stop"),
             ]
         )
     assert short < 14 and long > 42  # 8 and 56; without the text both get 32
@@ -84,7 +84,7 @@ def test_lengths_are_learned_from_the_text(encoder_path):
 
 def test_without_decode_it_says_what_to_call(encoder_path):
     with pytest.raises(RuntimeError, match=r"bind\(decode\)"):
-        TokenConditioned(encoder=encoder_path).predict([row("a", "b")])
+        TokenConditioned(encoder=encoder_path).predict([sample("a", "b")])
 
 
 def test_an_encoder_that_is_not_there_is_named():

@@ -3,8 +3,8 @@ import pytest
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.types import Prompt, Sampling
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"{d}{i}", "?", (1,), {"domain": d}) for i in range(3) for d in "xy"]
 

@@ -15,9 +15,9 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec, Event
 from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import load_policy, load_tokenizer
-from lit_rlsched.rollout import probe
-from lit_rlsched.rollout.probe import SyncProbe, robust_mean, tolerance
-from lit_rlsched.rollout.types import Prompt
+from lit_rlsched.training import sync_probe as probe
+from lit_rlsched.training.sync_probe import SyncProbe, robust_mean, tolerance
+from lit_rlsched.types import Prompt
 
 FP32, BF16 = torch.float32, torch.bfloat16
 aten = torch.ops.aten

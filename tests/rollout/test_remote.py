@@ -15,18 +15,19 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngi
 from lit_rlsched.engines._watch import Watch
 from lit_rlsched.engines.base import EngineBroken, EngineSpec
 from lit_rlsched.engines.process import MAX_DEATHS
+from lit_rlsched.engines.remote import RemoteWorker, make_worker
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import Feedback, RolloutController
-from lit_rlsched.rollout.remote import RemoteWorker, make_worker
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Request, Sampling
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import SiblingMax
-from lit_rlsched.scheduling.rounds import FullRound, SortedRound
-from lit_rlsched.scheduling.tail_round import TailRound
+from lit_rlsched.scheduling.length_prediction import SiblingMax
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 
 PROMPTS, GENERATIONS, LIMIT = 6, 3, 400
 POLICIES = {

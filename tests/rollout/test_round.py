@@ -4,10 +4,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lit_rlsched.advantages import batch_normalized, group_relative
-from lit_rlsched.rollout.learner import PlainLearner
-from lit_rlsched.rollout.round import Round, cells, check_rewards, reward_matrix, set_advantages
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.training.advantages import batch_normalized, group_relative
+from lit_rlsched.training.learner import PlainLearner
+from lit_rlsched.training.round import Round, cells, check_rewards, reward_matrix, set_advantages
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 NAN = torch.nan
 
@@ -64,7 +64,7 @@ def test_cells_by_hand():
 def test_completions_and_rows_go_group_after_group():
     round = Round(0, 0, ragged())
     assert [c.index for c in round.completions] == columns_of(round) == [0, 3, 2, 0, 1]
-    assert [row.id for row in round.rows] == ["a@0/0", "a@0/3", "b@0/2", "c@0/0", "c@0/1"]
+    assert [row.id for row in round.samples] == ["a@0/0", "a@0/3", "b@0/2", "c@0/0", "c@0/1"]
 
 
 def columns_of(round):

@@ -9,16 +9,16 @@ import torch
 from lit_rlsched import engines
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import PromptHistory, SiblingMax, TokenConditioned
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax, TokenConditioned
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 48
 SHARED = 40

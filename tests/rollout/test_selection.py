@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.selection import (
+from lit_rlsched.training.round import Round
+from lit_rlsched.training.selection import (
     Selection,
     Stop,
     count_drops,
     informative,
     replace_uninformative,
 )
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 RULES = ["max_variance", "max_reward", "percentile", "random"]
 scores = st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(-3, 3)

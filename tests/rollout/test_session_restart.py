@@ -6,7 +6,7 @@ from lit_rlsched import engines
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.rollout.types import Completion, Request, Sampling
+from lit_rlsched.types import Completion, Request, Sampling
 
 
 @pytest.mark.parametrize("name", ["SimulatedEngine", "TransformersEngine"])

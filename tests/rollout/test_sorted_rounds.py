@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.sampling import counter_uniform
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
-from lit_rlsched.rollout.types import Completion, Event, Group, Prompt, Sampling, stable_hash
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.rounds import FullRound, SortedRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling, stable_hash
 
 SEED = 1
 

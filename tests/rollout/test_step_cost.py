@@ -12,18 +12,18 @@ import pytest
 from lit_rlsched.benchmark.replay import Unscored
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rewards.jobs import Job, Result, parse_message, scored
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 OURS = (
     "rollout/controller.py",
-    "rollout/worker.py",
-    "rollout/trace.py",
-    "rollout/types.py",
+    "engines/worker.py",
+    "scheduling/trace.py",
+    "types.py",
     "rollout/scoring.py",
     "scheduling/admission.py",
     "scheduling/queues.py",

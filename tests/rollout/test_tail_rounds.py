@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.lengths import LogNormalLengths
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling, stable_hash
-from lit_rlsched.rollout.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.domains import DomainTailRound, quotas
-from lit_rlsched.scheduling.rounds import FullRound, RoundState
-from lit_rlsched.scheduling.tail_round import PATIENCE, TailRound
+from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
+from lit_rlsched.scheduling.round_rule import FullRound, RoundState
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 
 SEED = 1
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.trace import STEP_COLUMNS, RolloutTrace, Step
+from lit_rlsched.scheduling.trace import STEP_COLUMNS, RolloutTrace, Step
 
 
 def test_bubble_ratio_by_hand():

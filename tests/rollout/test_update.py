@@ -2,12 +2,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from lit_rlsched.rollout.learner import PlainLearner
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.selection import Selection
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.rollout.update import Update
-from lit_rlsched.scheduling.rounds import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.training.learner import PlainLearner
+from lit_rlsched.training.round import Round
+from lit_rlsched.training.selection import Selection
+from lit_rlsched.training.update import Update
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 def update_of(selection=None, **settings):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.types import Request, Sampling
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, slots_for_budget
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.queues import Order
+from lit_rlsched.types import Request, Sampling
 
 ORDERS = list(get_args(Order))
 WHOLE = [order for order in ORDERS if order != "least_attained"]

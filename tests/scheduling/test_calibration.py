@@ -7,9 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax, TokenConditioned
+from lit_rlsched.scheduling.length_prediction import (
+    Oracle,
+    PromptHistory,
+    SiblingMax,
+    TokenConditioned,
+)
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 100
 
@@ -17,17 +22,17 @@ CAP = 100
 def asked(lengths, number=0, drawn=0):
     """One group a length, nothing of it drawn unless `drawn`."""
     return [
-        Row(Group(f"p{i}/{number}", Prompt(f"p{i}", "", (i,)), Sampling(CAP), [c]), c)
+        Sample(Group(f"p{i}/{number}", Prompt(f"p{i}", "", (i,)), Sampling(CAP), [c]), c)
         for i in range(len(lengths))
         for c in [Completion(0, [1] * drawn)]
     ]
 
 
-def finish(rows, lengths):
-    for row, length in zip(rows, lengths, strict=True):
-        row.completion.token_ids = [1] * length
-        row.completion.finish_reason = "length" if length == CAP else "stop"
-    return rows
+def finish(samples, lengths):
+    for sample, length in zip(samples, lengths, strict=True):
+        sample.completion.token_ids = [1] * length
+        sample.completion.finish_reason = "length" if length == CAP else "stop"
+    return samples
 
 
 class Told:
@@ -38,11 +43,11 @@ class Told:
     def __init__(self, *answers):
         self.answers = list(answers)
 
-    def predict(self, rows):
+    def predict(self, samples):
         return self.answers.pop(0)
 
-    def observe(self, rows):
-        self.observed = len(rows)
+    def observe(self, samples):
+        self.observed = len(samples)
 
     def state_dict(self):
         return {}
@@ -64,9 +69,9 @@ def spearman(a, b):
 def test_metrics_by_brute_force(pairs):
     predicted, lengths = map(list, zip(*pairs, strict=True))
     calibrated = CalibratedPredictor(Told(predicted))
-    rows = asked(lengths)
-    assert calibrated.expect(rows) == predicted
-    calibrated.observe(finish(rows, lengths))
+    samples = asked(lengths)
+    assert calibrated.expect(samples) == predicted
+    calibrated.observe(finish(samples, lengths))
     metrics = calibrated.end_round()
     error = np.abs(np.array(predicted) - lengths)
     assert metrics["length_prediction/mae"] == pytest.approx(error.mean())
@@ -83,19 +88,19 @@ def test_metrics_by_brute_force(pairs):
 def test_cap_coverage_counts_the_capped_among_as_many_longest():
     lengths = [CAP, CAP, CAP, 10, 20, 30]
     calibrated = CalibratedPredictor(Told([90, 20, 80, 85, 1, 2]))
-    rows = asked(lengths)
-    calibrated.expect(rows)
-    calibrated.observe(finish(rows, lengths))
+    samples = asked(lengths)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, lengths))
     assert calibrated.end_round()["length_prediction/cap_coverage"] == pytest.approx(2 / 3)
 
 
 def test_the_first_prediction_counts_and_only_once():
     calibrated = CalibratedPredictor(Told([10, 40], [70, 70]))
-    rows = asked([20, 50], drawn=10)
-    calibrated.expect(rows)
-    calibrated.expect(rows)
-    calibrated.observe(finish(rows, [20, 50]))
-    calibrated.observe(finish(rows, [20, 50]))
+    samples = asked([20, 50], drawn=10)
+    calibrated.expect(samples)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, [20, 50]))
+    calibrated.observe(finish(samples, [20, 50]))
     assert calibrated.end_round()["length_prediction/mae"] == 0.0
     assert "length_prediction/mae" not in calibrated.end_round()
 
@@ -105,19 +110,19 @@ def test_the_last_prediction_counts_where_siblings_revise_it():
     told.revises = True
     calibrated = CalibratedPredictor(told)
     assert calibrated.revises and not CalibratedPredictor(Told()).revises
-    rows = asked([20, 50], drawn=10)
-    calibrated.expect(rows)
-    calibrated.expect(rows)
-    calibrated.observe(finish(rows, [20, 50]))
+    samples = asked([20, 50], drawn=10)
+    calibrated.expect(samples)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, [20, 50]))
     assert calibrated.end_round()["length_prediction/mae"] == 0.0
 
 
 def test_what_does_not_finish_in_a_round_is_not_measured_in_the_next():
     calibrated = CalibratedPredictor(Told([10]))
-    rows = asked([20])
-    calibrated.expect(rows)
+    samples = asked([20])
+    calibrated.expect(samples)
     calibrated.end_round()
-    calibrated.observe(finish(rows, [20]))
+    calibrated.observe(finish(samples, [20]))
     assert "length_prediction/mae" not in calibrated.end_round()
 
 
@@ -126,13 +131,13 @@ def test_nonsense_is_replaced_by_the_history_and_counted():
     nan, inf = float("nan"), float("inf")
     calibrated = CalibratedPredictor(Told([nan, -1, inf, 7, 0, 1e9], [1, 2], [[1]] * 6), history)
     history.observe(finish(asked([20]), [20]))
-    rows = asked([0] * 6)
-    expected = history.predict(rows)
-    assert calibrated.expect(rows) == [*expected[:2], CAP, 7, 1, CAP]
+    samples = asked([0] * 6)
+    expected = history.predict(samples)
+    assert calibrated.expect(samples) == [*expected[:2], CAP, 7, 1, CAP]
     assert calibrated.end_round()["length_prediction/invalid"] == 2
-    assert calibrated.expect(rows) == expected  # a wrong number
+    assert calibrated.expect(samples) == expected  # a wrong number
     assert calibrated.end_round()["length_prediction/invalid"] == 8
-    assert calibrated.expect(rows) == expected  # a wrong shape
+    assert calibrated.expect(samples) == expected  # a wrong shape
     assert calibrated.end_round()["length_prediction/invalid"] == 14
     assert calibrated.expect([]) == []
 
@@ -143,9 +148,9 @@ LENGTHS = [int(n) for n in np.linspace(5, 95, 64)]
 def play(calibrated, told, answers, number):
     """One round in which the predictor says `answers`."""
     told.answers = [answers]
-    rows = asked(LENGTHS, number)
-    expected = calibrated.expect(rows)
-    calibrated.observe(finish(rows, LENGTHS))
+    samples = asked(LENGTHS, number)
+    expected = calibrated.expect(samples)
+    calibrated.observe(finish(samples, LENGTHS))
     return expected, calibrated.end_round()
 
 
@@ -221,9 +226,9 @@ def test_a_history_cannot_stand_in_for_its_own_predictor():
 def test_state_round_trip_is_exact():
     calibrated, other = (CalibratedPredictor(TokenConditioned(features=16)) for _ in range(2))
     for number in range(5):
-        rows = asked(LENGTHS, number)
-        calibrated.expect(rows)
-        calibrated.observe(finish(rows, LENGTHS))
+        samples = asked(LENGTHS, number)
+        calibrated.expect(samples)
+        calibrated.observe(finish(samples, LENGTHS))
         calibrated.end_round()
     calibrated.invalid, calibrated.fallback = 3, True
     file = io.BytesIO()
@@ -235,9 +240,9 @@ def test_state_round_trip_is_exact():
         for c in (calibrated, other):
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                rows = asked(LENGTHS, number)
-                expected = c.expect(rows)
-                c.observe(finish(rows, LENGTHS))
+                samples = asked(LENGTHS, number)
+                expected = c.expect(samples)
+                c.observe(finish(samples, LENGTHS))
                 results.append((expected, c.end_round(), [str(w.message) for w in seen]))
         assert results[0] == results[1]
     assert other.invalid == 3
@@ -255,7 +260,7 @@ def test_the_state_of_another_predictor_is_left_alone():
 
 
 class Broken(PromptHistory):
-    def predict(self, rows):
+    def predict(self, samples):
         raise RuntimeError("no weights")
 
 
@@ -303,9 +308,9 @@ def test_a_round_that_is_cut_short_is_not_learned_from():
             calibrated.expect(begun)
             calibrated.observe(finish(begun[:2], [5, 9]))
         calibrated.start_round()
-        rows = asked([5, 9, 14])
-        calibrated.expect(rows)
-        calibrated.observe(finish(rows, [5, 9, 14]))
+        samples = asked([5, 9, 14])
+        calibrated.expect(samples)
+        calibrated.observe(finish(samples, [5, 9, 14]))
     assert cut.end_round() == whole.end_round()
     assert str(cut.state_dict()) == str(whole.state_dict())
 
@@ -314,10 +319,10 @@ def test_what_is_learned_does_not_depend_on_who_finished_first():
     figures = []
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         calibrated, lengths = CalibratedPredictor(PromptHistory()), [5, 9, 14, 70]
-        rows = finish(asked(lengths), lengths)
-        calibrated.expect(rows)
+        samples = finish(asked(lengths), lengths)
+        calibrated.expect(samples)
         for i in order:
-            calibrated.observe([rows[i]])
+            calibrated.observe([samples[i]])
         figures.append((calibrated.end_round(), str(calibrated.state_dict())))
     assert figures[0] == figures[1]
 
@@ -327,7 +332,7 @@ def test_cap_coverage_of_equal_predictions_is_chance(capped):
     told = Told([50.0] * 8)
     calibrated = CalibratedPredictor(told)
     lengths = [CAP if i in capped else 10 + i for i in range(8)]
-    rows = asked(lengths)
-    calibrated.expect(rows)
-    calibrated.observe(finish(rows, lengths))
+    samples = asked(lengths)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, lengths))
     assert calibrated.end_round()["length_prediction/cap_coverage"] == 2 / 8

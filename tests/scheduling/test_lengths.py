@@ -7,8 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row, Sampling
-from lit_rlsched.scheduling.lengths import Oracle, PromptHistory, SiblingMax, TokenConditioned
+from lit_rlsched.scheduling.length_prediction import (
+    Oracle,
+    PromptHistory,
+    SiblingMax,
+    TokenConditioned,
+)
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 100
 
@@ -26,16 +31,16 @@ def group(uid, *completions, number=0, cap=CAP, prompt=(1, 2, 3)):
     return Group(f"{uid}-{number}", Prompt(uid, uid, tuple(prompt)), Sampling(cap), made)
 
 
-def rows(*groups):
-    return [Row(g, c) for g in groups for c in g.completions]
+def samples(*groups):
+    return [Sample(g, c) for g in groups for c in g.completions]
 
 
 def finished(uid, *lengths, **kwargs):
-    return rows(group(uid, *([7] * n for n in lengths), **kwargs))
+    return samples(group(uid, *([7] * n for n in lengths), **kwargs))
 
 
 def started(uid, drawn=0, **kwargs):
-    return rows(group(uid, [*[7] * drawn, None], **kwargs))
+    return samples(group(uid, [*[7] * drawn, None], **kwargs))
 
 
 def through_checkpoint(state):
@@ -94,7 +99,7 @@ def test_a_prompt_keeps_its_ratio_when_the_policy_grows_longer():
 def test_until_a_sibling_finishes_the_first_probes_and_the_rest_take_the_history():
     predictor = SiblingMax()
     predictor.observe(finished("other", 20, 20))
-    probe, *rest = predictor.predict(rows(group("a", [None], [None], [None])))
+    probe, *rest = predictor.predict(samples(group("a", [None], [None], [None])))
     assert probe == CAP
     assert rest == pytest.approx([20, 20])
     assert SiblingMax.revises and not PromptHistory.revises and not TokenConditioned.revises
@@ -104,7 +109,7 @@ def test_siblings_are_expected_to_reach_the_longest():
     predictor = SiblingMax()
     predictor.observe(finished("other", 80, 80))
     g = group("a", [1] * 30, [1] * 12, [1] * 10 + [None], [None], [1] * 50 + [None])
-    first, second, longest = predictor.predict(rows(g)[2:])
+    first, second, longest = predictor.predict(samples(g)[2:])
     assert (first, second) == (40, 50)  # the longest of all is still drawing
     assert longest == pytest.approx(80 - 50)  # the history's residual life
 
@@ -130,9 +135,11 @@ def test_predictions_are_within_the_limit(data):
             )
             for g in groups
         ]
-        for row, tokens in zip(rows(*probes), predictor.predict(rows(*probes)), strict=True):
-            assert 1 <= tokens <= max(40 - len(row.completion.token_ids), 1)
-        predictor.observe(rows(*groups))
+        for sample, tokens in zip(
+            samples(*probes), predictor.predict(samples(*probes)), strict=True
+        ):
+            assert 1 <= tokens <= max(40 - len(sample.completion.token_ids), 1)
+        predictor.observe(samples(*groups))
 
 
 def telling_round(rng, number, num=64, probe=6):
@@ -144,7 +151,7 @@ def telling_round(rng, number, num=64, probe=6):
         ids = [*head, *rng.integers(10, 20, length - probe).tolist()]
         probes += [group(f"{number}-{i}", [*head, None])]
         wholes += [group(f"{number}-{i}", ids)]
-    return rows(*probes), rows(*wholes)
+    return samples(*probes), samples(*wholes)
 
 
 def learn(predictor, rounds=12, seed=0):
@@ -173,9 +180,9 @@ def test_the_prompt_alone_is_learned_too():
             group("b", [7] * 40, number=number, prompt=(4, 5)),
         )
         a.prompt, b.prompt = Prompt(f"a{number}", "", (1, 2)), Prompt(f"b{number}", "", (4, 5))
-        asked = [Row(g, Completion(0)) for g in (a, b)]
+        asked = [Sample(g, Completion(0)) for g in (a, b)]
         short, long = predictor.predict(asked)
-        predictor.observe(rows(a, b))
+        predictor.observe(samples(a, b))
     assert short == pytest.approx(10, rel=0.2) and long == pytest.approx(40, rel=0.2)
 
 
@@ -219,9 +226,9 @@ def test_what_waits_is_bounded_and_what_was_drawn_anew_is_not_learned_from():
 def test_a_nan_logprob_does_no_harm():
     predictor = TokenConditioned(features=8)
     for number in range(3):
-        (row,) = started("a", 4, number=number)
-        row.completion.logprobs = [float("nan"), float("-inf"), -1.0, -2.0]
-        assert np.isfinite(predictor.predict([row])).all()
+        (sample,) = started("a", 4, number=number)
+        sample.completion.logprobs = [float("nan"), float("-inf"), -1.0, -2.0]
+        assert np.isfinite(predictor.predict([sample])).all()
         predictor.observe(finished("a", 20, number=number))
 
 
@@ -236,7 +243,7 @@ def test_state_round_trip_is_exact(make):
         assert predictor.predict(probes) == other.predict(probes)
         predictor.observe(wholes)
         other.observe(wholes)
-    siblings = rows(group("x", [None], [3, None]))
+    siblings = samples(group("x", [None], [3, None]))
     assert predictor.predict(siblings) == other.predict(siblings)
     assert predictor.predict(siblings) != make().predict(siblings)
 

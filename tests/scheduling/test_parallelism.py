@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.parallelism import TensorParallelPlanner
+from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 
 KINDS = ("short", "long")
 sizes = st.integers(0, 4).map(lambda n: 2**n)

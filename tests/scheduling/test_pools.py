@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.benchmark.bubbles import bubble_ratio, decode, draw_lengths
 from lit_rlsched.scheduling.pools import pool_bubble_ratio, recommend_slots
-from lit_rlsched.scheduling.rounds import SortedRound
+from lit_rlsched.scheduling.sorted_batching import SortedRound
 
 modes = st.sampled_from(["on_policy", "partial"])
 orders = st.sampled_from(["fifo", "least_attained"])

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import FullRound, RoundState, SortedRound
+from lit_rlsched.scheduling.round_rule import FullRound, RoundState
+from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 def group(name, *reasons):

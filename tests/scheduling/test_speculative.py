@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.speculative import (
+from lit_rlsched.training.speculative import (
     acceptance,
     draw,
     excess,

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.scheduling.rounds import RoundState
-from lit_rlsched.scheduling.tail_round import PATIENCE, TailRound
+from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 def group(name, *scores, deferred=0, dropped=()):

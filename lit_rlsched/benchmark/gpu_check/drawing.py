@@ -10,9 +10,9 @@ from torch import nn
 
 from lit_rlsched.benchmark.gpu_check.setting import Setting
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.logprobs import completion_logprobs
 from lit_rlsched.policy import load_policy, load_tokenizer, named_weights
-from lit_rlsched.rollout.types import Completion, Request, Sampling
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.types import Completion, Request, Sampling
 
 Drawn = dict[str, Completion]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -25,13 +25,13 @@ from lit_rlsched.benchmark.gpu_check.training import (
     prepare,
 )
 from lit_rlsched.callbacks import MicroGroupSampling
-from lit_rlsched.data.batching import MicroBatch
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.estimate import Ledger, PlannedRun
 from lit_rlsched.estimate.run import fake_batch
-from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.rollout.types import Sampling
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.micro_batches import MicroBatch
+from lit_rlsched.types import Sampling
 
 LEAST_SPEED = 2000.0
 """Tokens/s of the 0.6B with 256 slots: below, something is broken and not slow."""

@@ -15,7 +15,7 @@ from lit_rlsched.benchmark.ledger import spread
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.rollout.types import Group
+from lit_rlsched.types import Group
 
 LOGP_MEAN = "sampling/sampling_logp_difference/mean"
 SPARED = 2 << 30

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.rollout.trace import RolloutTrace, Step
-from lit_rlsched.rollout.types import Event, Request
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.types import Event, Request
 
 
 class RolloutWorker:

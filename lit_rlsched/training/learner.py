@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from lit_rlsched.advantages import group_relative
-from lit_rlsched.data.batching import MicroBatch, OptimizerStep, RowCost
-from lit_rlsched.rollout.types import Row
+from lit_rlsched.training.advantages import group_relative
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Learner(Protocol):
         `off_policy`: tokens of earlier policies may be among those that are trained on.
         """
 
-    def row_cost(self, rows: Sequence[Row], micro_batch_tokens: int) -> RowCost | None:
+    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
         """By what cost completions may share a row with their prompt, or `None`: they may not.
 
         `rows` are about to be laid out: a learner may try on them whether it gets them right.
@@ -78,7 +78,7 @@ class PlainLearner:
         """Where tokens are of several policies, they are its `old_logp`."""
         return False
 
-    def row_cost(self, rows: Sequence[Row], micro_batch_tokens: int) -> RowCost | None:
+    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
         """Its `training_step` reads `input_ids` row by row."""
         return None
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
-from lit_rlsched.rollout.types import Completion, Group
-from lit_rlsched.scheduling.rounds import RoundPolicy, RoundState, at_least
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
+from lit_rlsched.types import Completion, Group
 
 Race = Literal["prompt", "completion"]
 Reuse = Literal["drafts"]
@@ -16,7 +16,7 @@ PATIENCE = 5.0
 """Seconds of a round for which a race waits for scores before others may overtake."""
 
 
-class TailRound(RoundPolicy):
+class TailRound(RoundRule):
     """Short rounds race more prompts than they train on, long rounds run those that lost.
 
     RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds
@@ -36,7 +36,7 @@ class TailRound(RoundPolicy):
             `num_generations`, if single completions race.
         race: Whether only prompts race, each with all its completions, or also the completions of
             a prompt, of which the first `num_generations` are kept.
-        patience: See `RoundPolicy`.
+        patience: See `RoundRule`.
         reuse: Whether what losers had drawn is kept for a later round to verify.
         max_deferrals: Races that a prompt may lose; `None`: one, then it waits for a long round.
             No round waits for more prompts than an update has: where `prompt_ratio` is above 2,

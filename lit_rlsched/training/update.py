@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lit_rlsched.data.batching import OptimizerStep, split_steps
-from lit_rlsched.rollout.learner import Learner, PlainLearner
-from lit_rlsched.rollout.round import Round, drop_infinite_rewards, score_round, set_advantages
-from lit_rlsched.rollout.selection import Selection
-from lit_rlsched.rollout.types import Group, Row, stable_hash
-from lit_rlsched.scheduling.rounds import RoundPolicy
+from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.training.learner import Learner, PlainLearner
+from lit_rlsched.training.micro_batches import OptimizerStep, split_steps
+from lit_rlsched.training.round import Round, drop_infinite_rewards, score_round, set_advantages
+from lit_rlsched.training.selection import Selection
+from lit_rlsched.types import Group, Sample, stable_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Update:
     """Gives a round's groups their advantages, and deals them out to optimizer steps."""
 
     learner: Learner
-    policy: RoundPolicy
+    policy: RoundRule
     """That drew the round."""
     selection: Selection | None
     """Which completions are trained on."""
@@ -86,7 +86,7 @@ class Update:
 
     def _step_of(self, groups: Sequence[Group], version: int, **parts: Any) -> OptimizerStep:
         return OptimizerStep(
-            [Row(g, c) for g in groups for c in g.completions],
+            [Sample(g, c) for g in groups for c in g.completions],
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated,
             skip_zero_advantage=self.learner.skip_zero_advantage,

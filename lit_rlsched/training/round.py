@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lit_rlsched.advantages import combine_rewards
-from lit_rlsched.data.batching import OptimizerStep
 from lit_rlsched.rollout.buffer import pack, unpack
-from lit_rlsched.rollout.learner import Learner, RoundLogprobs
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Prompt, Row
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.training.advantages import combine_rewards
+from lit_rlsched.training.learner import Learner, RoundLogprobs
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.types import Completion, Group, Prompt, Sample
 
 ZERO_ADVANTAGE = 1e-8
 """Below this an advantage is the rounding error of a group without spread."""
@@ -63,9 +63,9 @@ class Round:
         return [c for g in self.groups for c in g.completions]
 
     @property
-    def rows(self) -> list[Row]:
+    def samples(self) -> list[Sample]:
         """All completions, each with its group."""
-        return [Row(g, c) for g in self.groups for c in g.completions]
+        return [Sample(g, c) for g in self.groups for c in g.completions]
 
 
 def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
@@ -88,7 +88,7 @@ def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Te
 
 
 def cells(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of every completion in a matrix `[P, G]`, group after group."""
+    """Sample and column of every completion in a matrix `[P, G]`, group after group."""
     at = [(row, c.index) for row, group in enumerate(groups) for c in group.completions]
     rows, columns = torch.tensor(at).T
     return rows, columns
@@ -125,7 +125,7 @@ def score_round(
     forward_context: Callable[[], AbstractContextManager],
 ) -> None:
     """Take the log-probs that must be taken before the weights move."""
-    everything = OptimizerStep(round.rows, micro_batch_tokens, row_cost=learner.row_cost)
+    everything = OptimizerStep(round.samples, micro_batch_tokens, row_cost=learner.row_cost)
     with forward_context():
         for rows, batch in zip(everything.micro_batches, everything, strict=True):
             for name, values in learner.score(batch).items():

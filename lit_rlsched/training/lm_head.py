@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from lit_rlsched.cast_once import cast_once
+from lit_rlsched.training.cast_once import cast_once
 
 CHECKED_TOKENS = 32
 """Of the first row, on which body and head are compared with the model's own forward."""

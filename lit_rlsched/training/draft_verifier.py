@@ -9,31 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.data.batching import split_by_tokens
 from lit_rlsched.engines.sampling import counter_uniform
-from lit_rlsched.logprobs import (
+from lit_rlsched.policy import base_model
+from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.training.logprobs import (
     completion_logprobs,
     completion_states,
     default_chunk,
     vocabulary_logprobs,
 )
-from lit_rlsched.policy import base_model
-from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.types import Draft, Group, Row, stable_hash
-from lit_rlsched.scheduling.speculative import (
+from lit_rlsched.training.micro_batches import split_by_tokens
+from lit_rlsched.training.speculative import (
     acceptance,
     draw,
     excess,
     num_accepted,
     prefix_weights,
 )
+from lit_rlsched.types import Draft, Group, Sample, stable_hash
 
 
 @dataclass(slots=True)
 class _Trial:
     """A draft in verification."""
 
-    row: Row
+    sample: Sample
     draft: Draft
     noise: Tensor
     """For each of its prefixes, `[C]`."""
@@ -50,11 +50,11 @@ class _Trial:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        return self.row.group.prompt.token_ids
+        return self.sample.group.prompt.token_ids
 
     @property
     def temperature(self) -> float:
-        return self.row.group.sampling.temperature
+        return self.sample.group.sampling.temperature
 
     @property
     def token_ids(self) -> list[int]:
@@ -81,7 +81,7 @@ class _Trial:
 
     def keep(self, tokens: int) -> None:
         """Make the first of its tokens the completion's."""
-        completion = self.row.completion
+        completion = self.sample.completion
         completion.token_ids = list(self.draft.token_ids[:tokens])
         completion.logprobs = self.logprobs[:tokens].tolist()
 
@@ -142,21 +142,23 @@ class Drafts:
             forward_context: The Trainer's precision context.
         """
 
-        def trial(row: Row, draft: Draft) -> _Trial:
-            name = seed, salt, row.group.prompt.uid, row.completion.index, version
+        def trial(sample: Sample, draft: Draft) -> _Trial:
+            name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)
             counters = torch.arange(len(draft.token_ids))
             noise = float(counter_uniform(after, counters[:1]))
-            return _Trial(row, draft, counter_uniform(accept, counters), noise)
+            return _Trial(sample, draft, counter_uniform(accept, counters), noise)
 
-        rows = [Row(g, c) for g in groups for c in g.completions]
-        trials = [trial(row, d) for row in rows if (d := row.completion.draft) is not None]
+        samples = [Sample(g, c) for g in groups for c in g.completions]
+        trials = [
+            trial(sample, d) for sample in samples if (d := sample.completion.draft) is not None
+        ]
         audit = DraftAudit(tokens=sum(t.tokens for t in trials))
         if not trials:
             return audit
         for one in trials:
-            one.row.completion.draft = None
+            one.sample.completion.draft = None
         with _evaluating(policy), forward_context():
             for batch in split_by_tokens(trials, micro_batch_tokens):
                 _score(policy, batch)
@@ -172,13 +174,13 @@ class Drafts:
                 for batch in split_by_tokens(members, micro_batch_tokens):
                     _cut(policy, weights, batch)
         audit.nonfinite = len(trials) - len(sound)
-        audit.accepted_tokens = sum(len(t.row.completion.token_ids) for t in sound) - len(cut)
+        audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in sound) - len(cut)
         for one in sound:
-            completion, ids = one.row.completion, one.row.completion.token_ids
+            completion, ids = one.sample.completion, one.sample.completion.token_ids
             completion.version_spans = [(version, len(ids))]
             if ids[-1] in eos_token_ids:
                 completion.finish_reason = "stop"
-            elif len(ids) >= one.row.group.sampling.max_completion_length:
+            elif len(ids) >= one.sample.group.sampling.max_completion_length:
                 completion.finish_reason = "length"
         return audit
 
@@ -263,8 +265,8 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
             (probabilities,) = logp.double().exp()
         token = draw(probabilities, trial.after)
         trial.keep(kept)
-        trial.row.completion.token_ids.append(token)
-        trial.row.completion.logprobs.append(float(logp[0, token]))
+        trial.sample.completion.token_ids.append(token)
+        trial.sample.completion.logprobs.append(float(logp[0, token]))
         begin += trial.tokens
 
 

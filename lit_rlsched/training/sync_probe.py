@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.logprobs import completion_logprobs
-from lit_rlsched.rollout.types import Completion, Prompt, Request, Sampling, stable_hash
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
 
 TOKENS = 8
 """Drawn from each of two prompts at every sync."""

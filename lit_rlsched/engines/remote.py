@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.process import Child, EngineDied, ProcessEngine
-from lit_rlsched.rollout.trace import RolloutTrace, Step
-from lit_rlsched.rollout.types import Event, Request
-from lit_rlsched.rollout.worker import RolloutWorker
+from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.types import Event, Request
 
 
 class RemoteWorker:

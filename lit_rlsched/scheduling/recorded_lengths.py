@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
-from lit_rlsched.rollout.types import Request, stable_hash
 from lit_rlsched.settings import check_finite
+from lit_rlsched.types import Request, stable_hash
 
 
 class LogNormalLengths:

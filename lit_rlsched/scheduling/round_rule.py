@@ -2,15 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from lit_rlsched.rollout.types import Completion, Group, Prompt
-
-Mode = Literal["on_policy", "partial"]
-Unit = Literal["group", "completion"]
+from lit_rlsched.types import Completion, Group, Prompt
 
 
 @dataclass(slots=True)
@@ -38,7 +33,7 @@ class RoundState:
     steps."""
 
 
-class RoundPolicy(ABC):
+class RoundRule(ABC):
     """Decides which prompts a round takes, when it is over, and what becomes of the rest."""
 
     update_prompts: int
@@ -152,7 +147,7 @@ class RoundPolicy(ABC):
         return list(groups), []
 
 
-class FullRound(RoundPolicy):
+class FullRound(RoundRule):
     """Every planned prompt is completed before anything is trained on: plain synchronous GRPO.
 
     Args:
@@ -179,106 +174,6 @@ class FullRound(RoundPolicy):
         return False
 
 
-class SortedRound(RoundPolicy):
-    """Train as soon as an update's worth is decoded; the rest goes on in the next round.
-
-    SortedRL's controller (arXiv 2603.23414, section 3): prompts are loaded a pool at a time, and
-    none before every prompt of the last pool was trained on. All of the pool runs at once, as far
-    as there are slots; whatever has finished when an update's worth has is trained on, what
-    finished in the same step included. So the short come first in every pool, the long ones last,
-    and nobody starves: a pool of `n` updates is trained on in `n` rounds at most.
-
-    Args:
-        update_prompts: Prompts of an update.
-        pool_prompts: Prompts of a pool.
-        num_generations: Completions of a prompt.
-        unit: What is trained on as a whole: a `group`, where completions are compared with their
-            siblings, or a `completion`, of which `update_prompts * num_generations` make an update.
-        mode: `on_policy` throws away what did not finish, `partial` keeps its tokens.
-        max_staleness: See `RoundPolicy`, for `partial`.
-        oversubscribe: Prompts that decode towards an update, as a multiple of `update_prompts`;
-            `None`: the whole pool.
-    """
-
-    def __init__(
-        self,
-        update_prompts: int,
-        pool_prompts: int,
-        num_generations: int,
-        unit: Unit = "group",
-        mode: Mode = "on_policy",
-        max_staleness: int | None = None,
-        oversubscribe: float | None = None,
-    ) -> None:
-        self.update_prompts = update_prompts
-        self.pool_prompts = pool_prompts
-        self.num_generations = num_generations
-        self.unit = unit
-        self.max_staleness = 0 if mode == "on_policy" else max_staleness
-        self._raced = pool_prompts
-        if oversubscribe is not None:
-            self._raced = min(pool_prompts, at_least(oversubscribe, update_prompts))
-        self.ends_early = update_prompts < self._raced
-
-    def fresh_prompts(self, pool: Sequence[Group]) -> int:
-        """A whole pool, once the last one is empty."""
-        return 0 if pool else self.pool_prompts
-
-    def most_prompts(self) -> int:
-        """All of a pool, or what `oversubscribe` allows."""
-        return self._raced
-
-    def check_enough(self, prompts: int) -> None:
-        """Refuse a data set that cannot fill a pool."""
-        super().check_enough(prompts)
-        if prompts < self.pool_prompts:
-            raise ValueError(
-                f"`SortedBatching` loads {self.pool_prompts} prompts at a time, and "
-                f"`train_data` holds {prompts}. Use fewer `pool_rounds`, or a lower "
-                "`prompts_per_round`."
-            )
-
-    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """The same; of prompts that were trained on in part, as many as make up for it."""
-        sizes = [len(group.completions) for group in pool]
-        most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
-        return [group for group, n in zip(pool, before, strict=False) if n < most]
-
-    def done(self, state: RoundState) -> bool:
-        """When an update's worth is decoded."""
-        if self.unit == "completion":
-            return state.completions_decoded >= self.update_prompts * self.num_generations
-        return len(state.decoded) >= self.update_prompts
-
-    def discards(self, state: RoundState) -> bool:
-        """On-policy, where more is decoded than makes an update."""
-        if self.unit == "completion":
-            more = state.completions > self.update_prompts * self.num_generations
-        else:
-            more = len(state.planned) > self.update_prompts
-        return more and self.max_staleness == 0
-
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        """What has finished, and the rest, both in the order of the pool."""
-        trained, left = [], []
-        for group in groups:
-            done, rest = _split(group.completions)
-            if self.unit == "group" and rest:
-                done, rest = [], group.completions
-            if done:
-                trained.append(replace(group, completions=done) if rest else group)
-            if rest:
-                left.append(replace(group, completions=rest))
-        return trained, left
-
-
 def at_least(ratio: float, n: int) -> int:
     """`ratio * n`, rounded up."""
     return math.ceil(round(ratio * n, 6))
-
-
-def _split(completions: Iterable[Completion]) -> tuple[list[Completion], list[Completion]]:
-    parts: tuple[list[Completion], list[Completion]] = [], []
-    for completion in completions:
-        parts[not completion.finished].append(completion)
-    return parts

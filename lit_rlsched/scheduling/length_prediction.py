@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lit_rlsched.rollout.types import Row
 from lit_rlsched.scheduling.hashed_tokens import HashedTokens
 from lit_rlsched.settings import check_finite
+from lit_rlsched.types import Sample
 
 BINS = 256
 """Of the histogram of lengths; each is 5 % wider than the last, so the last begins at 344,000."""
@@ -22,8 +22,8 @@ class LengthPredictor(ABC):
     Example::
 
         class PromptLength(LengthPredictor):
-            def predict(self, rows):
-                return [3.0 * len(row.group.prompt.token_ids) for row in rows]
+            def predict(self, samples):
+                return [3.0 * len(sample.group.prompt.token_ids) for sample in samples]
     """
 
     revises: bool = False
@@ -31,13 +31,13 @@ class LengthPredictor(ABC):
     same round."""
 
     @abstractmethod
-    def predict(self, rows: Sequence[Row]) -> Sequence[float]:
+    def predict(self, samples: Sequence[Sample]) -> Sequence[float]:
         """Tokens still to come of each completion, given what it has drawn so far.
 
         Each should lie between 1 and `max_completion_length` minus what was drawn.
         """
 
-    def observe(self, rows: Sequence[Row]) -> None:  # noqa: B027
+    def observe(self, samples: Sequence[Sample]) -> None:  # noqa: B027
         """Learn from finished completions."""
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:  # noqa: B027
@@ -51,15 +51,17 @@ class LengthPredictor(ABC):
         """Restore what was learned."""
 
 
-def drawn(rows: Sequence[Row]) -> np.ndarray:
+def drawn(samples: Sequence[Sample]) -> np.ndarray:
     """Tokens each completion has, `[N]`."""
-    return np.array([len(row.completion.token_ids) for row in rows], dtype=float)
+    return np.array([len(sample.completion.token_ids) for sample in samples], dtype=float)
 
 
-def within_limit(rows: Sequence[Row], tokens: np.ndarray) -> np.ndarray:
+def within_limit(samples: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
     """Predictions `[N]` held between 1 and what each completion may still draw."""
-    caps = np.array([row.group.sampling.max_completion_length for row in rows], dtype=float)
-    return np.clip(tokens, 1.0, np.maximum(caps - drawn(rows), 1.0))
+    caps = np.array(
+        [sample.group.sampling.max_completion_length for sample in samples], dtype=float
+    )
+    return np.clip(tokens, 1.0, np.maximum(caps - drawn(samples), 1.0))
 
 
 class PromptHistory(LengthPredictor):
@@ -103,30 +105,32 @@ class PromptHistory(LengthPredictor):
         weight, total = self._prompts.get(uid, (0.0, 0.0))
         return (total + self.shrinkage) / (weight + self.shrinkage) if weight else 1.0
 
-    def predict(self, rows: Sequence[Row]) -> list[float]:
+    def predict(self, samples: Sequence[Sample]) -> list[float]:
         """Expect the mean residual life."""
-        caps = np.array([row.group.sampling.max_completion_length for row in rows], dtype=float)
+        caps = np.array(
+            [sample.group.sampling.max_completion_length for sample in samples], dtype=float
+        )
         weights, tokens = self._histogram[:, self._histogram[0] > 0]
-        ratios = np.array([self.ratio(row.group.prompt.uid) for row in rows])
+        ratios = np.array([self.ratio(sample.group.prompt.uid) for sample in samples])
         lengths = ratios[:, None] * (tokens / weights)  # [N, bins in use]
-        alive = weights * (lengths > drawn(rows)[:, None])
+        alive = weights * (lengths > drawn(samples)[:, None])
         seen = alive.sum(1)
         totals = (alive * np.minimum(lengths, caps[:, None])).sum(1)
         expected = np.where(seen > 0, totals / np.where(seen > 0, seen, 1.0), caps)
-        return within_limit(rows, expected - drawn(rows)).tolist()
+        return within_limit(samples, expected - drawn(samples)).tolist()
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, samples: Sequence[Sample]) -> None:
         """Add to the histogram, then to each prompt its lengths over the run's mean."""
-        if not rows:
+        if not samples:
             return
-        lengths = np.maximum(drawn(rows), 1.0)
-        self._histogram *= 0.5 ** (len(rows) / self.half_life)
+        lengths = np.maximum(drawn(samples), 1.0)
+        self._histogram *= 0.5 ** (len(samples) / self.half_life)
         bins = np.minimum(20 * np.log(lengths), BINS - 1).astype(int)
         np.add.at(self._histogram, (0, bins), 1.0)
         np.add.at(self._histogram, (1, bins), lengths)
         weight, tokens = self._histogram.sum(1)
-        for row, length in zip(rows, lengths.tolist(), strict=True):
-            uid = row.group.prompt.uid
+        for sample, length in zip(samples, lengths.tolist(), strict=True):
+            uid = sample.group.prompt.uid
             count, total = self._prompts.pop(uid, (0.0, 0.0))
             ratio = length * float(weight / tokens)
             self._prompts[uid] = (count * self.decay + 1.0, total * self.decay + ratio)
@@ -169,22 +173,22 @@ class SiblingMax(LengthPredictor):
     def __init__(self, history: PromptHistory | None = None) -> None:
         self.history = history or PromptHistory()
 
-    def predict(self, rows: Sequence[Row]) -> list[float]:
+    def predict(self, samples: Sequence[Sample]) -> list[float]:
         """Expect what the longest sibling has more."""
-        estimates = np.array(self.history.predict(rows))
-        for i, row in enumerate(rows):
-            siblings = row.group.completions
-            have = len(row.completion.token_ids)
+        estimates = np.array(self.history.predict(samples))
+        for i, sample in enumerate(samples):
+            siblings = sample.group.completions
+            have = len(sample.completion.token_ids)
             if any(c.finish_reason is not None for c in siblings):
                 longest = max(len(c.token_ids) for c in siblings)
                 estimates[i] = longest - have if longest > have else estimates[i]
-            elif row.completion.index == 0:
+            elif sample.completion.index == 0:
                 estimates[i] = np.inf
-        return within_limit(rows, estimates).tolist()
+        return within_limit(samples, estimates).tolist()
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, samples: Sequence[Sample]) -> None:
         """Learn what to expect of the next groups."""
-        self.history.observe(rows)
+        self.history.observe(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The history's."""
@@ -242,9 +246,9 @@ class TokenConditioned(LengthPredictor):
         self.history = history or PromptHistory()
         self._tokens: Any = HashedTokens(features)
         if encoder is not None:
-            from lit_rlsched.rollout.encoder import RowEncoder
+            from lit_rlsched.scheduling.sample_encoder import SampleEncoder
 
-            self._tokens = RowEncoder(encoder)
+            self._tokens = SampleEncoder(encoder)
         self.size = self._tokens.size + 7
         """Features in all; the last one is the constant 1."""
         self._gram = np.zeros((self.size, self.size))
@@ -258,33 +262,35 @@ class TokenConditioned(LengthPredictor):
         if hasattr(self._tokens, "bind"):
             self._tokens.bind(decode)
 
-    def predict(self, rows: Sequence[Row]) -> list[float]:
+    def predict(self, samples: Sequence[Sample]) -> list[float]:
         """Expect what followed where prompt and first tokens were alike."""
-        if not rows:
+        if not samples:
             return []
-        x = np.concatenate([self._tokens(rows), self._scalars(rows)], axis=1)
+        x = np.concatenate([self._tokens(samples), self._scalars(samples)], axis=1)
         if self._gram[-1, -1]:
             raw = np.exp(np.clip(x @ self._solved(), 0.0, 20.0))
             expected = raw * (self._came / self._predicted)
         else:
-            raw, expected = np.full(len(rows), np.nan), np.array(self.history.predict(rows))
-        for row, tokens, features in zip(rows, raw.tolist(), x.astype(np.float32), strict=True):
-            key = (row.group.id, row.completion.index)
+            raw, expected = np.full(len(samples), np.nan), np.array(self.history.predict(samples))
+        for sample, tokens, features in zip(
+            samples, raw.tolist(), x.astype(np.float32), strict=True
+        ):
+            key = (sample.group.id, sample.completion.index)
             self._waiting.pop(key, None)  # so that it is the newest again
-            self._waiting[key] = (len(row.completion.token_ids), tokens, features.copy())
+            self._waiting[key] = (len(sample.completion.token_ids), tokens, features.copy())
         while len(self._waiting) > self.max_waiting:
             del self._waiting[next(iter(self._waiting))]
-        return within_limit(rows, expected).tolist()
+        return within_limit(samples, expected).tolist()
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, samples: Sequence[Sample]) -> None:
         """Pair each completion's features, as it was asked for, with what came after."""
-        self.history.observe(rows)
+        self.history.observe(samples)
         pairs = []
-        for row in rows:
-            asked = self._waiting.pop((row.group.id, row.completion.index), None)
+        for sample in samples:
+            asked = self._waiting.pop((sample.group.id, sample.completion.index), None)
             # one that was drawn anew may be shorter than when it was asked for
-            if asked is not None and len(row.completion.token_ids) > asked[0]:
-                pairs.append((len(row.completion.token_ids) - asked[0], *asked[1:]))
+            if asked is not None and len(sample.completion.token_ids) > asked[0]:
+                pairs.append((len(sample.completion.token_ids) - asked[0], *asked[1:]))
         if not pairs:
             return
         came, raw = np.array([p[:2] for p in pairs], dtype=float).T
@@ -325,16 +331,16 @@ class TokenConditioned(LengthPredictor):
         self._waiting.clear()
         self.history.load_state_dict(state["history"])
 
-    def _scalars(self, rows: Sequence[Row]) -> np.ndarray:
+    def _scalars(self, samples: Sequence[Sample]) -> np.ndarray:
         """Log-probs, lengths, the prompt's history and a constant `[N, 7]`, each about 1."""
-        x = np.zeros((len(rows), 7))
-        for row, vector in zip(rows, x, strict=True):
-            logprobs = np.nan_to_num(row.completion.logprobs, nan=0.0, neginf=-10.0).clip(-10, 0)
+        x = np.zeros((len(samples), 7))
+        for sample, vector in zip(samples, x, strict=True):
+            logprobs = np.nan_to_num(sample.completion.logprobs, nan=0.0, neginf=-10.0).clip(-10, 0)
             if len(logprobs):
                 vector[:3] = -logprobs.mean(), -logprobs[-8:].mean(), -logprobs.min() / 5
-            vector[3] = np.log1p(len(row.completion.token_ids)) / 5
-            vector[4] = np.log1p(len(row.group.prompt.token_ids)) / 5
-            vector[5] = np.log(self.history.ratio(row.group.prompt.uid))
+            vector[3] = np.log1p(len(sample.completion.token_ids)) / 5
+            vector[4] = np.log1p(len(sample.group.prompt.token_ids)) / 5
+            vector[5] = np.log(self.history.ratio(sample.group.prompt.uid))
             vector[6] = 1.0
         return x
 
@@ -362,7 +368,9 @@ class Oracle(LengthPredictor):
 
     def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
         if isinstance(trace, str | Path):
-            from lit_rlsched.engines.lengths import TraceLengths  # reading needs pyarrow
+            from lit_rlsched.scheduling.recorded_lengths import (
+                TraceLengths,  # reading needs pyarrow
+            )
 
             if not Path(trace).exists():
                 raise ValueError(
@@ -378,7 +386,7 @@ class Oracle(LengthPredictor):
             )
         self.lengths = recorded
 
-    def predict(self, rows: Sequence[Row]) -> list[float]:
+    def predict(self, samples: Sequence[Sample]) -> list[float]:
         """Look the lengths up; NaN for a completion that is not in the trace."""
-        totals = np.array([self.lengths.get(row.id, np.nan) for row in rows], dtype=float)
-        return within_limit(rows, totals - drawn(rows)).tolist()
+        totals = np.array([self.lengths.get(sample.id, np.nan) for sample in samples], dtype=float)
+        return within_limit(samples, totals - drawn(samples)).tolist()

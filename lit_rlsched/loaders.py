@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lit_rlsched.data.batching import MicroBatch, OptimizerStep
 from lit_rlsched.evaluation import Evaluated
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
-from lit_rlsched.rollout.round import Round, reward_matrix
-from lit_rlsched.rollout.types import Group, stable_hash
 from lit_rlsched.scheduling.down_sampling import RULES, Rule, random
+from lit_rlsched.training.round import Round, reward_matrix
+from lit_rlsched.types import Group, stable_hash
 
 SPREAD = 1e-8
 """Standard deviation below which rewards count as equal, as in `frac_reward_zero_std`."""

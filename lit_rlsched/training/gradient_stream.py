@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lit_rlsched.data.batching import OptimizerStep
-from lit_rlsched.rollout.round import Round
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Group, Row
-from lit_rlsched.rollout.update import Update
-from lit_rlsched.scheduling.rounds import RoundState
+from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.round import Round
+from lit_rlsched.training.update import Update
+from lit_rlsched.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +107,4 @@ class GradientStream:
 
 
 def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(Row(g, c)) for g in groups for c in g.completions)
+    return sum(len(Sample(g, c)) for g in groups for c in g.completions)

@@ -7,14 +7,14 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lit_rlsched.advantages import standard_deviation
 from lit_rlsched.rollout.audit import Harvest, length_bias
-from lit_rlsched.rollout.round import Round, reward_matrix
-from lit_rlsched.rollout.selection import selection_metrics
-from lit_rlsched.rollout.trace import RolloutTrace
-from lit_rlsched.rollout.types import Completion, Group, Row
-from lit_rlsched.rollout.update import Update
 from lit_rlsched.scheduling.planning import lower_bound
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.training.advantages import standard_deviation
+from lit_rlsched.training.round import Round, reward_matrix
+from lit_rlsched.training.selection import selection_metrics
+from lit_rlsched.training.update import Update
+from lit_rlsched.types import Completion, Group, Sample
 
 
 def measure(
@@ -43,7 +43,7 @@ def measure(
     padding = [step.padding() for step in steps]
     positions = sum(p.positions for p in padding)
     before = [part for step in steps for part in step.accumulated]
-    kept = [row for row in round.rows if not row.completion.dropped]
+    kept = [row for row in round.samples if not row.completion.dropped]
     return {
         "rollout/round": float(round.number),
         "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
@@ -158,7 +158,7 @@ def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     }
 
 
-def staleness_metrics(rows: Sequence[Row], version: int, bins: int = 8) -> dict[str, float]:
+def staleness_metrics(rows: Sequence[Sample], version: int, bins: int = 8) -> dict[str, float]:
     """How old, in policy versions, the tokens of the completions that are trained on are.
 
     `staleness/k` is the share of tokens drawn `k` versions before `version`; the last bin has all

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.data.batching import PromptRow, RowCost, share_prompts
-from lit_rlsched.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.policy import base_model, context_length
-from lit_rlsched.rollout.types import Row
+from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.training.micro_batches import PromptRow, RowCost, share_prompts
+from lit_rlsched.types import Sample
 
 ATTENTION_PRICE = 1.4
 """Time of a FLOP in attention over that of one in a matrix product, measured on a CPU. Causal
@@ -91,8 +91,8 @@ def _used(config: Any, name: str) -> float:
 
 
 def first_shared(
-    rows: Sequence[Row], cost: RowCost, micro_batch_tokens: int
-) -> tuple[Row, ...] | None:
+    rows: Sequence[Sample], cost: RowCost, micro_batch_tokens: int
+) -> tuple[Sample, ...] | None:
     """A few completions of the first prompt that would be shared; `None` where none would."""
     drawn = [r for r in rows if r.completion.token_ids and not r.completion.dropped]
     for row in share_prompts(drawn, cost, micro_batch_tokens):
@@ -101,7 +101,7 @@ def first_shared(
     return None
 
 
-def difference(policy: nn.Module, rows: Sequence[Row]) -> tuple[float, float]:
+def difference(policy: nn.Module, rows: Sequence[Sample]) -> tuple[float, float]:
     """Encode completions with their prompt shared and repeated, and compare.
 
     Needs no more memory than an update on that row; the repeated ones go through one by one.
@@ -129,7 +129,7 @@ def difference(policy: nn.Module, rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _difference(
-    policy: nn.Module, rows: Sequence[Row], weights: list[Tensor]
+    policy: nn.Module, rows: Sequence[Sample], weights: list[Tensor]
 ) -> tuple[float, float]:
     repeated = [_encode(policy, [row], weights) for row in rows]
     logp = torch.cat([logp for logp, _ in repeated])
@@ -140,7 +140,9 @@ def _difference(
 
 
 @torch.enable_grad()
-def _encode(policy: nn.Module, rows: Sequence[Row], weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _encode(
+    policy: nn.Module, rows: Sequence[Sample], weights: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """The completions' log-probs, one after the other, and the gradient of their sum."""
     device = weights[0].device
     lengths = torch.tensor([len(row.completion.token_ids) for row in rows], device=device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from lit_rlsched.lm_head import check_lm_head, is_checked, lm_head, model_parts
+from lit_rlsched.training.lm_head import check_lm_head, is_checked, lm_head, model_parts
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Memory of one chunk's fp32 logits by device type, from which the default chunk length follows. A

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from lit_rlsched.rollout.types import Completion, Row, stable_hash
+from lit_rlsched.types import Completion, Sample, stable_hash
 
 MASKED_POSITIONS = 2**14
 """Most positions of a micro-batch whose attention takes a mask: they bound it to `2**28` entries,
@@ -44,7 +44,7 @@ class RowCost:
 class PromptRow:
     """One row of `input_ids`: a prompt followed by one or more of its completions."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Sample, ...]
     """The completions, all of one group."""
 
     @property
@@ -194,14 +194,14 @@ class OptimizerStep:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Sample],
         micro_batch_tokens: int,
         *,
         mask_truncated: bool = False,
         skip_zero_advantage: bool = False,
         off_policy: bool = False,
         only_version: int | None = None,
-        row_cost: Callable[[Sequence[Row], int], RowCost | None] | None = None,
+        row_cost: Callable[[Sequence[Sample], int], RowCost | None] | None = None,
         divisor: tuple[int, int] | None = None,
         accumulated: Sequence["OptimizerStep"] = (),
     ) -> None:
@@ -242,7 +242,7 @@ class OptimizerStep:
         ]
 
     @property
-    def micro_batches(self) -> list[list[Row]]:
+    def micro_batches(self) -> list[list[Sample]]:
         """The completions of each micro-batch, in the order of its tensors."""
         return [[row for part in batch for row in part.rows] for batch in self._prompt_rows]
 
@@ -268,7 +268,7 @@ class OptimizerStep:
 
 
 def share_prompts(
-    rows: Sequence[Row], cost: RowCost | None, micro_batch_tokens: int
+    rows: Sequence[Sample], cost: RowCost | None, micro_batch_tokens: int
 ) -> list[PromptRow]:
     """Put completions of a group into one row where that is cheaper than a row for each.
 
@@ -278,7 +278,7 @@ def share_prompts(
     if cost is None:
         return [PromptRow((row,)) for row in rows]
     longest = min(micro_batch_tokens, MASKED_POSITIONS)
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[Sample]] = {}
     for row in rows:
         groups.setdefault(row.group.id, []).append(row)
     shared: list[PromptRow] = []

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from lit_rlsched.rollout.types import Row
+from lit_rlsched.types import Sample
 
 BATCH = 32
 SCALE = 8.0
-"""Norm of a row's features: about that of as many hashed tokens as are usually probed."""
+"""Norm of a sample's features: about that of as many hashed tokens as are usually probed."""
 
 
-class RowEncoder:
+class SampleEncoder:
     """Features `[N, size]`: the encoder's last hidden state, averaged over the text's tokens.
 
     Runs on the CPU in float32 and is never trained. A text longer than the encoder allows loses its
@@ -49,15 +49,15 @@ class RowEncoder:
         self._decode = decode
 
     @torch.no_grad()
-    def __call__(self, rows: Sequence[Row]) -> np.ndarray:
-        """Encode prompt and drawn tokens of each row.
+    def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Encode prompt and drawn tokens of each sample.
 
         Raises:
             RuntimeError: Nobody has called `bind`.
         """
         if self._decode is None:
             raise RuntimeError("call `bind(decode)` first: an encoder reads text, not token ids")
-        texts = [self._decode(row.token_ids) for row in rows]
+        texts = [self._decode(sample.token_ids) for sample in samples]
         return np.concatenate(
             [self._encode(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
         )

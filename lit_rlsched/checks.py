@@ -6,8 +6,8 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.rollout.types import Group, Sampling
 from lit_rlsched.settings import check_finite
+from lit_rlsched.types import Group, Sampling
 
 _LEAST = {
     "prompts_per_round": 1,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lit_rlsched.rollout.types import Event
+from lit_rlsched.types import Event
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -211,7 +211,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Sample:
     """A completion and the group it belongs to."""
 
     group: Group
