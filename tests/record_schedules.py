@@ -289,23 +289,25 @@ class Recorder(RolloutCallback):
         del self.record["plans"][len(self.record["rounds"]) :]  # begun once more after a stop
         self.record["plans"].append([describe_group(group) for group in plan])
 
-    # In the order of the hooks as they come where scores come late: so only which, not in which.
     def on_completion_end(self, trainer, pl_module, completion):
-        self._ended["completions"][json.dumps(describe(completion))] += 1
+        self._ended["completions"][_drawn(completion)] += 1
 
     def on_group_end(self, trainer, pl_module, group):
-        self._ended["groups"][json.dumps(describe_group(group))] += 1
+        self._ended["groups"][group.id] += 1
 
     def on_round_end(self, trainer, pl_module, round):
         groups = [describe_group(group) for group in round.groups]
         self.record["rounds"].append(
             {"number": round.number, "version": round.version, "groups": groups}
         )
-        ended = {
-            name: [[hashed(text), number] for text, number in sorted(counts.items())]
-            for name, counts in self._ended.items()
+        # What loses a race is reported only if its score came in time: so only what is here, and
+        # in this order, not in that of the scores.
+        here = {
+            "completions": [_drawn(c) for group in round.groups for c in group.completions],
+            "groups": [group.id for group in round.groups],
         }
-        self.record["hooks"].append({"round": round.number, **ended})
+        times = {name: [self._ended[name][key] for key in keys] for name, keys in here.items()}
+        self.record["hooks"].append({"round": round.number, **times})
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         weights, step = self.record["weights"], trainer.global_step
@@ -367,15 +369,15 @@ class Stop(RolloutCallback):
         self._at("validation")
 
 
-def hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def hash_of_weights(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _drawn(completion: Any) -> str:
+    return json.dumps([completion.index, list(completion.token_ids), list(completion.logprobs)])
 
 
 def describe(completion: Any) -> dict[str, Any]:
