@@ -275,7 +275,7 @@ class Recorder(RolloutCallback):
     def __init__(self) -> None:
         self.record: dict[str, Any] = {"plans": [], "rounds": [], "metrics": [], "left_out": []}
         self.record |= {"weights": [], "hooks": []}
-        self._ended: dict[str, Counter[str]] = {}
+        self._ended: dict[str, Counter[str]] = {"completions": Counter(), "groups": Counter()}
 
     def note(self, metrics: dict[str, float], step: int | None) -> None:
         """What loggers get."""
@@ -285,7 +285,7 @@ class Recorder(RolloutCallback):
         self.record["metrics"].append({"step": step, **kept})
 
     def on_round_start(self, trainer, pl_module, plan):
-        self._ended = {"completions": Counter(), "groups": Counter()}
+        self._ended["groups"].clear()
         del self.record["plans"][len(self.record["rounds"]) :]  # begun once more after a stop
         self.record["plans"].append([describe_group(group) for group in plan])
 
@@ -300,8 +300,8 @@ class Recorder(RolloutCallback):
         self.record["rounds"].append(
             {"number": round.number, "version": round.version, "groups": groups}
         )
-        # What loses a race is reported only if its score came in time: so only what is here, and
-        # in this order, not in that of the scores.
+        # Hooks come when scores come: what loses a race may have none, and what waits in a pool may
+        # get its own in an earlier round. So only what is here, in this order, since the run began.
         here = {
             "completions": [_drawn(c) for group in round.groups for c in group.completions],
             "groups": [group.id for group in round.groups],
@@ -494,6 +494,8 @@ def run(
     if schedule.held_out:
         trainer.test(module, datamodule=data, verbose=False)
         trainer.predict(module, datamodule=data, return_predictions=False)
+    if stops:
+        del recorder.record["hooks"]  # some were called before a stop
     return {
         "stopped_at": stopped_at,
         "rounds_over": data.rounds_over,
