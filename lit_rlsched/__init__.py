@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lit_rlsched.module import GRPOModule, RLOOModule
 
 __all__ = ["GRPOModule", "RLOOModule", "RolloutDataModule", "__version__"]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {"GRPOModule": "module", "RLOOModule": "module", "RolloutDataModule": "datamodule"}
 
