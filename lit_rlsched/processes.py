@@ -4,7 +4,6 @@ Standard library only: reward workers are started with nothing else.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -73,6 +72,8 @@ def die_with(parent: int, lifeline: int) -> None:
         parent: Process id of the parent.
         lifeline: Read end of a pipe whose write end the parent holds and never writes to.
     """
+    import fcntl  # Windows has none, where nothing of this is started
+
     if hasattr(fcntl, "F_SETSIG"):
         # Linux: the kernel kills when the pipe hangs up, even where C code (`re`) holds the GIL
         with contextlib.suppress(OSError):

@@ -1,6 +1,5 @@
 """The folder of a run: one of its own, locked while it is in use, with all that the run leaves."""
 
-import fcntl
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.platforms import require_posix
 
 LOCK = "run.json"
 """Says who uses the folder, and is locked as long as that process lives."""
@@ -68,7 +68,11 @@ def occupy(folder: Path) -> None:
 
     Raises:
         FolderInUse: another process has it; names both.
+        RuntimeError: on Windows.
     """
+    require_posix("The lock of a run's folder")
+    import fcntl  # Windows has none
+
     key = os.getpid(), folder.resolve()
     if key in _held:
         return

@@ -17,12 +17,13 @@ WHEEL = ("lit_rlsched/module.py", "lit_rlsched/py.typed")
 
 
 def problems(sdist: set[str], wheel: set[str]) -> list[str]:
-    """What is missing from them, or too much; names of files, those of an sdist without its root."""
+    """What they lack or hold too much, by the names of their files, an sdist's without its root."""
     found = [f"the sdist lacks {name}" for name in SDIST if name not in sdist]
     found += [f"the wheel lacks {name}" for name in WHEEL if name not in wheel]
     licences = {name.rpartition("/")[2] for name in wheel if "/licenses/" in name}
-    found += [f"the wheel lacks {n}" for n in ("LICENSE", "THIRD_PARTY_NOTICES.md")
-              if n not in licences]
+    found += [
+        f"the wheel lacks {n}" for n in ("LICENSE", "THIRD_PARTY_NOTICES.md") if n not in licences
+    ]
     for name in sorted(wheel):
         folder, _, rest = name.partition("/")
         if folder != "lit_rlsched" and not folder.endswith(".dist-info"):

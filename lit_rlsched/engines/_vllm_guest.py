@@ -20,6 +20,7 @@ import torch
 
 from lit_rlsched.engines._vllm_worker import NOISE
 from lit_rlsched.gpu_setup import unseen_gpu
+from lit_rlsched.platforms import require_linux
 from lit_rlsched.types import Request, stable_hash
 
 _cores = 0
@@ -32,6 +33,7 @@ _originals: dict[str, Callable[..., None]] = {}
 
 def import_vllm() -> Any:
     """Import vLLM, quiet and in-process, and patch it once."""
+    require_linux("`VLLMEngine`", "Choose another engine: `--data.engine=TransformersEngine`.")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a core of its own would run ahead of us
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

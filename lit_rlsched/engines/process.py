@@ -23,6 +23,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.device_memory import give_back
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
+from lit_rlsched.platforms import require_posix
 from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
 from lit_rlsched.scheduling.trace import Step
@@ -114,6 +115,7 @@ class ProcessEngine(RolloutEngine):
 
     def start(self, spec: EngineSpec) -> None:
         """Start the process, and the engine in it."""
+        require_posix("`ProcessEngine`")
         self.close()
         self._spec = replace(spec, policy=None)  # it loads weights of its own
         self._file = WeightsFile()

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -106,6 +107,17 @@ def shared_files(pid: int) -> Iterator[tuple[tuple[int, int], int]]:
                 if os.readlink(path).startswith(("/memfd:", "/dev/shm/")):
                     file = os.stat(path)
                     yield (file.st_dev, file.st_ino), file.st_blocks * 512
+
+
+def warn_of_no_limit(limit: int | None) -> None:
+    """Say that a limit which was asked for does not hold, where there is nothing to hold it."""
+    if limit is not None and sys.platform != "linux":
+        warnings.warn(
+            f"`reward_memory_limit={limit >> 20}MiB` does not hold here: memory of reward workers "
+            f"is limited on Linux only, and this is `{sys.platform}`. A function may take all "
+            "memory of the machine.",
+            stacklevel=3,
+        )
 
 
 def machine_memory() -> int:

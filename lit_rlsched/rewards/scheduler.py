@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from lit_rlsched._environment import hide_environment, worker_environment
+from lit_rlsched.platforms import require_posix
 from lit_rlsched.rewards.cgroup import remove_leftovers
 from lit_rlsched.rewards.columns import check_columns
 from lit_rlsched.rewards.failures import FailureCounts
@@ -25,7 +26,7 @@ from lit_rlsched.rewards.jobs import (
     parse_message,
     scored,
 )
-from lit_rlsched.rewards.memory import MemoryWatch, machine_memory
+from lit_rlsched.rewards.memory import MemoryWatch, machine_memory, warn_of_no_limit
 from lit_rlsched.rewards.pool import WorkerPool
 from lit_rlsched.rewards.process import WorkerProcess, kill_strays
 from lit_rlsched.rewards.settings import check_env_vars, check_memory_limit, check_timeout
@@ -159,10 +160,12 @@ class RewardScheduler:
 
         Raises:
             ValueError: a function cannot be sent to another process.
-            RuntimeError: a function cannot be loaded there.
+            RuntimeError: a function cannot be loaded there; or on Windows.
         """
         if self._pools:
             return
+        require_posix("The reward workers")
+        warn_of_no_limit(self._memory_limit)
         pickled = [self._pickle(index) for index in range(len(self._functions))]
         hide_environment()
         kinds = self._kinds()

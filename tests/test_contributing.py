@@ -1,0 +1,104 @@
+"""The examples of CONTRIBUTING.md, as they are printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.types import Request, Sampling
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def example(heading):
+    """What the one block of Python under a heading defines."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {"__name__": "contributing"}
+    exec(compile(code, f"CONTRIBUTING.md, {heading}", "exec"), names)
+    return names
+
+
+class Rounds(RolloutCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.seen.append(round)
+
+
+def test_every_block_is_run():
+    assert PAGE.count("```python") == 4
+
+
+def test_what_is_named_is_there():
+    for path in re.findall(r"`((?:lit_rlsched|tests|docs|requirements)/[\w/.]+)`", PAGE):
+        assert (ROOT / path).exists(), path
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in (PAGE, (ROOT / "AGENTS.md").read_text()):
+        assert set(re.findall(r"`make ([a-z-]+)", page)) <= set(targets)
+
+
+def test_a_schedule(fit):
+    callback = example("Add a schedule")["FirstDoneBatching"]()
+    rounds = Rounds()
+    settings = {"prompts_per_round": 3, "num_generations": 2, "max_completion_length": 200}
+    _, _, data = fit(callbacks=[callback, rounds], **settings)
+    for round in rounds.seen:
+        assert 3 <= len(round.groups) < 6, "it was over before all of six were done"
+        assert all(c.finished for c in round.completions)
+        assert round.metrics["rollout/useful_token_share"] < 1, "the rest begins anew"
+    assert len(rounds.seen) == 2 and len(data.pool) == 6 - len(rounds.seen[-1].groups)
+
+
+def test_a_reward_function():
+    reward = example("Add a reward function")["ends_with_answer"]
+    with RewardScheduler([reward]) as rewards:
+        for text in ("1+1= 2 ", "3"):
+            row = {"completion": text, "completion_ids": [4], "columns": {"answer": "2"}}
+            rewards.submit(text, prompt="1+1=", **row)
+        scores = {}
+        while len(scores) < 2 and rewards.wait(60):
+            scores |= {job.job_id: job.scores for job in rewards.poll()}
+        assert scores == {"1+1= 2 ": [1.0], "3": [0.0]}
+        with pytest.raises(ValueError, match="`ends_with_answer` refuses the row `a`: `answer` is"):
+            rewards.check_rows([("a", {"answer": ""})])
+
+
+def test_an_engine(fit):
+    parrot = example("Add an engine")["Parrot"]
+    engine = parrot()
+    engine.start(EngineSpec("none", 2, 16, (1,)))
+    whole, cut = (Request(name, [5, 6, 7], 0, Sampling(n)) for name, n in (("a", 9), ("b", 2)))
+    engine.submit([whole, cut])
+    events = [event for _ in range(4) for event in engine.step()]
+    drawn = {name: [e.token_ids[0] for e in events if e.request_id == name] for name in "ab"}
+    assert drawn == {"a": [5, 6, 7, 1], "b": [5, 6]}
+    assert [e.finish_reason for e in events if e.finish_reason] == ["length", "stop"]
+    engine.submit([whole])
+    engine.step()
+    assert engine.abort(["a", "nobody"])["a"].token_ids == [5]
+    assert engine.stats().running == engine.stats().kv_tokens == 0
+
+    with pytest.raises(RuntimeError, match="does not decode with the weights that are trained"):
+        fit(engine=parrot())
+    rounds = Rounds()
+    fit(callbacks=[rounds], engine=parrot(), verify_sync=False, trainer={"max_epochs": 1})
+    (round,) = rounds.seen
+    said = {(group.prompt.text, c.text) for group in round.groups for c in group.completions}
+    assert len(said) == 4 and all(prompt == answer for prompt, answer in said)
+
+
+def test_a_task(fit):
+    task = example("Add a task")["Sums"]
+    assert task().rows() == task().rows()
+    train, held = ({row["prompt"] for row in task(split).rows()} for split in ("train", "heldout"))
+    assert not train & held and len(train) > len(held) > 10
+    rounds = Rounds()
+    fit(callbacks=[rounds], train_data=task(), trainer={"max_epochs": 1})
+    (round,) = rounds.seen
+    assert len(round.completions) == 16 and all(c.scored for c in round.completions)
