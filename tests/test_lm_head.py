@@ -9,7 +9,8 @@ from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, VOCAB, make_config, 
 from character_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from lit_rlsched import GRPOModule, lm_head
+from lit_rlsched import GRPOModule
+from lit_rlsched.training import lm_head
 from lit_rlsched.training.logprobs import (
     completion_logprobs,
     completion_states,

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lit_rlsched import advantages as ours
 from lit_rlsched.data.repetition import Order, group_index, repeat_prompts
+from lit_rlsched.training import advantages as ours
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
