@@ -351,7 +351,7 @@ class Stop(RolloutCallback):
             self.seen += 1
             if self.seen == self.times:
                 self.reached = True
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # handled before this returns
 
     def on_completion_end(self, trainer, pl_module, completion):
         self._at("completion")
@@ -486,7 +486,8 @@ def run(
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except SIGTERMException:
-            assert place is not None
+            if not (stop and stop[0].reached):
+                raise RuntimeError("SIGTERM came from elsewhere: record once more.") from None
             stopped_at.append([place, trainer.global_step, checkpoints.last_path.name])
             ckpt_path = checkpoints.last_path
         else:
