@@ -70,11 +70,18 @@ def heed(trainer: Trainer) -> None:
 def settle_progress(trainer: Trainer) -> None:
     """Before a run is saved that was stopped halfway through something: let it resume exactly.
 
-    An optimizer step that was begun counts as not begun, a validation that was begun is begun anew.
+    An optimizer step that was begun counts as not begun, a validation that was begun is begun anew,
+    and so does an epoch without a step: Lightning would skip it, or count a step too many.
     """
     loop = trainer.fit_loop.epoch_loop
-    for progress in (loop.batch_progress.total, loop.batch_progress.current):
+    batches, epochs = loop.batch_progress, trainer.fit_loop.epoch_progress
+    if batches.current.ready > batches.current.completed or not batches.current.completed:
+        batches.is_last_batch = False
+    for progress in (batches.total, batches.current):
         progress.reset_on_restart()
+    if not batches.current.completed:
+        for progress in (epochs.total, epochs.current):
+            progress.reset_on_restart()
     if trainer.validating:
         validation: Any = loop.val_loop.batch_progress
         validation.reset()

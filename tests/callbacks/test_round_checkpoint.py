@@ -3,9 +3,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rlsched.callbacks import RNGState, RolloutCallback, RoundCheckpoint
 from lit_rlsched.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_rlsched.interrupts import heed
 from lit_rlsched.run_folder import newest_checkpoint
 
 
@@ -76,6 +78,51 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(fit, tmp_path):
     _, resumed, data = train(4, newest_checkpoint(tmp_path))
     _, whole, other = train(4)
     assert data.counters == other.counters and data.rounds_over == other.rounds_over == 4
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
+
+
+class Stop(RolloutCallback):
+    """Asks the run to stop at a place of round 1, as SIGTERM does; notes the loggers' steps."""
+
+    def __init__(self, place=None):
+        self.place, self.steps = place, []
+
+    def stop(self, trainer, place):
+        if place == self.place and trainer.datamodule.num_rounds == 1:
+            trainer._signal_connector.received_sigterm = True
+            heed(trainer)
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        self.stop(trainer, "rollout")
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.steps.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self.stop(trainer, "before the first step")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx:
+            self.stop(trainer, "before the second step")
+
+
+PLACES = ["rollout", "before the first step", "before the second step"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_was_stopped_loses_no_round_and_counts_no_step_twice(fit, tmp_path, place):
+    def train(stop, ckpt_path=None):
+        trainer = {"max_epochs": 4, "enable_checkpointing": True}
+        callbacks = [RNGState(), stop, RoundCheckpoint()]
+        settings = {"prompts_per_round": 4, "steps_per_round": 2}
+        return fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **settings)
+
+    with pytest.raises(SIGTERMException):
+        train(Stop(place))
+    rest = Stop()
+    trainer, resumed, data = train(rest, newest_checkpoint(tmp_path))
+    assert data.rounds_over == trainer.current_epoch == 4 and trainer.global_step == 8
+    assert rest.steps == ([2, 4, 6] if place == "rollout" else [4, 6])
+    _, whole, _ = train(Stop())
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
 
