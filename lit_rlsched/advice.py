@@ -47,6 +47,10 @@ class Advice:
             trains_in_half=None if trained is None else trains_in_half(trained),
         )
 
+    def of_evaluation(self, never_correct: str | None) -> list[str]:
+        """After held-out prompts were answered; `never_correct` says that nothing can count."""
+        return self._once(never_correct=never_correct)
+
     def of_round(
         self, round: Round, weights: Sequence[float], limit: int, in_groups: bool
     ) -> list[str]:

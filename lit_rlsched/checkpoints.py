@@ -5,6 +5,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -12,6 +13,7 @@ from typing import IO, Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from torch import Tensor
 from torch.utils.serialization import config as serialization
 
 FORMAT = 1
@@ -285,3 +287,20 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_same_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model or adapter configuration.
+
+    Raises:
+        ValueError: names or shapes of the weights differ.
+    """
+    shapes, found = ({k: v.shape for k, v in of.items()} for of in (ours, theirs))
+    if shapes != found:
+        different = sorted(k for k in shapes.keys() | found.keys() if shapes.get(k) != found.get(k))
+        raise ValueError(
+            f"The checkpoint is of another configuration: {len(different)} weights differ, the "
+            f"first is {different[0]}: {found.get(different[0])} in the checkpoint, "
+            f"{shapes.get(different[0])} here. Resume with the `model` and the `lora_*` settings "
+            "it was made with, or start a new run in another folder."
+        )

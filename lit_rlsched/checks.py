@@ -44,6 +44,54 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
 
 
+def check_module_settings(settings: Mapping[str, Any], kl_in_loss: bool) -> None:
+    """Refuse arguments of a `PolicyModule` that are out of range or contradict each other.
+
+    Args:
+        settings: Its arguments.
+        kl_in_loss: Whether `beta` weighs a term of the loss.
+
+    Raises:
+        ValueError: names the argument, its value and what to use instead.
+    """
+    beta, rloo = settings["beta"], settings["loss_type"] == "rloo"
+    if kl_in_loss and rloo and beta > 0:
+        raise ValueError(
+            f"`loss_type='rloo'` has no KL term for `beta={beta}` to weigh. Use `RLOOModule`, "
+            "which charges the KL to the reward, or `beta=0`."
+        )
+    old_logprobs = settings["old_logprobs"]
+    if old_logprobs not in ("trainer", "engine", None):
+        raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
+    if old_logprobs == "engine" and rloo:
+        raise ValueError(
+            "`old_logprobs='engine'` with `loss_type='rloo'`: the product of a sequence's "
+            "ratios to what drew its tokens is unbounded. Use `old_logprobs='trainer'`, which "
+            "`importance_sampling_mode` corrects, or another loss type."
+        )
+    for name in ("learning_rate", "beta", "lora_rank", "warmup_steps"):
+        if settings[name] < 0:
+            raise ValueError(f"`{name}={settings[name]}` must be 0 or more.")
+
+
+def data_sets_of(stage: str) -> tuple[str, ...]:
+    """Names of the data sets that a stage of the Trainer takes."""
+    return ("train", "val") if stage == "fit" else (stage.replace("validate", "val"),)
+
+
+def check_data_set(name: str, stage: str) -> None:
+    """Refuse a stage without what it runs on; a fit may be without validation.
+
+    Raises:
+        MisconfigurationException: names the argument that is lacking.
+    """
+    if name == "val" and stage == "fit":
+        return
+    raise MisconfigurationException(
+        f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
+    )
+
+
 def check_one_process(world_size: int) -> None:
     """Refuse to train in several processes.
 

@@ -1,10 +1,13 @@
 """What the Trainer iterates over: sized, lazy, and never a `DataLoader`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lit_rlsched.evaluation import Evaluated
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_rlsched.evaluation import Evaluated, evaluate, never_correct
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.types import Prompt
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -23,7 +26,7 @@ class Rounds:
         return self._datamodule.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerStep]:
-        yield from self._datamodule.optimizer_steps()
+        yield from self._datamodule.run.optimizer_steps()
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the data module holds the state. Its presence tells Lightning we can resume."""
@@ -45,7 +48,7 @@ class MicroBatches:
         self._datamodule = datamodule
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for step in self._datamodule.optimizer_steps():
+        for step in self._datamodule.run.optimizer_steps():
             yield from step
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +72,34 @@ class Evaluation:
         self._stage = stage
 
     def __len__(self) -> int:
-        return len(self._datamodule.held_out(self._stage))
+        return len(self._prompts)
+
+    @property
+    def _prompts(self) -> list[Prompt]:
+        data = self._datamodule
+        if not data.is_tokenized(self._stage):
+            data.started()  # where they are known, Lightning may ask after the end, too
+        return data.startup.prompts.held_out[self._stage]
 
     def __iter__(self) -> Iterator[Evaluated]:
-        yield from self._datamodule.evaluate(self._stage)
+        """Answer each prompt; the seeds are the same at every evaluation."""
+        data, stage = self._datamodule, self._stage
+        assert data.trainer is not None
+        session, version = data.started(), data.trainer.global_step
+        yield from evaluate(
+            self._prompts,
+            data.evaluation,
+            stage,
+            lambda groups: session.rollout(groups, version, salt=stage),
+            data.rewards.weights,
+            self._look_at_accuracy,
+        )
+
+    def _look_at_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
+        """Say once where no answer could ever count as correct."""
+        data = self._datamodule
+        if data.trainer is not None and data.trainer.predicting:
+            return
+        said = never_correct(evaluated, data.rewards.names[0], data.evaluation.threshold)
+        for text in data.run.advice.of_evaluation(said):
+            rank_zero_warn(text)

@@ -1,12 +1,49 @@
 """The plain values that travel from the prompt source through the engine to the loss."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-sequence token was drawn and kept. `length`: cut at the limit."""
+
+
+class LengthOnly(Sequence[Any]):
+    """So many tokens or log-probs, of which only the number is known: each reads as 0.
+
+    What a simulation draws: a hundred million tokens then take no memory, and no time to write.
+    """
+
+    __slots__ = ("_length",)
+
+    def __init__(self, length: int = 0) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return repeat(0, self._length)
+
+    def __getitem__(self, at: Any) -> Any:
+        places = range(self._length)[at]
+        return LengthOnly(len(places)) if isinstance(places, range) else 0
+
+    def __add__(self, more: Sequence[Any]) -> "LengthOnly":
+        return LengthOnly(self._length + len(more))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LengthOnly) and len(other) == self._length
+
+    def __hash__(self) -> int:
+        return hash((LengthOnly, self._length))
+
+
+def frozen(values: Sequence[Any]) -> Sequence[Any]:
+    """A copy that does not grow: a tuple, or the same length."""
+    return values if isinstance(values, LengthOnly) else tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +125,8 @@ def stable_hash(*parts: object) -> int:
 class Draft:
     """What had been drawn of a completion when it was put off, for a newer policy to verify."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     """Of each token, under the policy that drew it."""
     version: int
     """Of that policy."""
@@ -130,6 +167,8 @@ class Completion:
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under `version`."""
         if new := event.token_ids:
+            if not self.token_ids:  # a list, or a length alone
+                self.token_ids, self.logprobs = new[:0], event.logprobs[:0]
             self.token_ids += new
             self.logprobs += event.logprobs
             spans = self.version_spans
@@ -149,7 +188,7 @@ class Completion:
     def put_off(self) -> None:
         """Begin anew, and keep what was drawn of it, all under one policy, as a draft."""
         ((version, _),) = self.version_spans
-        draft = Draft(tuple(self.token_ids), tuple(self.logprobs), version)
+        draft = Draft(frozen(self.token_ids), frozen(self.logprobs), version)
         self.restart()
         self.draft = draft
 
@@ -157,8 +196,8 @@ class Completion:
         """One that can go on without this one."""
         return replace(
             self,
-            token_ids=[*self.token_ids],
-            logprobs=[*self.logprobs],
+            token_ids=self.token_ids[:],
+            logprobs=self.logprobs[:],
             version_spans=[*self.version_spans],
         )
 

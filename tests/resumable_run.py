@@ -148,7 +148,7 @@ class Die(RolloutCallback):
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         data = trainer.datamodule
         number = trainer.global_step // data.steps_per_epoch
-        inside = len(data.pool) or not isinstance(data.round_rule, SortedRound)
+        inside = len(data.pool) or not isinstance(data.schedule.rule, SortedRound)
         self._count("validation", lambda at: number == at and batch_idx == 2 and inside)
 
 
@@ -286,10 +286,12 @@ def main(folder, engine, model, schedule, place, stops):
         "num_discarded_tokens": data.counters["num_discarded_tokens"],
         "dropped": {k: n for k, n in data.counters.items() if k.startswith("dropped/")},
         "pool": state_hash(data.pool.state_dict()),
-        "drafts": [*data._drawer.drafts.weights],
-        "draft_weights": state_hash(data._drawer.drafts.state_dict()),
+        "drafts": [*data.run.rounds.drafts.weights],
+        "draft_weights": state_hash(data.run.rounds.drafts.state_dict()),
         "recovered": recovered.tokens,
-        "audit": {k: v for k, v in data._drawer.audit.state_dict().items() if "seconds" not in k},
+        "audit": {
+            k: v for k, v in data.run.rounds.runner.audit.state_dict().items() if "seconds" not in k
+        },
         "validations": history.figures if stops else [],
         "uids": uids.uids,
         "spans": uids.spans,

@@ -460,7 +460,7 @@ def test_testing_a_checkpoint_leaves_the_run_as_it_is(fit, sums, tmp_path):
     before = dict(data.counters)
     data.num_generations = 8  # of no concern to a test
     trainer.test(module, datamodule=data, ckpt_path=tmp_path / "c" / "last.ckpt", verbose=False)
-    assert dict(data.counters) == before and data._resumed is None
+    assert dict(data.counters) == before and data.run.resumed is None
 
 
 def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_path):

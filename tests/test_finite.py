@@ -116,7 +116,7 @@ class Stream(RolloutCallback):
     """Streams beside an engine in this process."""
 
     def setup(self, trainer, pl_module, stage):
-        trainer.datamodule.streaming = Streaming(0.0)
+        trainer.datamodule.schedule.streaming = Streaming(0.0)
 
 
 NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; round 1: rewards 0"

@@ -148,7 +148,7 @@ def test_a_limit_is_in_optimizer_steps_and_what_it_cuts_is_counted(
     assert len(rates.rounds) == rounds
     assert len(rates.rates) == rounds * steps  # each a whole one:
     parts = [
-        [len(data._update.step(r, i)) for i in range(steps)] if automatic else [1] * steps
+        [len(data.run.update.step(r, i)) for i in range(steps)] if automatic else [1] * steps
         for r in rates.rounds
     ]
     assert sum(rates.micro_batches.values()) == sum(map(sum, parts))

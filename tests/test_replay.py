@@ -13,10 +13,10 @@ from lit_rlsched.benchmark.bubbles import (
     row,
 )
 from lit_rlsched.benchmark.record import read_recording, record
-from lit_rlsched.benchmark.replay import Schedule, least_steps, oracle, replay
 from lit_rlsched.benchmark.steps import SHAPES, Shape, learned, table
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.simulate.replay import Schedule, least_steps, oracle, replay
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 

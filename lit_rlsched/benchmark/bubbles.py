@@ -2,7 +2,7 @@
 
     python -m lit_rlsched.benchmark.bubbles
 
-Deterministic: pools of drawn lengths go through the controller, the round policy and the admission
+Deterministic: pools of drawn lengths go through the controller, the round rule and the admission
 of a run, on the simulated engine. A completion is as long whenever it is drawn, as in the paper's
 own comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens). `turns` is the
 admission order `least_attained`; without it completions are let in as they came.
@@ -17,18 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_rlsched.benchmark.replay import Unscored, draw_rounds
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import PoolAudit
-from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.pools import PoolOrder, recommend_slots
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.simulate.pools import PoolOrder, recommend_slots
+from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
+from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
 """Of a pool, of an update; tokens of a completion."""
@@ -112,7 +109,7 @@ def decode(
     """Draw prompts until all are trained on.
 
     Args:
-        lengths: Of each prompt's completions.
+        lengths: Of each prompt's completions, of which all have as many.
         policy: When rounds end, and how many prompts it takes at a time.
         slots: Most completions that decode at once.
         order: In which they are let in.
@@ -120,23 +117,16 @@ def decode(
         costs: Of the engine's step, see `SimulatedEngine`; its own defaults without them.
     """
     recorded = {f"{p}/{c}": n for p, group in enumerate(lengths) for c, n in enumerate(group)}
-    engine = SimulatedEngine(lengths=recorded, stream=False, **costs)
-    engine.start(EngineSpec("", slots=slots, max_model_len=limit + 1, eos_token_ids=(0,)))
-    worker = RolloutWorker(engine, Admission(slots, order=order))
-    controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
-    source = (
-        Group(
-            str(p),
-            Prompt(str(p), "", (1,)),
-            Sampling(limit),
-            [Completion(c) for c in range(len(group))],
-        )
-        for p, group in enumerate(lengths)
+    engine = SimulatedEngine(lengths=recorded, length_only=True, stream=False, **costs)
+    session = simulated_session(engine, slots, limit + 1, lambda: Admission(slots, order=order))
+    visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in range(len(lengths)))
+    drawn_rounds = simulated_rounds(
+        session, visits, Sampling(limit), len(lengths[0]), lambda number: policy
     )
     audit = PoolAudit()
     traces: list[RolloutTrace] = []
     resumed = stale = 0
-    for version, drawn in enumerate(draw_rounds(source, policy, controller)):
+    for version, drawn in enumerate(drawn_rounds):
         traces.append(drawn.trace)
         audit.add(drawn.harvest, drawn.trace)
         resumed += sum(drawn.begun[ran] for ran in set(drawn.trace.spans["request"]))

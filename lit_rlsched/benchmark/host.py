@@ -28,13 +28,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched._malloc import keep_heap
-from lit_rlsched.benchmark.replay import Unscored
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 GROUP = 16

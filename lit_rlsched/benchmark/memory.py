@@ -58,13 +58,13 @@ def measure(
     import torch
     from transformers import AutoConfig
 
-    from lit_rlsched.benchmark.replay import Unscored
     from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
     from lit_rlsched.engines.vllm import VLLMEngine
     from lit_rlsched.engines.worker import RolloutWorker
     from lit_rlsched.rollout.controller import RolloutController
     from lit_rlsched.rollout.slots import SlotSettings
     from lit_rlsched.scheduling.round_rule import FullRound
+    from lit_rlsched.simulate.rounds import Unscored
     from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
     token_bytes = kv_bytes_per_token(AutoConfig.from_pretrained(model), torch.bfloat16)

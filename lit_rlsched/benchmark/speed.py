@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.benchmark.record import read_recording, record
-from lit_rlsched.benchmark.replay import Schedule, Unscored
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.engines.worker import RolloutWorker
@@ -36,6 +35,8 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import TokenConditioned
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulate.replay import Schedule
+from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 
 PROBE = 16

@@ -16,8 +16,8 @@ from statistics import NormalDist
 import numpy as np
 
 from lit_rlsched.benchmark.record import read_recording, record
-from lit_rlsched.benchmark.replay import Replayed, Schedule, least_steps, oracle, replay
 from lit_rlsched.scheduling.length_prediction import TokenConditioned
+from lit_rlsched.simulate.replay import Replayed, Schedule, least_steps, oracle, replay
 from lit_rlsched.types import Completion, Group, Sampling
 
 Rounds = Sequence[Sequence[Group]]

@@ -3,7 +3,7 @@
     python -m lit_rlsched.benchmark.tails
     python -m lit_rlsched.benchmark.tails --curve 0.003 0.007 0.02
 
-Deterministic: drawn lengths go through the controller and the round policy of a run, on the
+Deterministic: drawn lengths go through the controller and the round rule of a run, on the
 simulated engine. 128 prompts of 8 completions, at most 16k tokens, the longest of a round some 25
 to 32 times the median (arXiv 2509.21009). What lost a race is drawn anew with another length, or
 goes on from what is kept of its draft by the rule of a run, to a length drawn from those that are
@@ -31,18 +31,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lit_rlsched.benchmark.replay import Drawn, Unscored, draw_rounds
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.tail_batching import Race, Reuse, TailRound
+from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.training.speculative import acceptance, num_accepted, prefix_weights
-from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling, stable_hash
+from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
 
 GENERATIONS, LIMIT, EOS = 8, 16384, 0
 NORMAL = NormalDist()
@@ -129,7 +127,7 @@ class Verifier:
         """Of the last call's drafts, by versions since they were drawn."""
 
     def __call__(self, groups: Sequence[Group], version: int) -> DraftAudit:
-        """Make completions of the drafts, as `rollout.drafts` does."""
+        """Make completions of the drafts, as `training.draft_verifier` does."""
         self.positions, self.ages = 0, {}
         for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
             draft, key = completion.draft, (group.id, completion.index, version)
@@ -188,7 +186,7 @@ class Figures(NamedTuple):
     """What was drawn for the first time."""
 
     @classmethod
-    def of(cls, drawn: Drawn, long: bool, verifier: Verifier) -> "Figures":
+    def of(cls, drawn: DrawnRound, long: bool, verifier: Verifier) -> "Figures":
         """What the table needs."""
         trace, harvest = drawn.trace, drawn.harvest
         return cls(
@@ -220,22 +218,13 @@ def rounds(
         per_prefill_token=PER_POSITION,
         stream=False,
     )
-    engine.start(EngineSpec("", slots=slots, max_model_len=LIMIT + 1, eos_token_ids=(EOS,)))
+    session = simulated_session(engine, slots, LIMIT + 1, lambda: Admission(slots))
     verifier = Verifier(lengths, distance)
-    worker = RolloutWorker(engine, Admission(slots))
-    controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
-    launched = policy.launched(GENERATIONS)
-    source = (
-        Group(
-            str(p),
-            Prompt(str(p), "", (1 + p,)),
-            Sampling(LIMIT),
-            [Completion(c) for c in range(launched)],
-        )
-        for p in count()
+    visits = (Visit(Prompt(str(p), "", (1 + p,)), str(p)) for p in count())
+    drawn = simulated_rounds(
+        session, visits, Sampling(LIMIT), GENERATIONS, lambda number: policy, verifier
     )
-    drawn = islice(draw_rounds(source, policy, controller, verifier), n)
-    return [Figures.of(d, policy.is_long(d.plan), verifier) for d in drawn]
+    return [Figures.of(d, policy.is_long(d.planned), verifier) for d in islice(drawn, n)]
 
 
 def row(

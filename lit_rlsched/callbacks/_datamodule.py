@@ -1,27 +1,19 @@
-"""How callbacks find the data module they configure."""
+"""How callbacks find the data module, and the schedule that they set."""
 
 from lightning import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.schedule import RunFacts, Schedule, check_pairs
 
 
 def rollout_datamodule(trainer: Trainer, callback: Callback) -> RolloutDataModule:
     """The run's `RolloutDataModule`.
 
     Raises:
-        MisconfigurationException: there is none, or another callback sets the same of it.
+        MisconfigurationException: there is none.
     """
-    name, setting = type(callback).__name__, getattr(callback, "sets", None)
-    callbacks = trainer.callbacks if setting else []  # type: ignore[attr-defined]
-    alike = [c for c in callbacks if getattr(c, "sets", None) == setting]
-    if len(alike) > 1:
-        names = " and ".join(f"`{type(c).__name__}`" for c in alike)
-        raise MisconfigurationException(
-            f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. One would "
-            "overrule the other: remove all but one. An overlay with `callbacks+:` adds to those "
-            "of the base."
-        )
+    name = type(callback).__name__
     datamodule = getattr(trainer, "datamodule", None)
     if not isinstance(datamodule, RolloutDataModule):
         raise MisconfigurationException(
@@ -30,3 +22,27 @@ def rollout_datamodule(trainer: Trainer, callback: Callback) -> RolloutDataModul
             "remove the callback."
         )
     return datamodule
+
+
+def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, RunFacts]:
+    """The run's schedule, for a callback that sets a field of it, and what it may know of the run.
+
+    Raises:
+        MisconfigurationException: there is no `RolloutDataModule`, or another callback sets the
+            same.
+        ValueError: the Trainer's callbacks do not go together.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    setting = getattr(callback, "sets", None)
+    alike = [c for c in callbacks if setting and getattr(c, "sets", None) == setting]
+    if len(alike) > 1:
+        names = " and ".join(f"`{type(c).__name__}`" for c in alike)
+        raise MisconfigurationException(
+            f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. One would "
+            "overrule the other: remove all but one. An overlay with `callbacks+:` adds to those "
+            "of the base."
+        )
+    datamodule = rollout_datamodule(trainer, callback)
+    facts = RunFacts.of(datamodule)
+    check_pairs(facts.callbacks)
+    return datamodule.schedule, facts

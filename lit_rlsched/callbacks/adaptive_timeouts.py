@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import log_now
 from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
@@ -57,8 +57,9 @@ class AdaptiveTimeouts(RolloutCallback):
         self.timeouts = AdaptiveTimeout(scale, minimum, maximum)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the limits to the data module."""
-        rollout_datamodule(trainer, self).timeouts = self.timeouts
+        """Put the limits into the schedule."""
+        schedule, _ = rollout_schedule(trainer, self)
+        schedule.timeouts = self.timeouts
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log what the limits are."""

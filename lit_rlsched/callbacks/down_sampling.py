@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.down_sampling import Rule
 from lit_rlsched.training.round import Round
@@ -105,11 +105,12 @@ class DownSampling(RolloutCallback):
         self.reward_range = (float(low), float(high))
         self.min_length_ratio = min_length_ratio
         self._guarded = False
+        self._selection: Selection | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the selection to the data module."""
-        datamodule = rollout_datamodule(trainer, self)
-        drawn = datamodule.num_generations
+        """Put the selection into the schedule."""
+        schedule, run = rollout_schedule(trainer, self)
+        drawn = run.num_generations
         if self.keep > drawn:
             raise ValueError(
                 f"`DownSampling(keep={self.keep})` of `num_generations={drawn}`: there are not as "
@@ -120,17 +121,15 @@ class DownSampling(RolloutCallback):
                 f"`DownSampling(early_stop=True, keep={self.keep})` of `num_generations={drawn}`: "
                 "all are needed, so that no group can stop. Keep fewer, or leave `early_stop` out."
             )
-        datamodule.selection = Selection(
+        self._selection = schedule.selection = Selection(
             self.keep, self.rule, self.advantage_scope == "full", self.drop_uninformative
         )
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list) -> None:
         """Let groups stop early, unless the last round was too short for it."""
-        selection = rollout_datamodule(trainer, self).selection
-        assert selection is not None
-        selection.reward_range = None
-        if self.early_stop and not self._guarded:
-            selection.reward_range = self.reward_range
+        assert self._selection is not None
+        stops = self.early_stop and not self._guarded
+        self._selection.reward_range = self.reward_range if stops else None
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Look at what stopping did to the lengths."""

@@ -2,9 +2,8 @@
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.callbacks.sorted_batching import SortedBatching
 
 
 class DynamicSampling(RolloutCallback):
@@ -48,19 +47,12 @@ class DynamicSampling(RolloutCallback):
         self.max_num_gen_batches = max_num_gen_batches
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the bound to the data module."""
-        datamodule = rollout_datamodule(trainer, self)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SortedBatching):
-                raise ValueError(
-                    "`DynamicSampling` with `SortedBatching`, which loads no fresh prompts before "
-                    "its own are used up: a prompt could not be replaced. Leave one of them out; "
-                    "`DownSampling(drop_uninformative=True)` leaves such prompts out of the update."
-                )
-        if stage == "fit" and not datamodule.learner.needs_group:
+        """Put the bound into the schedule."""
+        schedule, run = rollout_schedule(trainer, self)
+        if stage == "fit" and not run.learner.needs_group:
             raise ValueError(
                 "`DynamicSampling` with an advantage that is relative to all of the update "
                 "(`advantage='reinforce++'`): prompts whose completions are all worth the same do "
                 "teach something there. Leave one of them out."
             )
-        datamodule.max_num_gen_batches = self.max_num_gen_batches
+        schedule.max_num_gen_batches = self.max_num_gen_batches

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor, TokenConditioned
@@ -67,11 +67,10 @@ class LengthPrediction(RolloutCallback):
         self._trains = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the predictor to the data module, before it starts its engine."""
-        datamodule = rollout_datamodule(trainer, self)
+        """Put the predictor into the schedule."""
+        schedule, _ = rollout_schedule(trainer, self)
         self.predictor.state_dict()  # refuses one that could not be saved, before anything is drawn
-        datamodule.lengths = self.predictor
-        datamodule.probe_tokens = self.probe_tokens
+        schedule.lengths, schedule.probe_tokens = self.predictor, self.probe_tokens
         self._trains = stage == "fit"
 
     def state_dict(self) -> dict[str, Any]:

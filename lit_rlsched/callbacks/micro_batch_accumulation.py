@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lit_rlsched.finite import check_gradient, loss_scale
+from lit_rlsched.training.finite import check_gradient, loss_scale
 from lit_rlsched.training.micro_batches import MicroBatch
 
 

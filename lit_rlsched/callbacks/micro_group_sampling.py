@@ -5,7 +5,7 @@ from typing import get_args
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.admission import Refill
@@ -101,5 +101,6 @@ class MicroGroupSampling(RolloutCallback):
         self.settings = SlotSettings(slots, budget, refill, order, epsilon)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the settings to the data module, before it starts its engine."""
-        rollout_datamodule(trainer, self).slot_settings = self.settings
+        """Put the settings into the schedule."""
+        schedule, _ = rollout_schedule(trainer, self)
+        schedule.slots = self.settings

@@ -7,11 +7,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import log_now
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner, check_size
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Group
@@ -76,30 +75,26 @@ class ParallelismPlanner(RolloutCallback):
         self._trains = False
         self._resumed: dict[str, Any] | None = None
         self._engine: Any = None
+        self._schedule: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remember the size that the engine came with."""
         self._trains = stage == "fit"
-        self._engine = rollout_datamodule(trainer, self).engine
+        self._schedule, run = rollout_schedule(trainer, self)
+        self._engine = run.engine
         self._first_size = self._engine.tensor_parallel_size
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the sizes, now that engine and model are known."""
         datamodule = rollout_datamodule(trainer, self)
         assert datamodule.session is not None
-        engine, spec = datamodule.engine, datamodule.session.spec
+        engine, spec = self._engine, datamodule.session.spec
         name, most = type(engine).__name__, engine.max_tensor_parallel_size(spec)
         if most == 1:
             raise MisconfigurationException(
                 f"`ParallelismPlanner` has nothing to choose: `{name}` can split this model over "
                 "one device of this node at most. Remove the callback, or use `VLLMEngine` on a "
                 "node with more GPUs (on CPU: cores)."
-            )
-        if datamodule.slot_settings != SlotSettings():
-            raise MisconfigurationException(
-                "`MicroGroupSampling` lets no more decode than the key-value cache can hold, so "
-                "that nothing is preempted and `ParallelismPlanner` would only ever halve. Remove "
-                "one of the two."
             )
         maximum = most if self.maximum is None else self.maximum
         if maximum > most:
@@ -131,7 +126,7 @@ class ParallelismPlanner(RolloutCallback):
         datamodule = rollout_datamodule(trainer, self)
         session = datamodule.session
         assert self.planner is not None and session is not None
-        self._kind = "long" if datamodule.round_rule.is_long(plan) else "short"
+        self._kind = "long" if self._schedule.rule.is_long(plan) else "short"
         size, self._restart_seconds = self.planner.size(self._kind), 0.0
         if size != session.engine.tensor_parallel_size:
             started = time.perf_counter()

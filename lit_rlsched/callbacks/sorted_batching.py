@@ -6,11 +6,10 @@ from typing import get_args
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
-from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_logprobs
-from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
 
 
@@ -113,42 +112,42 @@ class SortedBatching(RolloutCallback):
         self.mask_stale_tokens = mask_stale_tokens
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the round policy to the data module."""
-        datamodule = rollout_datamodule(trainer, self)
-        pool = self.pool_rounds * datamodule.prompts_per_round
-        update = self.update_prompts or datamodule.prompts_per_round
+        """Put the rule into the schedule."""
+        schedule, run = rollout_schedule(trainer, self)
+        pool = self.pool_rounds * run.prompts_per_round
+        update = self.update_prompts or run.prompts_per_round
         if update > pool:
             raise ValueError(
                 f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
                 f"`pool_rounds={self.pool_rounds}` times `prompts_per_round="
-                f"{datamodule.prompts_per_round}` are {pool} prompts. Use {pool} or less, or more "
+                f"{run.prompts_per_round}` are {pool} prompts. Use {pool} or less, or more "
                 "`pool_rounds`."
             )
-        if datamodule.steps_per_round > 1:
+        if run.steps_per_round > 1:
             raise ValueError(
-                f"`steps_per_round={datamodule.steps_per_round}` with `SortedBatching`: each of "
+                f"`steps_per_round={run.steps_per_round}` with `SortedBatching`: each of "
                 "its rounds is one update. Use `steps_per_round=1` and "
-                f"`SortedBatching(update_prompts={max(1, update // datamodule.steps_per_round)})`."
+                f"`SortedBatching(update_prompts={max(1, update // run.steps_per_round)})`."
             )
         if self.mode == "partial":
-            self._check_partial(datamodule, pl_module)
+            self._check_partial(run, pl_module)
         # a group is selected from as a whole
-        selects = any(isinstance(c, DownSampling) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        datamodule.round_rule = SortedRound(
+        whole = run.learner.needs_group or "DownSampling" in run.callbacks
+        schedule.rule = SortedRound(
             update,
             pool,
-            datamodule.num_generations,
-            unit="group" if datamodule.learner.needs_group or selects else "completion",
+            run.num_generations,
+            unit="group" if whole else "completion",
             mode=self.mode,
             max_staleness=self.max_staleness,
             oversubscribe=self.oversubscribe,
         )
-        datamodule.mask_stale_tokens = self.mask_stale_tokens
+        schedule.mask_stale_tokens = self.mask_stale_tokens
 
-    def _check_partial(self, datamodule: RolloutDataModule, pl_module: LightningModule) -> None:
+    def _check_partial(self, run: RunFacts, pl_module: LightningModule) -> None:
         """Each token is weighed by the log-prob of the policy that drew it."""
-        check_logprobs("`SortedBatching(mode='partial')`", datamodule.engine, datamodule.sampling)
-        steps = datamodule.num_iterations
+        check_logprobs("`SortedBatching(mode='partial')`", run.engine, run.sampling)
+        steps = run.num_iterations
         if self.max_staleness is not None and self.max_staleness < steps:
             raise ValueError(
                 f"`SortedBatching(max_staleness={self.max_staleness})` with `num_iterations="

@@ -3,9 +3,8 @@
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.engines.process import ProcessEngine
 from lit_rlsched.training.gradient_stream import Streaming
 
 
@@ -63,24 +62,23 @@ class StreamedTraining(RolloutCallback):
         self.start = start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand it to the data module, unless gradients would not be those of the update."""
+        """Put it into the schedule, unless gradients would not be those of the update."""
         if stage != "fit":
             return
-        datamodule = rollout_datamodule(trainer, self)
-        engine = datamodule.engine
-        if not isinstance(engine, ProcessEngine):
-            name = type(engine).__name__
+        schedule, run = rollout_schedule(trainer, self)
+        if not run.engine.decodes_by_itself:
+            name = type(run.engine).__name__
             raise MisconfigurationException(
                 f"`StreamedTraining` needs an engine that decodes while the trainer computes, and "
                 f"`{name}` does so only when it is called. Use `engine=ProcessEngine({name}(...))`."
             )
-        if datamodule.steps_per_epoch > 1:
+        if run.steps_per_round * run.num_iterations > 1:
             raise MisconfigurationException(
-                f"`StreamedTraining`: a round has `steps_per_round={datamodule.steps_per_round}` "
-                f"times `num_iterations={datamodule.num_iterations}` optimizer steps. Gradients of "
+                f"`StreamedTraining`: a round has `steps_per_round={run.steps_per_round}` "
+                f"times `num_iterations={run.num_iterations}` optimizer steps. Gradients of "
                 "all but the first are of weights that are not there yet, and which groups the "
                 "first has is known at the end of the round. Use 1 and 1."
             )
-        if (why := datamodule.learner.streaming_obstacle()) is not None:
+        if (why := run.learner.streaming_obstacle()) is not None:
             raise MisconfigurationException(f"`StreamedTraining`: {why}.")
-        datamodule.streaming = Streaming(self.start)
+        schedule.streaming = Streaming(self.start)

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_drafts
 from lit_rlsched.scheduling.domains import DomainTailRound
@@ -129,22 +129,22 @@ class TailBatching(RolloutCallback):
         self.max_deferrals = max_deferrals
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the round policy to the data module."""
-        datamodule = rollout_datamodule(trainer, self)
+        """Put the rule into the schedule."""
+        schedule, run = rollout_schedule(trainer, self)
         if self.reuse:
-            check_drafts(datamodule.engine, datamodule.sampling)
+            check_drafts(run.engine, run.sampling)
         settings: tuple[int, int, float, float, Race] = (
-            datamodule.prompts_per_round,
-            datamodule.num_generations,
+            run.prompts_per_round,
+            run.num_generations,
             self.prompt_ratio,
             self.completion_ratio,
             self.race,
         )
         losers: dict[str, Any] = {"reuse": self.reuse, "max_deferrals": self.max_deferrals}
         if self.per_domain is None:
-            datamodule.round_rule = TailRound(*settings, **losers)
+            schedule.rule = TailRound(*settings, **losers)
         else:
-            datamodule.round_rule = DomainTailRound(self.per_domain, *settings, **losers)
+            schedule.rule = DomainTailRound(self.per_domain, *settings, **losers)
 
 
 def _check_deferrals(max_deferrals: int, reuse: Reuse | None) -> None:

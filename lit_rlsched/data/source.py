@@ -329,6 +329,11 @@ class DomainSource:
     def __len__(self) -> int:
         return len(self._domains)
 
+    @property
+    def domains(self) -> Collection[str | None]:
+        """Of its prompts."""
+        return self.sources.keys()
+
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
         """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`.
 

@@ -1,6 +1,9 @@
 """How many requests an engine runs at once where nobody says."""
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_SLOTS = 256
 """vLLM's own default on a CPU and on most GPUs, by which throughput has levelled off there."""
@@ -10,9 +13,13 @@ LARGE_GPU = 70 << 30
 """Bytes of one; the A100, which has them too, is none (`EngineArgs.get_batch_defaults`)."""
 
 
-def default_slots(device: torch.device) -> int:
+def default_slots(device: "torch.device") -> int:
     """VLLM's own default for the device; of a GPU that is not in this machine, for most."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
+        return DEFAULT_SLOTS
+    import torch
+
+    if not torch.cuda.is_available():
         return DEFAULT_SLOTS
     gpu = torch.cuda.get_device_properties(device)
     large = gpu.total_memory >= LARGE_GPU and "a100" not in gpu.name.lower()

@@ -3,16 +3,23 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.engines._default_slots import DEFAULT_SLOTS
+from lit_rlsched.engines.worker import RolloutWorker, Worker
+from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.types import Event, Request
+
+if TYPE_CHECKING:
+    import torch
 
 
 class EngineBroken(RuntimeError):
     """An engine has lost a part of itself; what it held is lost, and only a new start helps."""
+
+
+class EngineDied(RuntimeError):
+    """The engine's process is gone; what it held is lost, and a new one has taken its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +34,9 @@ class EngineSpec:
     """Prompt plus completion, in tokens."""
     eos_token_ids: tuple[int, ...]
     """Every token that ends a completion."""
-    dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    policy: torch.nn.Module | None = None
+    dtype: "torch.dtype" = field(default_factory=lambda: _torch().float32)
+    device: "torch.device" = field(default_factory=lambda: _torch().device("cpu"))
+    policy: "torch.nn.Module | None" = None
     """The trainer's own Hugging Face model: an engine that decodes with it holds no second copy."""
     seed: int = 0
     kv_cache_bytes: int | None = None
@@ -80,13 +87,15 @@ class RolloutEngine(ABC):
     `max_tensor_parallel_size` above 1 takes a new value at its next `start`."""
     ends_with_process = False
     """Whether the process ends after `close`, and with it all that the engine holds."""
+    decodes_by_itself = False
+    """Whether it goes on while the caller does something else, in a process of its own."""
     kv_block: int | None = None
     """Tokens of the smallest piece of key-value cache; `None` where the cache is not paged and
     every slot has room for a whole completion. The number may change in `start`."""
     kv_capacity: int | None = None
     """Tokens of key-value cache the engine has room for, once started; `None`: it grows."""
 
-    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
+    def cache_dtype(self, spec: EngineSpec) -> "torch.dtype":
         """Precision that it computes in, key-value cache included; may be asked for before `start`.
 
         The check after a weight sync allows for its rounding, and where the engine is in another
@@ -112,6 +121,10 @@ class RolloutEngine(ABC):
         All that `stats` counts begins at zero.
         """
 
+    def make_worker(self, admission: Admission) -> Worker:
+        """What keeps the slots of the started engine filled, next to it wherever it is."""
+        return RolloutWorker(self, admission)
+
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests in.
@@ -135,7 +148,9 @@ class RolloutEngine(ABC):
         """Drop requests and free their memory; unknown ids are ignored."""
 
     @abstractmethod
-    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def sync_weights(
+        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
+    ) -> None:
         """Load the policy's weights, under their Hugging Face names, and forget cached prefixes.
 
         Raises:
@@ -161,12 +176,19 @@ class RolloutEngine(ABC):
         """Free everything; safe to call twice."""
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
     """Bytes of key-value cache a token takes in all layers of a plain attention model."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
+
+
+def _torch() -> Any:
+    """Imported when it is needed: a simulation does without."""
+    import torch
+
+    return torch
 
 
 def check_requests(

@@ -16,15 +16,18 @@ import torch
 from lit_rlsched.engines._watch import Watch
 from lit_rlsched.engines.base import (
     EngineBroken,
+    EngineDied,
     EngineSpec,
     EngineStats,
     Partial,
     RolloutEngine,
 )
 from lit_rlsched.engines.device_memory import give_back
+from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.platforms import require_posix
 from lit_rlsched.processes import ChildProcess, how_it_ended
+from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
 from lit_rlsched.scheduling.trace import Step
 from lit_rlsched.types import Event, Request
@@ -35,10 +38,6 @@ TIMED = ("start", "sync_weights", "sleep", "wake")
 """What may be asked and takes a time of its own; everything else waits for a step at most."""
 SHUTDOWN = 10.0
 """Seconds it may take to close the engine before it is killed."""
-
-
-class EngineDied(RuntimeError):
-    """The engine's process is gone; what it held is lost, and a new one has taken its place."""
 
 
 class ProcessEngine(RolloutEngine):
@@ -66,6 +65,8 @@ class ProcessEngine(RolloutEngine):
 
         RolloutDataModule(..., engine=ProcessEngine(VLLMEngine(gpu_memory_utilization=0.5)))
     """
+
+    decodes_by_itself = True
 
     def __init__(self, engine: RolloutEngine | None = None) -> None:
         if engine is None:
@@ -183,6 +184,10 @@ class ProcessEngine(RolloutEngine):
         file, self._file, self._weights = self._file, None, None
         if file is not None:
             file.close()
+
+    def make_worker(self, admission: Admission) -> RemoteWorker:
+        """The worker is in the engine's process; this stands for it here."""
+        return RemoteWorker(self, admission)
 
     @property
     def alive(self) -> bool:

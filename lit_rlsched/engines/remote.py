@@ -3,13 +3,15 @@
 import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.process import Child, EngineDied, ProcessEngine
-from lit_rlsched.engines.worker import RolloutWorker
+from lit_rlsched.engines.base import EngineDied
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, Request
+
+if TYPE_CHECKING:
+    from lit_rlsched.engines.process import Child, ProcessEngine
 
 
 class RemoteWorker:
@@ -27,7 +29,7 @@ class RemoteWorker:
         admission: Which waiting request takes a free slot.
     """
 
-    def __init__(self, engine: ProcessEngine, admission: Admission) -> None:
+    def __init__(self, engine: "ProcessEngine", admission: Admission) -> None:
         self.engine = engine
         self.admission = admission
         """As it was at the start: the one that works is in the other process."""
@@ -38,7 +40,7 @@ class RemoteWorker:
         """Tokens of each since it was submitted."""
         self._requests: dict[str, Request] = {}
         self._running: set[str] = set()
-        self._turns = self._ahead = False
+        self._take_turns = self._ahead = False
         self._going = False
         """Whether it was told to run ahead."""
         self._now = 0.0
@@ -46,15 +48,22 @@ class RemoteWorker:
         """The process that was told of this worker."""
         self._set_up()
 
+    def metrics(self) -> dict[str, float]:
+        """How often the process was replaced, and what it decoded beyond the round's end."""
+        return {
+            "rollout/engine_restarts": self.engine.restarts,
+            "rollout/ahead_steps": self.ahead_steps,
+        }
+
     @property
     def busy(self) -> bool:
         """Whether anything runs or waits."""
         return bool(self._requests)
 
-    def start_round(self, turns: bool, ahead: bool) -> None:
-        """See `RolloutWorker`."""
-        self._turns, self._ahead = turns, ahead
-        self._tell("start_round", turns, ahead)
+    def start_round(self, take_turns: bool, ahead: bool) -> None:
+        """See `Worker`."""
+        self._take_turns, self._ahead = take_turns, ahead
+        self._tell("start_round", take_turns, ahead)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests wait for a slot."""
@@ -198,7 +207,7 @@ class RemoteWorker:
             try:
                 child.prefill = self._most_prefill
                 child.call("admission", self.admission)
-                child.tell("worker", "start_round", self._turns, self._ahead)
+                child.tell("worker", "start_round", self._take_turns, self._ahead)
                 child.tell("worker", "submit", list(self._requests.values()))
                 self._known = child
                 return
@@ -217,10 +226,3 @@ class RemoteWorker:
         if expected is not None:
             expected = max(1.0, expected - len(told))
         return replace(request, prefix_ids=(*request.prefix_ids, *told), expected=expected)
-
-
-def make_worker(engine: RolloutEngine, admission: Admission) -> "RolloutWorker | RemoteWorker":
-    """The worker of a started engine: next to it, wherever it is."""
-    if isinstance(engine, ProcessEngine):
-        return RemoteWorker(engine, admission)
-    return RolloutWorker(engine, admission)

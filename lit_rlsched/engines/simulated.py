@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from lit_rlsched.engines.base import (
     EngineSpec,
@@ -17,10 +15,10 @@ from lit_rlsched.engines.base import (
     RolloutEngine,
     check_requests,
 )
-from lit_rlsched.engines.sampling import counter_uniform
+from lit_rlsched.scheduling.noise import counter_uniform
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.settings import check_finite
-from lit_rlsched.types import Event, FinishReason, Request
+from lit_rlsched.types import Event, FinishReason, LengthOnly, Request
 
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
 
@@ -42,6 +40,7 @@ class SimulatedEngine(RolloutEngine):
         per_running: seconds a step takes for each running request.
         per_kv_token: seconds a step takes for each token in the key-value cache.
         per_prefill_token: seconds for each prompt or prefix token of a new request.
+        length_only: True makes no tokens up: events have their number alone (`LengthOnly`).
         stream: False tells of a request only when it has finished, which is much faster with many
             slots; an aborted one's tokens are then in what `abort` returns, and nowhere else.
         max_jump: most decode steps of one `step`; 1 for the events of a real engine.
@@ -66,6 +65,7 @@ class SimulatedEngine(RolloutEngine):
         per_running: float = 5e-5,
         per_kv_token: float = 2e-8,
         per_prefill_token: float = 0.0,
+        length_only: bool = False,
         stream: bool = True,
         max_jump: int | None = None,
         vocab_size: int | None = None,
@@ -84,6 +84,7 @@ class SimulatedEngine(RolloutEngine):
             lengths = LogNormalLengths()
         self.length_of = lengths if callable(lengths) else TraceLengths(lengths)
         self.step_time_base, self.per_running, self.per_kv_token, self.per_prefill_token = costs
+        self.length_only = length_only
         self.stream = stream
         self.max_jump = max_jump
         self.vocab_size = vocab_size
@@ -146,7 +147,7 @@ class SimulatedEngine(RolloutEngine):
             self._drop(live)
         return {live.id: live.partial(self._step) for live in dropped}
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are running: abort them before a sync")
         self.version = version
@@ -177,8 +178,11 @@ class SimulatedEngine(RolloutEngine):
         """Make the whole completion up, or take the recorded one."""
         prefix, limit = len(request.prefix_ids), request.limit
         total = max(self.length_of(request), prefix + 1)  # one that is resumed draws at least one
-        seed = torch.tensor((request.seed + 2**63) % 2**64 - 2**63)
-        noise = counter_uniform(seed, torch.arange(prefix, min(total, limit))).numpy()
+        context = len(request.prompt_ids) + prefix
+        if self.length_only:
+            drawn: Any = LengthOnly(min(total, limit) - prefix)
+            return _Live(request.id, self._step, context, drawn, drawn, total <= limit)
+        noise = counter_uniform(request.seed % 2**64, np.arange(prefix, min(total, limit)))
         stops = total <= limit
         if hasattr(self.length_of, "token_ids"):
             token_ids = np.asarray(self.length_of.token_ids(request))[prefix:limit]
@@ -188,8 +192,8 @@ class SimulatedEngine(RolloutEngine):
             token_ids = self._words[(noise * len(self._words)).astype(np.int64)]
             if stops:
                 token_ids[-1] = self._spec.eos_token_ids[0]
-        context = len(request.prompt_ids) + prefix
-        return _Live(request.id, self._step, context, token_ids, np.log1p(-noise), stops)
+        logprobs = np.log1p(-noise).tolist()
+        return _Live(request.id, self._step, context, token_ids.tolist(), logprobs, stops)
 
     def _drop(self, live: "_Live") -> None:
         del self._live[live.id]
@@ -207,8 +211,8 @@ class _Live:
     """Decode steps taken when it came in."""
     context: int
     """Tokens of prompt and prefix."""
-    token_ids: np.ndarray
-    logprobs: np.ndarray
+    token_ids: list[int]
+    logprobs: list[float]
     stops: bool
     told: int = 0
     """Tokens that were in events."""
@@ -219,8 +223,8 @@ class _Live:
         reason: FinishReason | None = None
         if new.stop == len(self.token_ids):
             reason = "stop" if self.stops else "length"
-        return Event(self.id, self.token_ids[new].tolist(), self.logprobs[new].tolist(), reason)
+        return Event(self.id, self.token_ids[new], self.logprobs[new], reason)
 
     def partial(self, step: int) -> Partial:
         drawn = step - self.start
-        return Partial(self.token_ids[:drawn].tolist(), self.logprobs[:drawn].tolist())
+        return Partial(self.token_ids[:drawn], self.logprobs[:drawn])

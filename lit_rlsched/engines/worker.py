@@ -1,12 +1,62 @@
-"""One engine and the admission in front of it."""
+"""What stands between the round loop and an engine: slots are refilled, steps recorded."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
-from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, Request
+
+if TYPE_CHECKING:
+    from lit_rlsched.engines.base import RolloutEngine
+
+
+class Worker(Protocol):
+    """What the round loop drives: a `RolloutWorker`, here or in the engine's own process."""
+
+    admission: Admission
+    trace: RolloutTrace
+    """What ran when, in the last or current rollout."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs or waits."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the trace does not say of the rollout, `rollout/*`."""
+
+    def start_trace(self) -> RolloutTrace:
+        """Begin a new trace; nothing may be running."""
+
+    def start_round(self, take_turns: bool, ahead: bool) -> None:
+        """Say what holds for the round that is about to be submitted.
+
+        Args:
+            take_turns: Whether requests of `least_attained` order take turns.
+            ahead: Whether nothing that the caller does between two steps changes what the others
+                do. A worker in a process of its own then goes on without being asked.
+        """
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Let requests wait for a slot."""
+
+    def step(self) -> list[Event]:
+        """Refill the free slots and advance the engine.
+
+        A request that ended where it should pause has the finish reason `paused`; it is no longer
+        here, and goes on when it is submitted again.
+        """
+
+    def rekey(self, expected: Mapping[str, float]) -> None:
+        """New estimates of the tokens that waiting requests will draw, by id."""
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
+        """Drop these requests, or everything that runs or waits.
+
+        Returns:
+            The tokens that no event has told of yet, where they are known.
+        """
 
 
 class RolloutWorker:
@@ -17,10 +67,7 @@ class RolloutWorker:
         admission: Which waiting request takes a free slot.
     """
 
-    ahead_steps = 0
-    """Decode steps of the round that were made and not asked for: none."""
-
-    def __init__(self, engine: RolloutEngine, admission: Admission) -> None:
+    def __init__(self, engine: "RolloutEngine", admission: Admission) -> None:
         self.engine = engine
         self.admission = admission
         self.trace = self._new_trace()
@@ -33,15 +80,13 @@ class RolloutWorker:
         """Whether anything runs or waits."""
         return bool(self._drawn) or len(self.admission) > 0
 
-    def start_round(self, turns: bool, ahead: bool) -> None:
-        """Say what holds for the round that is about to be submitted.
+    def metrics(self) -> dict[str, float]:
+        """What the trace does not say of the round: nothing."""
+        return {}
 
-        Args:
-            turns: Whether requests of `least_attained` order take turns.
-            ahead: Whether nothing that the caller does between two steps changes what the others
-                do. A worker in a process of its own then goes on without being asked.
-        """
-        self.admission.turns = turns
+    def start_round(self, take_turns: bool, ahead: bool) -> None:
+        """See `Worker`; this one never runs ahead."""
+        self.admission.take_turns = take_turns
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests wait for a slot."""

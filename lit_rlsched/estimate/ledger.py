@@ -88,7 +88,9 @@ class Ledger:
         trainable = sum(p.numel() for p in run.trainable)
         engine = self.engine(run.slots(generations))
         stays = 1 if engine.held else 0
-        streams = 0 if run.datamodule.streaming is None else 1  # gradients during the rollout too
+        streams = (
+            0 if run.datamodule.schedule.streaming is None else 1
+        )  # gradients during the rollout too
         hp: Any = module.hparams
         dtype = _name(run.trainable[0].dtype)
         vocab = base_model(find_policy(module)).config.get_text_config().vocab_size
@@ -211,7 +213,7 @@ class Ledger:
                 "`VLLMEngine(kv_cache_gib=...)` or `gpu_memory_utilization`, or lower "
                 "`max_completion_length`."
             )
-        return data.admission(spec).slots
+        return self.run.startup.admission(spec).slots
 
     # What fits.
 

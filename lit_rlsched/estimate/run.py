@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoTokenizer
 
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.estimate.live import (
     LiveBytes,
@@ -25,6 +24,7 @@ from lit_rlsched.estimate.live import (
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.policy import find_policy
 from lit_rlsched.precision import to_like
+from lit_rlsched.startup import Startup
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.optimizers import is_fused
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling
@@ -70,15 +70,16 @@ class PlannedRun:
         for reference in references:
             to_like(reference, like)
         make_fake(module, *references)
-        self.spec = replace(self._planned(), device=torch.device(device))
-        self.token_bytes = datamodule.cache_bytes_per_token(self.spec)
+        self.startup = self._planned()
+        self.spec = replace(self.startup.spec, device=torch.device(device))
+        self.token_bytes = self.startup.cache_bytes_per_token(self.spec)
         self.spec = replace(self.spec, slots=self.slots(datamodule.num_generations))
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         for parameter in self.trainable:  # as after the first micro-batch
             parameter.grad = torch.empty_like(parameter)
         self._passes: dict[int, tuple[int, int]] = {}
 
-    def _planned(self) -> EngineSpec:
+    def _planned(self) -> Startup:
         trainer, module, data = self.trainer, self.module, self.datamodule
         data.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
         data.setup("fit")
@@ -86,12 +87,12 @@ class PlannedRun:
             if getattr(callback, "sets", None):  # the others may open files
                 callback.setup(trainer, module, "fit")
 
-        return data.engine_spec()
+        return Startup(data)
 
     @property
     def prompts(self) -> list[Prompt]:
         """All that the run reads."""
-        return self.datamodule._prompts.all
+        return self.startup.prompts.all
 
     @property
     def limit(self) -> int:
@@ -100,26 +101,19 @@ class PlannedRun:
 
     def slots(self, num_generations: int) -> int:
         """Completions that decode at once if groups were that large."""
-        data = self.datamodule
-        return data.slot_settings.engine_slots(
-            data.engine,
-            self.spec,
-            self.token_bytes,
-            data.most_completions(num_generations),
-            data._prompts.shortest,
-        )
+        return self.startup.slots(self.spec, num_generations)
 
     @property
     def most_prompts(self) -> int:
         """Prompts of the largest round."""
         data = self.datamodule
-        replaced = data.max_num_gen_batches * data.round_rule.update_prompts
-        return max(data.round_rule.most_prompts(), replaced)
+        replaced = data.schedule.max_num_gen_batches * data.schedule.rule.update_prompts
+        return max(data.schedule.rule.most_prompts(), replaced)
 
     def most_positions(self, num_generations: int) -> int:
         """Positions of an optimizer step in which every completion is as long as it may get."""
         data = self.datamodule
-        prompts = -(-data.round_rule.update_prompts // data.steps_per_round)
+        prompts = -(-data.schedule.rule.update_prompts // data.steps_per_round)
         return prompts * num_generations * self.spec.max_model_len
 
     # Bytes that the passes take, on fake tensors.
@@ -169,7 +163,7 @@ class PlannedRun:
 
     def micro_batch(self, positions: int) -> MicroBatch:
         """As many full-length completions as fit into so many positions; prompts fill the rest."""
-        data, prompt = self.datamodule, self.datamodule._prompts.shortest
+        data, prompt = self.datamodule, self.startup.prompts.shortest
         rows = max(1, positions // (prompt + self.limit))
         return fake_batch(
             rows,
@@ -189,7 +183,7 @@ class PlannedRun:
         spec, data = self.spec, self.datamodule
         engine = TransformersEngine()
         engine.start(replace(spec, device=torch.device("cpu"), policy=find_policy(self.module)))
-        longest = data._prompts.longest
+        longest = self.startup.prompts.longest
         sampling = replace(data.sampling, max_completion_length=self.limit)
         # different prompts for each group: those of a group are computed once
         requests = [

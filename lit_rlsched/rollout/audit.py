@@ -84,34 +84,34 @@ class Harvest:
         return sum(a.tokens for a in self.discarded) + self.drafts.rejected_tokens
 
 
-def restart_stale(groups: Iterable[Group], version: int, policy: RoundRule) -> list[Attempt]:
-    """Begin anew what is older than the policy allows; what it was."""
-    if policy.max_staleness is None:
+def restart_stale(groups: Iterable[Group], version: int, rule: RoundRule) -> list[Attempt]:
+    """Begin anew what is older than the rule allows; what it was."""
+    if rule.max_staleness is None:
         return []
-    most = policy.max_staleness
+    most = rule.max_staleness
     return _restart([c for g in groups for c in g.completions if c.staleness(version) > most])
 
 
 def settle(
-    groups: Sequence[Group], policy: RoundRule, state: RoundState, stale: Sequence[Attempt]
+    groups: Sequence[Group], rule: RoundRule, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:
     """After a round: what is trained on, and what is left of the rest.
 
     Args:
         groups: The round's.
-        policy: The round's.
+        rule: The round's.
         state: In which it ended.
         stale: What was thrown away before it began.
     """
     begun = [c for g in groups for c in (*g.completions, *state.stopped.get(g.id, ()))]
     ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
-    trained, left = policy.settle(groups, state)
+    trained, left = rule.settle(groups, state)
     stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
     unfinished, drafted = [], []
-    if policy.max_staleness == 0:
+    if rule.max_staleness == 0:
         kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
         lost = [c for key, (c, _) in ran.items() if key not in kept]
-        waits = {id(c) for g in left for c in g.completions} if policy.keeps_drafts else set()
+        waits = {id(c) for g in left for c in g.completions} if rule.keeps_drafts else set()
         drafted = [ran[id(c)][1] for c in lost if id(c) in waits]
         unfinished = _restart(c for c in lost if id(c) not in waits)
         for completion in (c for c in lost if id(c) in waits):

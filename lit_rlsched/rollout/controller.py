@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.worker import RolloutWorker
+from lit_rlsched.engines.worker import Worker
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
-from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
+from lit_rlsched.types import Completion, Event, Group, Request, Sample, frozen, stable_hash
 
 HEED_SECONDS = 0.5
 """Longest wait for a score without a look at whether to stop."""
@@ -53,7 +52,7 @@ class Feedback:
 
 
 class RolloutController:
-    """Runs a round's groups to the end its policy defines. Knows nothing of torch or Lightning.
+    """Runs a round's groups to the end that its rule defines. Knows nothing of torch or Lightning.
 
     With a predictor, every completion first decodes `probe_tokens` tokens and pauses; what is left
     of it is then predicted, and the admission orders what waits by that. A pause changes no token.
@@ -73,7 +72,7 @@ class RolloutController:
 
     def __init__(
         self,
-        worker: RolloutWorker | RemoteWorker,
+        worker: Worker,
         scorer: Scorer,
         *,
         seed: int,
@@ -106,24 +105,24 @@ class RolloutController:
         self._probe = 0
         self._lengths: CalibratedPredictor | None = None
         self._feedback = Feedback()
-        self._policy: RoundRule = FullRound(0)
+        self._rule: RoundRule = FullRound(0)
         self._patience = 0.0
 
     @property
     def state(self) -> RoundState:
-        """Of the round, as its policy sees it."""
+        """Of the round, as its rule sees it."""
         return self._state
 
     @property
     def waits_for_scores(self) -> bool:
         """Whether the round may wait for scores while it decodes."""
         feedback = self._feedback.stop or self._feedback.more
-        return bool(feedback) or self._policy.patience is not None
+        return bool(feedback) or self._rule.patience is not None
 
     def run(
         self,
         groups: Sequence[Group],
-        policy: RoundRule,
+        rule: RoundRule,
         version: int,
         salt: str = "",
         predict: bool = False,
@@ -136,20 +135,20 @@ class RolloutController:
         Args:
             groups: The round's groups; completions with tokens are resumed after those, before
                 others are begun, and finished ones are scored unless they are.
-            policy: Says when the round is over; what is unfinished then is aborted.
+            rule: Says when the round is over; what is unfinished then is aborted.
             version: Policy version of the engine's weights.
             salt: Keeps the seeds of another use of the same prompts (validation) apart.
             predict: Whether these completions are predicted and learned from.
             feedback: What scores change while the round decodes; by default nothing.
         """
-        self._version, self._salt, self._policy = version, salt, policy
-        self._patience = policy.patience or 0.0
+        self._version, self._salt, self._rule = version, salt, rule
+        self._patience = rule.patience or 0.0
         self._feedback, self.waited = feedback or Feedback(), 0.0
         self._lengths = lengths = self.lengths if predict else None
         if lengths is not None:
             lengths.start_round()
         samples = [Sample(g, c) for g in groups for c in g.completions]
-        self._state = RoundState(list(groups), len(samples), patient=policy.patience is not None)
+        self._state = RoundState(list(groups), len(samples), patient=rule.patience is not None)
         self._came_finished = []
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
@@ -160,19 +159,19 @@ class RolloutController:
             waits = waits or self.worker.admission.budget is not None
             self._probe = self.probe_tokens if lengths is not None and waits else 0
             self.worker.start_round(
-                turns=not policy.discards(self._state), ahead=not self._intervenes(waits)
+                take_turns=not rule.discards(self._state), ahead=not self._intervenes(waits)
             )
             self._submit(samples)
             yield from self._react([])  # to drafts that were kept whole: they may be enough
-            while self._live and not policy.done(self._state):
+            while self._live and not rule.done(self._state):
                 self._heed()
                 events = self.worker.step()
                 self._state.final = len(self._state.decoded)  # who comes now comes after them
                 yield from self._react(self._take(events))
             self._take(self.worker.abort())
             self._state.patient = False
-            races = policy.patience is not None
-            while self.scorer.pending and not (races and policy.done(self._state)):
+            races = rule.patience is not None
+            while self.scorer.pending and not (races and rule.done(self._state)):
                 self._heed()
                 self.scorer.wait(HEED_SECONDS)
                 yield from self._scored()
@@ -181,6 +180,10 @@ class RolloutController:
             self.scorer.cancel()
             self._live.clear()
 
+    def end_predictions(self) -> dict[str, float]:
+        """Let the predictor learn from a round that came to its end; how good it was."""
+        return {} if self.lengths is None else self.lengths.end_round()
+
     def _intervenes(self, waits: bool) -> bool:
         """Whether what is done between two steps may change what other completions do.
 
@@ -188,7 +191,7 @@ class RolloutController:
         """
         if self._feedback.more:
             return True
-        stops = self._feedback.stop is not None or self._policy.stops_groups
+        stops = self._feedback.stop is not None or self._rule.stops_groups
         pauses = self._lengths is not None or self.worker.admission.pauses
         return waits and (stops or pauses)
 
@@ -207,7 +210,7 @@ class RolloutController:
             if all(c is not completion for c in group.completions):
                 continue  # the group had enough
             self._on_completion(completion)
-            enough = self._policy.enough(group, self._state)
+            enough = self._rule.enough(group, self._state)
             if enough is not None:
                 yield self._stop(group, enough)
             elif group.complete:
@@ -247,7 +250,7 @@ class RolloutController:
 
     def _race(self) -> Iterator[Group]:
         """Wait for the scores of those that are ahead, while the round has patience left."""
-        while self._state.patient and self._policy.awaits(self._state):
+        while self._state.patient and self._rule.awaits(self._state):
             self._patience -= self._wait(self._patience)
             self._state.patient = self._patience > 0
             yield from self._scored()
@@ -298,7 +301,7 @@ class RolloutController:
                     self.seed, sample.group, sample.completion, self._version, self._salt
                 ),
                 sampling=sample.group.sampling,
-                prefix_ids=tuple(sample.completion.token_ids),
+                prefix_ids=frozen(sample.completion.token_ids),
                 pause_at=probe if len(sample.completion.token_ids) < probe else None,
             )
             for sample in samples
@@ -374,7 +377,7 @@ class RolloutController:
             if expected is not None:
                 expected = max(1.0, expected - (drawn - len(request.prefix_ids)))
             request = replace(
-                request, prefix_ids=tuple(sample.completion.token_ids), expected=expected
+                request, prefix_ids=frozen(sample.completion.token_ids), expected=expected
             )
             if request.pause_at is not None and drawn >= request.pause_at:
                 request = replace(request, pause_at=None)

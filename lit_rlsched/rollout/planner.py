@@ -1,12 +1,45 @@
 """Which prompts a round decodes: those that wait in the pool, and the next ones of the data."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
-from lit_rlsched.data.source import DomainSource
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
+
+
+class Drawn(Protocol):
+    """A prompt that was drawn."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Itself."""
+
+    @property
+    def key(self) -> str:
+        """Names this visit to the prompt, and the group that is made of it."""
+
+
+class Source(Protocol):
+    """Where prompts come from, such as a `DomainSource`."""
+
+    @property
+    def domains(self) -> Collection[str | None]:
+        """Of its prompts."""
+
+    def draw(
+        self, n: int, besides: Collection[str] = (), domain: str | None = None
+    ) -> Sequence[Drawn]:
+        """Take the next `n` prompts of a domain, but for those with these uids."""
+
+    def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
+        """How many prompts of a domain can be drawn beside these."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
 
 
 class RoundPlanner:
@@ -23,51 +56,49 @@ class RoundPlanner:
 
     def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
         self.pool = pool
-        self.source: DomainSource | None = None
+        self.source: Source | None = None
         """Where the next prompts come from, once they are known."""
         self.sampling = sampling
         self.num_generations = num_generations
 
-    def connect(self, source: DomainSource) -> None:
+    def connect(self, source: Source) -> None:
         """Draw from `source`; one of the same domains goes on where it was."""
-        if self.source is None or self.source.sources.keys() != source.sources.keys():
+        if self.source is None or set(self.source.domains) != set(source.domains):
             self.source = source
 
-    def plan(self, policy: RoundRule) -> list[Group]:
+    def plan(self, rule: RoundRule) -> list[Group]:
         """The groups of the next round."""
-        for domain, n in policy.draws(list(self.pool)):
-            self._draw(n, domain, policy)
-        return [group.copy() for group in policy.plan(list(self.pool))]
+        for domain, n in rule.draws(list(self.pool)):
+            self._draw(n, domain, rule)
+        return [group.copy() for group in rule.plan(list(self.pool))]
 
-    def replacement(
-        self, group: Group, planned: Sequence[Group], policy: RoundRule
-    ) -> Group | None:
+    def replacement(self, group: Group, planned: Sequence[Group], rule: RoundRule) -> Group | None:
         """Another group for the same round; `None`: every prompt of its domain is in the pool.
 
         Args:
             group: In place of which.
             planned: The round's groups so far.
-            policy: The round's.
+            rule: The round's.
         """
         # one that a round cut short had drawn, or the next of the data
         ids, late = {g.id for g in planned}, group.deferred > 0
-        domain = policy.domain_of(group.prompt)
+        domain = rule.domain_of(group.prompt)
         for other in self.pool:
-            fits = late or policy.domain_of(other.prompt) == domain
+            fits = late or rule.domain_of(other.prompt) == domain
             if fits and other.id not in ids and (other.deferred > 0) == late:
                 return other.copy()
         assert self.source is not None
         if not self.source.left(self._uids, domain):
             return None
-        (drawn,) = self._draw(1, domain, policy)
+        (drawn,) = self._draw(1, domain, rule)
         return drawn.copy()
 
-    def _draw(self, n: int, domain: str | None, policy: RoundRule) -> list[Group]:
+    def _draw(self, n: int, domain: str | None, rule: RoundRule) -> list[Group]:
         """Take the next prompts of a domain that are not in the pool into it."""
         assert self.source is not None
         drawn = []
         for draw in self.source.draw(n, self._uids, domain):
-            launched = policy.launched(self.num_generations)
+            launched = rule.launched(self.num_generations)
             completions = [Completion(i) for i in range(launched)]
             drawn.append(Group(draw.key, draw.prompt, self.sampling, completions))
             self.pool.add(drawn[-1])

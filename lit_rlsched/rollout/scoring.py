@@ -1,5 +1,6 @@
 """From a finished completion's tokens to its scores."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -35,6 +36,23 @@ class Scorer:
         self.scores = scores
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Of the reward functions."""
+        return list(self.scheduler.names)
+
+    def turn(self) -> None:
+        """Look at the reward workers, which wait for somebody to do so."""
+        self.scheduler.turn()
+
+    def failures(self) -> Counter[str]:
+        """What went wrong in reward functions until now: `rewards/<func>/*`."""
+        return Counter(self.scheduler.counters())
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.scheduler.close()
 
     @property
     def pending(self) -> int:

@@ -1,30 +1,26 @@
-"""Engine, rewards and controller of one run, kept in step with the policy that is trained."""
+"""A started engine with what scores its completions: rollouts under the weights of the moment."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from inspect import GEN_RUNNING, getgeneratorstate
-
-from torch import nn
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.device_memory import give_back
-from lit_rlsched.engines.process import EngineDied, ProcessEngine
-from lit_rlsched.engines.remote import make_worker
-from lit_rlsched.finite import check_weights
-from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.training.sync_probe import SyncProbe
-from lit_rlsched.types import Completion, Group, Prompt
+from lit_rlsched.types import Completion, Group
+
+Sync = Callable[[int], Mapping[str, float]]
+"""Brings the engine to the weights of a policy version; gives what it measured."""
 
 
 class RolloutSession:
-    """Draws and scores completions under the weights of the moment.
+    """Draws and scores completions; the engine has the weights of the moment.
 
     Args:
         engine: An engine that was not started yet; the session starts and closes it.
@@ -32,11 +28,9 @@ class RolloutSession:
         admission: Makes, each time the engine has started, what decides which request takes a free
             slot.
         scorer: Scores finished completions.
-        policy: The model that is trained.
+        sync: Called before every rollout, also under the same version: a callback may have swapped
+            weights for validation and back.
         seed: The run's seed.
-        probe: Two prompts for the check after each weight sync; none switches it off.
-        probe_temperature: The temperature they are drawn at.
-        forward_context: The Trainer's precision context for the trainer's side of that check.
         lengths: See `RolloutController`.
         probe_tokens: See `RolloutController`.
         on_completion: See `RolloutController`.
@@ -50,12 +44,9 @@ class RolloutSession:
         spec: EngineSpec,
         admission: Callable[[], Admission],
         scorer: Scorer,
-        policy: nn.Module,
+        sync: Sync = lambda version: {},
         *,
         seed: int,
-        probe: Sequence[Prompt] = (),
-        probe_temperature: float = 1.0,
-        forward_context: Callable[[], AbstractContextManager] = nullcontext,
         lengths: CalibratedPredictor | None = None,
         probe_tokens: int = 0,
         on_completion: Callable[[Completion], None] = lambda completion: None,
@@ -64,22 +55,15 @@ class RolloutSession:
     ) -> None:
         self.engine = engine
         self.spec = spec
-        self.policy = policy
         self.scorer = scorer
-        self.max_logp_diff: float | None = None
-        """Largest difference the last probe saw."""
-        probed = list(probe)[: spec.slots]
-        self._probe: SyncProbe | None = None
-        if probed:
-            self._probe = SyncProbe(
-                engine, spec, policy, probed, probe_temperature, forward_context
-            )
+        self._sync = sync
+        self._synced: Mapping[str, float] = {}
         self._admission = admission
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         try:
             give_back(spec.device)
             engine.start(spec)
-            worker = make_worker(engine, admission())
+            worker = engine.make_worker(admission())
         except BaseException:
             engine.close()  # nobody else knows that it may have begun
             raise
@@ -102,25 +86,20 @@ class RolloutSession:
     def failures(self) -> Counter[str]:
         """What went wrong with single completions until now, validation included."""
         drops = {f"dropped/{why}": count for why, count in self.controller.drops.items()}
-        return Counter(drops | self.scorer.scheduler.counters())
+        return Counter(drops) + self.scorer.failures()
 
     def metrics(self) -> dict[str, float]:
-        """What the last rollout met beside its trace: waits, restarts, the last probe."""
+        """What the last rollout met beside its trace: waits, restarts, the last sync."""
         figures: dict[str, float] = {}
         if self.controller.waits_for_scores:
             figures["rollout/score_wait_seconds"] = self.controller.waited
-        if isinstance(self.engine, ProcessEngine):
-            figures["rollout/engine_restarts"] = self.engine.restarts
-            figures["rollout/ahead_steps"] = self.controller.worker.ahead_steps
-        if self.max_logp_diff is not None:
-            figures["sync/max_logp_diff"] = self.max_logp_diff
-        return figures
+        return figures | self.controller.worker.metrics() | dict(self._synced)
 
     def rollout(
         self,
         groups: Sequence[Group],
         version: int,
-        policy: RoundRule | None = None,
+        rule: RoundRule | None = None,
         salt: str = "",
         predict: bool = False,
         feedback: Feedback | None = None,
@@ -131,9 +110,9 @@ class RolloutSession:
         not run to its end is dropped when the next one starts.
         """
         self._rollout.close()
-        policy = policy or FullRound(len(groups))
+        rule = rule or FullRound(len(groups))
         self._rollout = self._run(
-            version, self.controller.run(groups, policy, version, salt, predict, feedback)
+            version, self.controller.run(groups, rule, version, salt, predict, feedback)
         )
         return self._rollout
 
@@ -141,7 +120,7 @@ class RolloutSession:
         give_back(self.spec.device)
         self.engine.wake()
         try:
-            self.sync(version)
+            self._synced = self._sync(version)
             self.controller.worker.start_trace()
             yield from groups
         finally:
@@ -167,28 +146,11 @@ class RolloutSession:
         self.engine.tensor_parallel_size = tensor_parallel_size
         give_back(self.spec.device)
         self.engine.start(self.spec)
-        self.controller.worker = make_worker(self.engine, self._admission())
-
-    def sync(self, version: int) -> None:
-        """Load the policy's weights into the engine and check that it has them.
-
-        Before every rollout, also under the same version: a callback may have swapped weights for
-        validation and back.
-
-        Raises:
-            FloatingPointError: a weight is NaN or infinite: no engine gets it.
-            RuntimeError: the engine does not decode with these weights.
-        """
-        check_weights(self.policy)
-        self.engine.sync_weights(named_weights(self.policy), version)
-        while self._probe is not None:
-            with suppress(EngineDied):  # the next one has the weights, and not the probes
-                self.max_logp_diff = self._probe.check(version)
-                return
+        self.controller.worker = self.engine.make_worker(self._admission())
 
     def close(self) -> None:
         """Free the engine and the reward workers, whatever else goes wrong."""
         with ExitStack() as stack:
-            stack.callback(self.scorer.scheduler.close)
+            stack.callback(self.scorer.close)
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)

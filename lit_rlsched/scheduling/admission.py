@@ -84,7 +84,7 @@ class Admission:
         self.budget = budget
         self.refill = refill
         self.order = order
-        self.turns = True
+        self.take_turns = True
         """Whether requests of `least_attained` order take turns in this round."""
         self._paused: deque[Request] = deque()
         self._probes: deque[Request] = deque()
@@ -200,7 +200,7 @@ class Admission:
     def _lease(self, request: Request, room: int) -> Request:
         """The request as it is let in: whole in rounds, or where it makes nobody wait."""
         lease = request.sampling.max_completion_length
-        if self.order == "least_attained" and self.turns and len(self) > len(self._free):
+        if self.order == "least_attained" and self.take_turns and len(self) > len(self._free):
             lease = -(-lease // TURNS)
         if self.budget is not None:
             coming = min(len(self), len(self._free))

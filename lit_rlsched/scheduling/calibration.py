@@ -1,12 +1,11 @@
 """How good length predictions are, and what to do where they are not."""
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torchmetrics.functional import mean_absolute_error, spearman_corrcoef
 
 from lit_rlsched.scheduling.length_prediction import (
     LengthPredictor,
@@ -124,11 +123,9 @@ class CalibratedPredictor:
         self.history.observe(finished)
         metrics = {"length_prediction/invalid": float(self.invalid)}
         if pairs:
-            expected, from_history, remaining, have, capped = torch.tensor(
-                pairs, dtype=torch.float64
-            ).T
+            expected, from_history, remaining, have, capped = np.array(pairs, dtype=float).T
             for name, predicted in (("", expected), ("history_", from_history)):
-                for key, value in _calibration(predicted, remaining, have, capped.bool()).items():
+                for key, value in _calibration(predicted, remaining, have, capped > 0).items():
                     metrics[f"length_prediction/{name}{key}"] = value
             self._average(len(pairs), metrics)
         metrics["length_prediction/fallback"] = float(self.fallback)
@@ -172,7 +169,7 @@ class CalibratedPredictor:
     def _valid(self, predictions: Any, otherwise: np.ndarray) -> np.ndarray:
         """The predictions, and the history's where they make no sense."""
         try:
-            if isinstance(predictions, torch.Tensor):
+            if _is_tensor(predictions):
                 predictions = predictions.detach().double().cpu()
             values = np.array(predictions, dtype=float)
         except (TypeError, ValueError):
@@ -218,27 +215,42 @@ class CalibratedPredictor:
 
 
 def _calibration(
-    predicted: torch.Tensor, remaining: torch.Tensor, have: torch.Tensor, capped: torch.Tensor
+    predicted: np.ndarray, remaining: np.ndarray, have: np.ndarray, capped: np.ndarray
 ) -> dict[str, float]:
     """Error (tokens), rank correlation and coverage of capped completions; all arguments `[N]`."""
-    metrics = {"mae": mean_absolute_error(predicted, remaining).item(), "rank_correlation": 0.0}
-    if predicted.unique().numel() > 1 and remaining.unique().numel() > 1:
-        metrics["rank_correlation"] = spearman_corrcoef(predicted, remaining).item()
+    error = float(np.abs(predicted - remaining).mean())
+    metrics = {"mae": error, "rank_correlation": 0.0}
+    if len(np.unique(predicted)) > 1 and len(np.unique(remaining)) > 1:
+        correlation = np.corrcoef(_ranks(predicted), _ranks(remaining))[0, 1]  # Spearman's
+        metrics["rank_correlation"] = float(correlation)
     if capped.any():
         metrics["cap_coverage"] = _coverage(predicted + have, capped)
     return metrics
 
 
-def _coverage(predicted: torch.Tensor, capped: torch.Tensor) -> float:
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks `[N]`, where equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends: np.ndarray = counts.cumsum()
+    return (ends - (counts - 1) / 2)[inverse]
+
+
+def _coverage(predicted: np.ndarray, capped: np.ndarray) -> float:
     """R-precision: of the R capped completions, the share among the R longest predicted.
 
-    torchmetrics' lets the order of the data decide where predictions are equal, as they often are.
+    Where predictions are equal, as they often are, the order of the data decides nothing.
     """
     count = int(capped.sum())
-    least = predicted.sort(descending=True).values[count - 1]
+    least = np.sort(predicted)[-count]
     above, equal = predicted > least, predicted == least
     places = count - int(above.sum())
-    return (capped[above].sum() + places * capped[equal].double().mean()).item() / count
+    return float(capped[above].sum() + places * capped[equal].mean()) / count
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a tensor; where torch was not imported, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _check_plain(name: str, state: Any) -> None:
@@ -249,7 +261,7 @@ def _check_plain(name: str, state: Any) -> None:
     elif isinstance(state, list | tuple):
         for i, value in enumerate(state):
             _check_plain(f"{name}[{i}]", value)
-    elif not (state is None or type(state) in (bool, int, float, str, torch.Tensor)):
+    elif not (state is None or type(state) in (bool, int, float, str) or _is_tensor(state)):
         raise ValueError(
             f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
             "Keep numbers, strings, tensors, and lists and dicts of them."

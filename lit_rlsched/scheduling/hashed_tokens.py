@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lit_rlsched.scheduling.noise import splitmix64
 from lit_rlsched.types import Sample
 
 
@@ -53,7 +54,7 @@ class HashedTokens:
         values: np.ndarray,
     ) -> None:
         """Add each value to a column of its owner's row that key and salt decide."""
-        bits = _mix(keys + _mix(np.atleast_1d(salt).astype(np.uint64)))
+        bits = splitmix64(keys + splitmix64(np.atleast_1d(salt).astype(np.uint64)))
         signs = 1.0 - 2.0 * (bits >> np.uint64(63))
         columns = (bits % np.uint64(self.size)).astype(np.int64)
         np.add.at(features.reshape(-1), owners * self.size + columns, signs * values)
@@ -70,7 +71,7 @@ def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.nd
 def _pairs(ids: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A key for each two neighbours of the same owner, and the owner."""
     inside = owners[:-1] == owners[1:]
-    return (_mix(ids[:-1]) + ids[1:])[inside], owners[1:][inside]
+    return (splitmix64(ids[:-1]) + ids[1:])[inside], owners[1:][inside]
 
 
 def _unique(keys: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -80,11 +81,3 @@ def _unique(keys: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarra
     first = np.ones(len(keys), dtype=bool)
     first[1:] = (keys[1:] != keys[:-1]) | (owners[1:] != owners[:-1])
     return keys[first], owners[first], np.diff(np.flatnonzero(first), append=len(keys))
-
-
-def _mix(keys: np.ndarray) -> np.ndarray:
-    """Spread 64-bit keys (the finalizer of SplitMix64): the same on every platform."""
-    keys = (keys + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return keys ^ (keys >> np.uint64(31))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lit_rlsched.scheduling.hashed_tokens import HashedTokens
 from lit_rlsched.settings import check_finite
@@ -62,6 +61,13 @@ def within_limit(samples: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
         [sample.group.sampling.max_completion_length for sample in samples], dtype=float
     )
     return np.clip(tokens, 1.0, np.maximum(caps - drawn(samples), 1.0))
+
+
+def tensor(values: np.ndarray) -> Any:
+    """A tensor, which `torch.load(weights_only=True)` takes; torch is imported for it alone."""
+    import torch
+
+    return torch.tensor(values)
 
 
 class PromptHistory(LengthPredictor):
@@ -139,11 +145,11 @@ class PromptHistory(LengthPredictor):
 
     def state_dict(self) -> dict[str, Any]:
         """The histogram, and the prompts in the order in which they would be forgotten."""
-        ratios = torch.tensor(list(self._prompts.values()), dtype=torch.float64).reshape(-1, 2)
+        ratios = np.array(list(self._prompts.values()), dtype=float).reshape(-1, 2)
         return {
-            "histogram": torch.tensor(self._histogram),
+            "histogram": tensor(self._histogram),
             "uids": list(self._prompts),
-            "ratios": ratios,
+            "ratios": tensor(ratios),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -307,8 +313,8 @@ class TokenConditioned(LengthPredictor):
     def state_dict(self) -> dict[str, Any]:
         """The regression and the history."""
         return {
-            "gram": torch.tensor(self._gram),
-            "moment": torch.tensor(self._moment),
+            "gram": tensor(self._gram),
+            "moment": tensor(self._moment),
             "came": self._came,
             "predicted": self._predicted,
             "history": self.history.state_dict(),

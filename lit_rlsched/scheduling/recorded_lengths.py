@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
-
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Request, stable_hash
 
@@ -114,5 +112,7 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
         return pq.read_table(path).to_pylist()
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

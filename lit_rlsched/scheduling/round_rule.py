@@ -10,9 +10,9 @@ from lit_rlsched.types import Completion, Group, Prompt
 
 @dataclass(slots=True)
 class RoundState:
-    """What a round policy may look at: what is planned, and what is decoded of it.
+    """What a rule may look at: what is planned, and what is decoded of it.
 
-    Unless a policy races for scores they do not count, and so neither does how long reward
+    Unless a rule races for scores they do not count, and so neither does how long reward
     functions take: when a round ends follows from its seeds and its schedule alone.
     """
 
@@ -130,7 +130,7 @@ class RoundRule(ABC):
     def done(self, state: RoundState) -> bool:
         """Whether the round has what it needs, asked after each step while some still decode."""
 
-    def certain(self, state: RoundState) -> Sequence[Group]:
+    def final_groups(self, state: RoundState) -> Sequence[Group]:
         """What is decoded and will be trained on in this round, whatever comes: in that order.
 
         Where scores are awaited, one may yet drop out, if nothing can be trained on of it; none

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from lit_rlsched.types import Sample
 
@@ -26,6 +25,7 @@ class SampleEncoder:
     """
 
     def __init__(self, name: str) -> None:
+        import torch
         from transformers import AutoModel, AutoTokenizer
 
         try:
@@ -48,7 +48,6 @@ class SampleEncoder:
         """Say how the policy's token ids become text."""
         self._decode = decode
 
-    @torch.no_grad()
     def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
         """Encode prompt and drawn tokens of each sample.
 
@@ -63,9 +62,13 @@ class SampleEncoder:
         )
 
     def _encode(self, texts: list[str]) -> np.ndarray:
+        import torch
+
         batch = self._tokenizer(
             texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
         )
         mask = batch["attention_mask"][..., None]
-        hidden = (self._model(**batch).last_hidden_state * mask).sum(1)  # the norm divides it away
+        with torch.no_grad():
+            states = self._model(**batch).last_hidden_state
+        hidden = (states * mask).sum(1)  # the norm divides their number away
         return (SCALE * torch.nn.functional.normalize(hidden, dim=-1)).double().numpy()

@@ -143,7 +143,7 @@ class TailRound(RoundRule):
         """Where there is a race."""
         return len(state.planned) > self.update_prompts
 
-    def certain(self, state: RoundState) -> Sequence[Group]:
+    def final_groups(self, state: RoundState) -> Sequence[Group]:
         """An update's worth of those that were decoded first."""
         final = state.decoded[: state.final]
         return self._first((group for group in final if not _useless(group)), state)

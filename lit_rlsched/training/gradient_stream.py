@@ -57,7 +57,7 @@ class GradientStream:
         self._version = version
         self._divisor = divisor
         self._meanwhile = meanwhile
-        self._first = streaming.start * update.policy.update_prompts
+        self._first = streaming.start * update.rule.update_prompts
         self._parts: list[OptimizerStep] = []
         self._taken: set[str] = set()
         self._pending: list[Group] = []
@@ -65,7 +65,7 @@ class GradientStream:
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
         """Compute what is ready; the trace takes down when."""
-        for group in self._update.policy.certain(state):
+        for group in self._update.rule.final_groups(state):
             if group.id in self._taken:
                 continue
             if not group.complete:
@@ -98,7 +98,7 @@ class GradientStream:
         # copies: what a selection drops must not look useless to a race that goes on
         copies = [group.copy() for group in groups]
         valued = Round(self._number, self._version, copies)
-        self._update.value(valued)
+        self._update.assign_advantages(valued)
         part = self._update.part_of_step(valued, self._divisor)
         self._update.learner.accumulate(part)
         self._parts.append(part)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lit_rlsched.rollout.buffer import pack, unpack
+from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs

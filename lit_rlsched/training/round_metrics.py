@@ -59,10 +59,10 @@ def measure(
         "rollout/trained_over_drawn_length": length_bias(
             [len(row.completion.token_ids) for row in trained], harvest.ran
         ),
-        **(staleness_metrics(kept, round.version) if update.policy.off_policy else {}),
+        **(staleness_metrics(kept, round.version) if update.rule.off_policy else {}),
         **(selection_metrics(round, harvest) if update.selection else {}),
         **(harvest.drafts.metrics() if harvest.drafts.tokens else {}),
-        **update.policy.metrics(planned),
+        **update.rule.metrics(planned),
     }
 
 

@@ -1,7 +1,7 @@
 """Which of a round's completions are trained on."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -57,21 +57,18 @@ def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:
     return reward_matrix([group], weights)[0].numpy()
 
 
-def replace_uninformative(
-    group: Group, weights: Sequence[float], another: Callable[[Group], Group | None]
-) -> Group | None:
-    """Drop a group from which nothing can be learned; what is drawn in its place, if anything.
+def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
+    """Whether nothing can be learned from a scored group, which is then dropped.
 
     Args:
         group: Drawn and scored.
         weights: Of the reward functions.
-        another: Gives, if there is one, a group to draw in place of one.
     """
     rewards = group_rewards(group, weights)
     if informative(rewards):
-        return None
+        return False
     drop(group, rewards, "uninformative")
-    return another(group)
+    return True
 
 
 @dataclass(slots=True)

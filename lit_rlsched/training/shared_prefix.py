@@ -2,18 +2,21 @@
 
 A row of `input_ids` is then a prompt followed by completions that do not see each other: the model
 is given a 4-D attention mask and positions that go on from the prompt for each completion. Which
-completions share a row, `data.batching.share_prompts` decides.
+completions share a row, `micro_batches.share_prompts` decides.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rlsched.policy import base_model, context_length
+from lit_rlsched.training.lm_head import tolerance
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.micro_batches import PromptRow, RowCost, share_prompts
 from lit_rlsched.types import Sample
@@ -159,3 +162,63 @@ def _encode(
         for w, g in zip(weights, gradients, strict=True)
     ]
     return logp.detach()[completion_mask(lengths)], torch.cat(flat).to(logp.dtype)
+
+
+class Sharing:
+    """Whether completions may share a prompt: known once some were encoded both ways."""
+
+    def __init__(self) -> None:
+        self.works: bool | None = None
+        """`None`: not tried yet. In the module's checkpoint."""
+
+    def cost(
+        self,
+        model: nn.Module,
+        rows: Sequence[Sample],
+        micro_batch_tokens: int,
+        forward_context: Callable[[], AbstractContextManager],
+    ) -> RowCost | None:
+        """By what cost completions share a prompt, or `None`: they do not.
+
+        Args:
+            model: The policy.
+            rows: Completions that are about to be laid out; the first that would share are tried.
+            micro_batch_tokens: Most positions of a row.
+            forward_context: The Trainer's precision context.
+        """
+        if self.works is False or obstacle(model) is not None:
+            return None
+        cost = row_cost(model)
+        if self.works is None:
+            tried = first_shared(rows, cost, micro_batch_tokens)
+            if tried is not None:
+                self.works = _gets_it_right(model, tried, forward_context)
+        return None if self.works is False else cost
+
+
+def _gets_it_right(
+    model: nn.Module,
+    rows: Sequence[Sample],
+    forward_context: Callable[[], AbstractContextManager],
+) -> bool:
+    """Whether log-probs and gradients are those of separate rows; warns where they are not."""
+    try:
+        with forward_context():
+            logprobs, gradients = difference(model, rows)
+            allowed = tolerance(model)
+        if logprobs <= allowed and gradients <= allowed:  # NaN is not
+            return True
+        wrong = (
+            f"log-probs are off by {logprobs:.1e}, gradients by {gradients:.1e} of their norm "
+            f"({allowed:.0e} would be rounding)"
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model makes of a mask it does not expect
+        wrong = f"{type(error).__name__}: {error}"
+    rank_zero_warn(
+        f"`{type(base_model(model)).__name__}` does not get a prompt right that completions "
+        f"share: {wrong}. Each completion is encoded with its own prompt; "
+        "`shared_prefix=False` saves trying."
+    )
+    return False

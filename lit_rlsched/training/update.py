@@ -18,7 +18,7 @@ class Update:
     """Gives a round's groups their advantages, and deals them out to optimizer steps."""
 
     learner: Learner
-    policy: RoundRule
+    rule: RoundRule
     """That drew the round."""
     selection: Selection | None
     """Which completions are trained on."""
@@ -43,17 +43,17 @@ class Update:
         """Optimizer steps of a round."""
         return self.steps_per_round * self.num_iterations
 
-    def value(self, part: Round) -> None:
+    def assign_advantages(self, part: Round) -> None:
         """Select among a round's groups, or among some of them, and give them advantages."""
-        learner, policy, selection = self.learner, self.policy, self.selection
+        learner, rule, selection = self.learner, self.rule, self.selection
         if not part.groups:
             return
         drop_infinite_rewards(part, self.weights)
         if selection and not selection.full_scope:
             self._select(part, selection)
         # the only step of a round needs none: its own forward pass gives the old log-probs
-        several = self.num_steps > 1 and not learner.needs_engine_logprobs(policy.off_policy)
-        plain = isinstance(learner, PlainLearner) and policy.off_policy
+        several = self.num_steps > 1 and not learner.needs_engine_logprobs(rule.off_policy)
+        plain = isinstance(learner, PlainLearner) and rule.off_policy
         if several or plain or learner.needs_reference:
             score_round(part, learner, self.micro_batch_tokens, self.forward_context)
         set_advantages(part, learner, self.weights)
@@ -90,7 +90,7 @@ class Update:
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated,
             skip_zero_advantage=self.learner.skip_zero_advantage,
-            off_policy=self.policy.off_policy,
+            off_policy=self.rule.off_policy,
             only_version=version if self.mask_stale else None,
             row_cost=self.learner.row_cost,
             **parts,

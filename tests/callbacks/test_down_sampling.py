@@ -452,4 +452,4 @@ def test_whole_groups_whatever_the_advantage(fit, tiny_model):
 
 def test_settings_end_with_the_run(fit):
     _, _, data = fit(callbacks=[DownSampling(2), DynamicSampling(2)], trainer={"max_epochs": 1})
-    assert data.selection is None and data.max_num_gen_batches == 1
+    assert data.schedule.selection is None and data.schedule.max_num_gen_batches == 1

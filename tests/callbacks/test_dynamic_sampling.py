@@ -76,7 +76,7 @@ class Recorder(RolloutCallback):
 
 def expected(data, rounds, size, bound):
     """Prompts drawn and those trained on, by the data's order and what is known to teach."""
-    source = PromptSource(data._prompts.train, data.seed, data.shuffle)
+    source = PromptSource(data.startup.prompts.train, data.seed, data.shuffle)
     drawn, trained = [], []
     for _ in range(rounds):
         taken = source.draw(size)
@@ -302,7 +302,7 @@ def test_a_round_cut_short_is_drawn_again_with_the_same_prompts(fit, tiny_model)
 
     class Restore(RolloutCallback):
         def on_train_start(self, trainer, pl_module):
-            trainer.datamodule._resumed = state
+            trainer.datamodule.run.resumed = state
 
     fit(callbacks=[recorder, Restore(), DynamicSampling()], trainer={"max_epochs": 1}, **settings)
     assert [g.id for g in recorder.rounds[0].groups] == names

@@ -98,8 +98,8 @@ def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
 def test_settings_end_with_their_callbacks(fit):
     callbacks = MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
     _, _, datamodule = fit(callbacks=callbacks, trainer={"max_epochs": 1})
-    assert datamodule.lengths is None and datamodule.probe_tokens is None
-    assert datamodule.slot_settings == SlotSettings()
+    assert datamodule.schedule.lengths is None and datamodule.schedule.probe_tokens is None
+    assert datamodule.schedule.slots == SlotSettings()
 
 
 def test_a_checkpoint_of_another_predictor(fit, tmp_path):

@@ -71,7 +71,7 @@ def make_trainer(folder: Path, *loggers):
     """What the callback asks a Trainer for, so that no engine is needed."""
     datamodule = RolloutDataModule.__new__(RolloutDataModule)
     datamodule.rewards = SimpleNamespace(names=["accuracy", "format"])
-    datamodule.counters = {"num_completions": 24}
+    datamodule.run = SimpleNamespace(counters={"num_completions": 24})
     return SimpleNamespace(
         default_root_dir=str(folder),
         datamodule=datamodule,

@@ -288,7 +288,7 @@ def test_an_update_takes_all_that_is_ready_and_the_last_what_is_left(fit, sums, 
     assert max(sizes) > 5 > min(sizes)
     for size, left in zip(sizes, recorder.pools, strict=True):
         assert size >= 5 or left == 0
-    steps = [len(r.rows) for r in recorder.rounds]
+    steps = [len(r.samples) for r in recorder.rounds]
     assert sum(steps) == 2 * sum(sizes)
 
 
@@ -381,7 +381,7 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
     thrown = {(g.id, c.index): c.token_ids for g in data.pool for c in g.completions}
     trainer.fit(module, datamodule=data)
     assert [r.version for r in second.rounds] == [0, 1, 2, 3, 4]
-    for row in second.rounds[0].rows:  # versions come again, the noise of what is left does not
+    for row in second.rounds[0].samples:  # versions come again, the noise of what is left does not
         before = thrown[row.group.id, row.completion.index]
         assert len(before) < 8 or row.completion.token_ids[: len(before)] != before
     assert [r.number for r in first.rounds + second.rounds] == list(range(rounds + 5))
@@ -734,7 +734,9 @@ def test_with_a_memory_budget_and_predicted_lengths(fit, tiny_model):
     done = [(g.id, c.index) for r in recorder.rounds[:end] for g in r.groups for c in g.completions]
     assert len(done) == len(pools) * 6 * 2
     of = {v: module_of(tiny_model, weights) for v, weights in recorder.weights.items()}
-    several = [r for rd in recorder.rounds for r in rd.rows if len(r.completion.version_spans) > 1]
+    several = [
+        r for rd in recorder.rounds for r in rd.samples if len(r.completion.version_spans) > 1
+    ]
     assert several
     for row in several:
         at = versions(row.completion)
@@ -755,5 +757,5 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     batching = SortedBatching(mode="partial", mask_stale_tokens=True)
     with pytest.raises(RuntimeError, match="of the user's own"):
         fit(callbacks=[batching, MicroGroupSampling(slots=3), fails])
-    assert not fails.data.mask_stale_tokens and not fails.data.round_rule.ends_early
-    assert fails.data.slot_settings.slots is None
+    assert not fails.data.schedule.mask_stale_tokens and not fails.data.schedule.rule.ends_early
+    assert fails.data.schedule.slots.slots is None

@@ -52,9 +52,9 @@ class Stream(RolloutCallback):
         self.start, self.policy, self.rounds = start, policy, []
 
     def setup(self, trainer, pl_module, stage):
-        trainer.datamodule.streaming = Streaming(self.start)
+        trainer.datamodule.schedule.streaming = Streaming(self.start)
         if self.policy:
-            trainer.datamodule.round_rule = self.policy
+            trainer.datamodule.schedule.rule = self.policy
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
@@ -73,7 +73,7 @@ class AnyOrder(FullRound):
         super().__init__(prompts)
         self.random = random.Random(seed)
 
-    def certain(self, state):
+    def final_groups(self, state):
         complete = [group for group in state.decoded if group.complete]
         return self.random.sample(complete, self.random.randint(0, len(complete)))
 

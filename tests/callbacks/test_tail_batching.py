@@ -157,7 +157,7 @@ def check_drafts(recorder):
             replaced += len(drafts) - metrics["drafts/completed"]
             assert metrics["time/drafts"] > 0 and "pool/recovered_token_share" in metrics
             common = 0
-            for row in r.rows:
+            for row in r.samples:
                 if draft := began.get(row.id):
                     pairs = zip(row.completion.token_ids, draft.token_ids, strict=False)
                     common += next(
@@ -182,9 +182,9 @@ def test_what_lost_is_verified_in_the_long_round(fit, race):
     assert check_drafts(recorder) > 0
     for pool in recorder.pools:
         assert len({d.version for d in drafts_of(pool)}) <= 4
-    assert data._drawer.drafts.weights.keys() == {10}
+    assert data.run.rounds.drafts.weights.keys() == {10}
     for r in recorder.rounds:
-        for row in r.rows:
+        for row in r.samples:
             assert row.completion.draft is None
             assert len(row.completion.logprobs) == len(row.completion.token_ids)
 
@@ -221,7 +221,7 @@ def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
     callbacks = [recorder, tail, MicroGroupSampling(slots=9), LengthPrediction()]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **SMALL)
     check_races(recorder, raced=6, most=most)
-    assert data._drawer.drafts.weights.keys() == {7}  # of one version alone
+    assert data.run.rounds.drafts.weights.keys() == {7}  # of one version alone
     deferred = max(g.deferred for plan in recorder.plans for g in plan)
     assert deferred == 1 if most == 1 else 1 < deferred <= 8
     assert sum(recorder.long) == (7 if most == 1 else 0)
@@ -279,7 +279,7 @@ def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
     assert long.metrics["pool/recovered_token_share"] == 1.0
     assert long.metrics["pool/useful_token_share"] == 1.0
     drafts = {f"{g.id}/{c.index}": c.draft for g in plan for c in g.completions}
-    for row in long.rows:
+    for row in long.samples:
         draft, completion = drafts[row.id], row.completion
         n = len(draft.token_ids)
         assert tuple(completion.token_ids[:n]) == draft.token_ids
@@ -293,7 +293,7 @@ def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
     _, _, data = fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
     check(recorder, raced=6)
     assert check_drafts(recorder) > 0
-    (weights,) = data._drawer.drafts.weights.values()
+    (weights,) = data.run.rounds.drafts.weights.values()
     assert weights and all("lora_" in name for name in weights)
 
 
@@ -335,7 +335,7 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
         callbacks=[recorder, TailBatching(reuse="drafts")], trainer={"max_epochs": 2}, **SMALL
     )
     drafts = drafts_of(data.pool)
-    assert drafts and data._drawer.drafts.weights
+    assert drafts and data.run.rounds.drafts.weights
     discarded = data.counters["num_discarded_tokens"]
     plans = Recorder()
     another = Trainer(
@@ -350,7 +350,7 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
     )
     another.fit(module, datamodule=data)
     assert not drafts_of(plans.plans[0]) and not drafts_of(data.pool)
-    assert not data._drawer.drafts.weights
+    assert not data.run.rounds.drafts.weights
     thrown = sum(len(d.token_ids) for d in drafts)
     assert data.counters["num_discarded_tokens"] == discarded + thrown
 
@@ -395,7 +395,7 @@ def test_the_first_that_are_ready_win(fit):
         longest = max(len(c.token_ids) for c in r.completions)
         assert r.metrics["rollout/decode_steps"] == longest
         ran = dict(zip(r.trace.spans["request"], r.trace.spans["tokens"], strict=True))
-        lost = [tokens for name, tokens in ran.items() if name not in {row.id for row in r.rows}]
+        lost = [tokens for name, tokens in ran.items() if name not in {row.id for row in r.samples}]
         assert (lost == []) == long and max(lost, default=0) <= longest
 
 
@@ -785,7 +785,7 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     fails = Fails()
     with pytest.raises(RuntimeError, match="of the user's own"):
         fit(callbacks=[TailBatching(), fails])
-    assert not fails.data.round_rule.ends_early
+    assert not fails.data.schedule.rule.ends_early
 
 
 def test_groups_that_stop_early_are_whole_again_when_they_lost(fit):

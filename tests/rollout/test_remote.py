@@ -15,7 +15,7 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngi
 from lit_rlsched.engines._watch import Watch
 from lit_rlsched.engines.base import EngineBroken, EngineSpec
 from lit_rlsched.engines.process import MAX_DEATHS
-from lit_rlsched.engines.remote import RemoteWorker, make_worker
+from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.scheduler import RewardScheduler
@@ -75,7 +75,7 @@ class Bench:
         self, policy, slots=18, order="fifo", lengths=None, on_group=None, more=None, worker=None
     ):
         """Groups after a round, the round's state, and who ran when."""
-        worker = worker or make_worker(self.engine, Admission(slots, order=order))
+        worker = worker or self.engine.make_worker(Admission(slots, order=order))
         controller = RolloutController(
             worker,
             Scorer(self.scheduler, str),
@@ -146,9 +146,9 @@ def test_how_far_it_runs_ahead_changes_nothing(here, there, name, slots):
 
 
 def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
-    worker = make_worker(there.engine, Admission(18))
+    worker = there.engine.make_worker(Admission(18))
     trace = worker.start_trace()
-    worker.start_round(turns=True, ahead=True)
+    worker.start_round(take_turns=True, ahead=True)
     worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
     (event,) = worker.step()
     while not there.engine.child.connection.poll():
@@ -245,7 +245,7 @@ def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here
 @pytest.mark.parametrize("what", ["sync", "submit"])
 def test_one_that_hangs_between_rounds_is_replaced(there, impatient, what):
     """Whatever is asked first: weights, or more requests than the pipe takes."""
-    worker = make_worker(there.engine, Admission(18))
+    worker = there.engine.make_worker(Admission(18))
     worker.start_trace()
     before, pid = there.engine.restarts, there.engine.pid
     os.kill(pid, signal.SIGSTOP)
@@ -289,7 +289,7 @@ def test_an_engine_that_lost_a_part_of_itself_is_replaced(tmp_path):
 
     engine = ProcessEngine(Losing(lengths=lambda request: 9))
     engine.start(SPEC)
-    worker = make_worker(engine, Admission(2))
+    worker = engine.make_worker(Admission(2))
     worker.start_trace()
     worker.submit([Request("a", [5], 0, Sampling(400))])
     with pytest.warns(UserWarning, match=r"lost a part of its engine \(a worker has died\)"):
@@ -334,7 +334,7 @@ def test_who_waits_counts_the_time_in_which_it_runs():
 
 def test_an_answer_that_nobody_waits_for_any_more(there):
     """As after Ctrl-C in the middle of a step."""
-    worker = make_worker(there.engine, Admission(18))
+    worker = there.engine.make_worker(Admission(18))
     worker.start_trace()
     worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
     there.engine.child.ask("worker", "advance")
@@ -392,10 +392,10 @@ def test_a_step_that_nobody_asked_for_fails_nothing(tmp_path):
 
     engine = ProcessEngine(Failing(max_jump=1, lengths=lambda request: 100))
     engine.start(SPEC)
-    worker = make_worker(engine, Admission(2))
+    worker = engine.make_worker(Admission(2))
     for _ in range(2):
         worker.start_trace()
-        worker.start_round(turns=True, ahead=True)
+        worker.start_round(take_turns=True, ahead=True)
         worker.submit([Request("a", [5], 0, Sampling(400))])
         if not (tmp_path / "failed").exists():
             worker.step()
@@ -514,4 +514,4 @@ def test_one_process_is_enough():
 
 
 def test_other_engines_are_called_directly(here):
-    assert isinstance(make_worker(here.engine, Admission(2)), RolloutWorker)
+    assert isinstance(here.engine.make_worker(Admission(2)), RolloutWorker)

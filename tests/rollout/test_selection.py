@@ -12,7 +12,7 @@ from lit_rlsched.training.selection import (
     Stop,
     count_drops,
     informative,
-    replace_uninformative,
+    is_uninformative,
 )
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -187,13 +187,12 @@ def test_informative():
     assert not informative([0.1] * 7)
 
 
-def test_a_group_from_which_nothing_can_be_learned_is_dropped_and_replaced():
-    other = group("b", {})
+def test_a_group_from_which_nothing_can_be_learned_is_dropped():
     equal, differs = group("a", {0: 1.0, 1: 1.0}), group("a", {0: 1.0, 1: 0.0})
-    assert replace_uninformative(equal, [1.0], lambda group: other) is other
+    assert is_uninformative(equal, [1.0])
     assert [c.dropped for c in equal.completions] == ["uninformative"] * 2
-    assert replace_uninformative(differs, [1.0], lambda group: other) is None
+    assert not is_uninformative(differs, [1.0])
     assert kept(differs) == differs.completions
     last = group("c", {0: 0.0, 1: None})
-    assert replace_uninformative(last, [1.0], lambda group: None) is None
+    assert is_uninformative(last, [1.0])
     assert [c.dropped for c in last.completions] == ["too_few_scores", "unscored"]

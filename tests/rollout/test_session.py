@@ -30,26 +30,26 @@ def said(monkeypatch):
     return said
 
 
-def make_session(said, monkeypatch, device):
+def make_session(said, monkeypatch, device, sync=lambda version: {}):
     class Engine(TransformersEngine):
         start, wake, sleep, close = said.start, said.wake, said.sleep, said.close
 
-    monkeypatch.setattr(module, "make_worker", lambda *_: None)
+        def make_worker(self, admission):
+            return None
+
     monkeypatch.setattr(module, "RolloutController", lambda *_, **__: said)
     spec = EngineSpec("", 2, 8, (), device=device)
-    return RolloutSession(Engine(), spec, lambda: None, said, torch.nn.Linear(1, 1), seed=0)
+    return RolloutSession(Engine(), spec, lambda: None, said, sync, seed=0)
 
 
 def test_cached_memory_is_given_back_before_the_engine_takes_its_share(said, monkeypatch):
-    session = make_session(said, monkeypatch, CUDA)
-    assert said == ["collect", "empty_cache", "start"]
-    said.clear()
-
     def sync(version):
         said.sync()
         raise Stop
 
-    monkeypatch.setattr(session, "sync", sync)
+    session = make_session(said, monkeypatch, CUDA, sync)
+    assert said == ["collect", "empty_cache", "start"]
+    said.clear()
     with pytest.raises(Stop):
         list(session._run(0, iter(())))
     assert said == ["collect", "empty_cache", "wake", "sync", "sleep"]

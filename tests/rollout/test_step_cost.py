@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lit_rlsched.benchmark.replay import Unscored
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.worker import RolloutWorker
@@ -17,6 +16,7 @@ from lit_rlsched.rewards.jobs import Job, Result, parse_message, scored
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 OURS = (

@@ -277,7 +277,7 @@ class Run:
         streamed = set()
         for group in run:
             state = self.controller.state
-            streamed |= {g.id for g in self.policy.certain(state) if g.complete}
+            streamed |= {g.id for g in self.policy.final_groups(state) if g.complete}
             yielded.append(group.id)
             assert all(g is not group for _, g, _ in self.scores.due)
             if len(yielded) == groups_until_close:
@@ -870,7 +870,7 @@ def test_a_long_round_has_no_quotas_even_if_nothing_can_be_trained_on_of_what_wa
     late = [done("b1", "uninformative", 1), done("b2", "uninformative", 1)]
     instead = [done("a1"), done("a2")]
     state = RoundState([*late, *instead], 4, [*late, *instead], 4, patient=True, final=4)
-    assert policy.done(state) and [g.id for g in policy.certain(state)] == ["a1@0", "a2@0"]
+    assert policy.done(state) and [g.id for g in policy.final_groups(state)] == ["a1@0", "a2@0"]
     assert not policy.settle([*late, *instead], state)[1]
 
 
@@ -884,7 +884,7 @@ def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
 
     decoded = [done("a1", "uninformative"), done("b1"), done("b2")]
     state = RoundState(decoded, 4, decoded, 3, patient=True, final=3)
-    assert not policy.done(state) and [g.id for g in policy.certain(state)] == ["b1@0"]
+    assert not policy.done(state) and [g.id for g in policy.final_groups(state)] == ["b1@0"]
     state.decoded.append(done("a2"))
     assert policy.done(state)
     trained, left = policy.settle(decoded, state)

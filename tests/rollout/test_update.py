@@ -75,7 +75,7 @@ def test_a_group_of_which_all_is_dropped_takes_no_place_in_a_step():
 @pytest.mark.parametrize("steps", [1, 2])
 def test_old_logprobs_are_taken_where_the_weights_move_before_the_last_step(steps):
     some = group("a", 0.0, 1.0)
-    update_of(steps_per_round=steps).value(round_of(some))
+    update_of(steps_per_round=steps).assign_advantages(round_of(some))
     expected = None if steps == 1 else [-1.0, -0.5]
     assert [c.old_logprobs for c in some.completions] == [expected] * 2
     low, high = (c.advantage for c in some.completions)
@@ -85,7 +85,7 @@ def test_old_logprobs_are_taken_where_the_weights_move_before_the_last_step(step
 @pytest.mark.parametrize("full", [False, True])
 def test_the_selected_are_compared_with_each_other_or_with_all(full):
     some = group("a", 0.0, 0.0, 0.0, 1.0)
-    update_of(Selection(2, full_scope=full)).value(round_of(some))
+    update_of(Selection(2, full_scope=full)).assign_advantages(round_of(some))
     kept = [c for c in some.completions if not c.dropped]
     assert len(kept) == 2
     assert (sum(c.advantage for c in kept) == pytest.approx(0.0)) != full
@@ -94,10 +94,10 @@ def test_the_selected_are_compared_with_each_other_or_with_all(full):
 def test_parts_are_valued_as_the_whole_is():
     twins = [[group("a", 0.0, 0.5, 1.0), group("b", 1.0, 0.0, 0.0)] for _ in range(2)]
     update = update_of(Selection(2, "random"))
-    update.value(round_of(*twins[0]))
+    update.assign_advantages(round_of(*twins[0]))
     for part in reversed(twins[1]):
-        update.value(round_of(part))
-    update.value(round_of())
+        update.assign_advantages(round_of(part))
+    update.assign_advantages(round_of())
     assert twins[0] == twins[1]
 
 

@@ -328,7 +328,7 @@ def test_turns_bring_the_long_to_their_end_together():
 
 def test_nobody_takes_turns_where_what_has_begun_may_be_thrown_away():
     turns = Turns([64] * 6, 2, 64)
-    turns.admission.turns = False
+    turns.admission.take_turns = False
     assert turns.run() == 192 and turns.pauses == 0
 
 

@@ -127,18 +127,18 @@ def test_all_that_lost_has_a_place_where_one_has_lost_too_often():
     first, second = ready("ab")
     planned = [late, again, first, second, *fresh(2)]
     state = RoundState(planned, 12, [first, second], 4, patient=True, final=2)
-    assert not policy.done(state) and policy.certain(state) == [first]
+    assert not policy.done(state) and policy.final_groups(state) == [first]
     state.decoded.append(late)
     assert not policy.done(state)
     state.decoded.append(again)
     state.final = 4
-    assert policy.done(state) and policy.certain(state) == [first, late, again]
+    assert policy.done(state) and policy.final_groups(state) == [first, late, again]
     trained, left = policy.settle(planned, state)
     assert names(trained) == "lateagaina"
     assert [(g.prompt.uid, g.deferred) for g in left] == [("b", 1), ("f00", 1), ("f01", 1)]
     late.deferred = 1  # none too often: a race like any other
     state = RoundState(planned, 12, [first, second, late], 6, patient=True, final=3)
-    assert policy.done(state) and policy.certain(state) == [first, second, late]
+    assert policy.done(state) and policy.final_groups(state) == [first, second, late]
 
 
 @pytest.mark.parametrize("race", ["prompt", "completion"])
@@ -165,7 +165,7 @@ def test_a_place_that_nothing_can_be_trained_on_is_free_again():
     (late,) = ready(["late"], deferred=1, dropped=(0, 1))
     decoded = [late, *ready("ab")]
     state = RoundState([late, *decoded[1:]], 6, decoded, 6, patient=True, final=3)
-    assert policy.done(state) and names(policy.certain(state)) == "ab"
+    assert policy.done(state) and names(policy.final_groups(state)) == "ab"
 
 
 def test_a_cycle_ends_with_a_long_round():

@@ -1,0 +1,400 @@
+"""One policy-gradient module, of which GRPO and RLOO are presets."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lit_rlsched.advice import restored_settings
+from lit_rlsched.checkpoints import check_resumable, check_same_weights
+from lit_rlsched.checks import check_module_settings
+from lit_rlsched.evaluation_steps import EvaluationSteps
+from lit_rlsched.interrupts import heed
+from lit_rlsched.logs import StepMetrics
+from lit_rlsched.policy import add_lora, load_policy
+from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.settings import check_finite
+from lit_rlsched.training.finite import check_gradient
+from lit_rlsched.training.learner import RoundLogprobs
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.losses import (
+    ImportanceSamplingMode,
+    LossOutput,
+    LossType,
+    check_loss_settings,
+    divides_by,
+    policy_loss,
+    rollout_correction,
+)
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.optimizers import (
+    Optim,
+    check_optim,
+    is_fused,
+    keep_step,
+    make_adamw,
+    with_schedule,
+)
+from lit_rlsched.training.shared_prefix import Sharing, obstacle
+from lit_rlsched.types import Group, Sample
+
+# Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
+# engine's; a checkpoint is of the weights after the step; there may be no validation; predictions
+# have a uid.
+for _expected in (
+    r"Found \d+ module\(s\) in eval mode",
+    "Using ModelCheckpoint with manual optimization",
+    r"Total length of `list` across ranks is zero",
+    "Couldn't infer the batch indices",
+):
+    warnings.filterwarnings("ignore", _expected)
+
+
+class PolicyModule(KeepsFloat32, EvaluationSteps):
+    """Trains a causal language model on scored rollouts; `GRPOModule` and `RLOOModule` preset it.
+
+    One item of the loader is one optimizer step: an iterator of micro-batches. Optimization is
+    manual, so gradient clipping is set here and not in the Trainer.
+
+    Args:
+        model: Folder or hub name of the checkpoint to start from.
+        learning_rate: Peak learning rate of AdamW.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's weight decay.
+        optim: `adamw_torch_fused` takes no memory beside its state, `adamw_torch` on a GPU a
+            temporary as large as what is trained. By default the fused one on a GPU.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly.
+        lr_scheduler_type: What it does after them.
+        gradient_clip_val: Largest norm of the gradient; `None` leaves it as it is.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets the merged weights,
+            checkpoints hold the adapters alone, and the base is the reference model. Adapters are
+            float32; in `bf16-mixed` and `bf16-true` the base is bfloat16 (`docs/precision.md`).
+        lora_alpha: LoRA's scale.
+        lora_target_modules: Which layers get adapters, as in peft.
+        loss_type: How the policy term is formed and normalised; see `losses.policy_loss`.
+        epsilon: How far the ratio may move before it is clipped.
+        epsilon_high: Upper side of the clip, if it differs (clip-higher); CISPO's cap.
+        delta: Upper bound of the ratio for negative advantages (two-sided clip).
+        beta: Weight of the KL to the reference model. Zero: no reference model is held.
+        importance_sampling_mode: How the ratio of the trainer's and the engine's log-probs corrects
+            the loss; `None` leaves it out.
+        importance_sampling_clip_max: Largest such ratio that is trusted.
+        old_logprobs: What the clipped ratio is relative to: the `trainer`'s log-probs under the
+            weights at the start of the round, or those that the `engine` recorded as it drew each
+            token, under whatever version it had then. By default `engine` where a round has tokens
+            of several policies (`SortedBatching(mode="partial")`), else `trainer`; and always
+            `trainer` with `loss_type="rloo"`, whose ratio is a product over the sequence. With
+            `engine` the ratio itself corrects for who drew a token, and `importance_sampling_mode`
+            has no part in it (its metrics are logged). That ratio has no upper bound where the
+            advantage is negative unless `delta` is set.
+        shared_prefix: Whether the update encodes a prompt once for several of its completions: the
+            same loss and gradients but for rounding, in fewer positions. By default, where the
+            model takes it (sdpa or eager attention, over the whole context in every layer, with
+            `position_ids`) and where it saves time, which it does for long prompts. The first
+            completions that share a prompt are encoded both ways; if log-probs or gradients differ,
+            the run goes on without, with a warning. `True` refuses a model that does not take it.
+    """
+
+    kl_in_loss = True
+    """Whether `beta` weighs a KL term in the loss (GRPO) or charges it to the reward (RLOO)."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        learning_rate: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        optim: Optim | None = None,
+        warmup_steps: int = 0,
+        lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
+        gradient_clip_val: float | None = 1.0,
+        gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: int = 32,
+        lora_target_modules: str = "all-linear",
+        loss_type: LossType = "dapo",
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        beta: float = 0.0,
+        importance_sampling_mode: ImportanceSamplingMode | None = "sequence_mask",
+        importance_sampling_clip_max: float = 3.0,
+        old_logprobs: Literal["trainer", "engine"] | None = None,
+        shared_prefix: bool | None = None,
+    ) -> None:
+        check_finite(locals())
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.model: nn.Module | None = None
+        self._reference: list[nn.Module] = []  # a list hides it from state_dict and the optimizer
+        self._skipped = False  # a step without anything to train on
+        self._total: Tensor | float = 0.0  # of the optimizer step's loss, so far
+        self._figures = StepMetrics()
+        self._sharing = Sharing()
+        self._loss_settings: dict[str, Any] = {
+            "loss_type": loss_type,
+            "epsilon": epsilon,
+            "epsilon_high": epsilon_high,
+            "delta": delta,
+            "beta": beta if self.kl_in_loss else 0.0,
+            "importance_sampling_mode": importance_sampling_mode,
+            "importance_sampling_clip_max": importance_sampling_clip_max,
+        }
+        check_loss_settings(**self._loss_settings)
+        check_optim(optim)
+        check_module_settings(self.hparams, self.kl_in_loss)
+
+    @property
+    def _hp(self) -> Any:
+        return self.hparams
+
+    def configure_model(self) -> None:
+        """Load the policy, and the reference model where the loss needs one; safe to call twice.
+
+        Raises:
+            ValueError: the model does not take the `shared_prefix` that was asked for.
+        """
+        if self.model is not None:
+            return
+        hp = self._hp
+        precision = None if self._trainer is None else self.trainer.precision
+        dtype = load_dtype(precision, lora=hp.lora_rank > 0)
+        self.model = load_policy(hp.model, dtype=dtype)
+        if hp.shared_prefix and (why := obstacle(self.model)) is not None:
+            raise ValueError(
+                f"`shared_prefix=True`: completions of `{type(self.model).__name__}` cannot share "
+                f"a prompt: {why}. Leave `shared_prefix` out."
+            )
+        if hp.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+            self.model.train()  # checkpointing asks for it; dropout is off all the same
+        if hp.lora_rank:
+            self.model = add_lora(self.model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+        elif self.needs_reference:
+            self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW on what is trainable, stepped once per optimizer step."""
+        hp = self._hp
+        optimizer = make_adamw(
+            [p for p in self.parameters() if p.requires_grad],
+            is_fused(hp.optim, self.device.type),
+            lr=hp.learning_rate,
+            betas=tuple(hp.betas),
+            weight_decay=hp.weight_decay,
+        )
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = with_schedule(optimizer, hp.lr_scheduler_type, hp.warmup_steps, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
+
+    # What the data module asks of the module between rollout and update.
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether completions must be scored by the reference model."""
+        return self._hp.beta > 0
+
+    @property
+    def skip_zero_advantage(self) -> bool:
+        """Whether a completion without advantage adds nothing to the gradient."""
+        return self._hp.beta == 0
+
+    def needs_engine_logprobs(self, off_policy: bool) -> bool:
+        """Whether the clipped ratio is relative to what the engine recorded."""
+        if self._hp.old_logprobs is None:
+            return off_policy and self._hp.loss_type != "rloo"
+        return bool(self._hp.old_logprobs == "engine")
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a completion's advantage is relative to its siblings."""
+        return True
+
+    @abstractmethod
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """Advantages `[P, G]` of a round's rewards `[P, G]`, NaN where there is none."""
+
+    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+        """By what cost completions share a prompt; tries it once, on the first that would."""
+        assert self.model is not None, "configure_model has not run"
+        if self._hp.shared_prefix is False:
+            return None
+        return self._sharing.cost(
+            self.model,
+            rows,
+            micro_batch_tokens,
+            lambda: self.trainer.precision_plugin.forward_context(),
+        )
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs `[B, C]` under the current and, where needed, the reference weights."""
+        batch = batch.to(self.device)
+        scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
+        if self.needs_reference:
+            with self._reference_model() as reference:
+                scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
+        return scores
+
+    @contextmanager
+    def _reference_model(self) -> Iterator[nn.Module]:
+        if self._hp.lora_rank:
+            with self.model.disable_adapter():  # type: ignore[union-attr, operator]
+                yield self.model  # type: ignore[misc]
+        else:
+            yield to_like(self._reference[0], next(self.parameters()))
+
+    def _logprobs(
+        self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        assert model is not None, "configure_model has not run"
+        return completion_logprobs(
+            model,
+            batch.input_ids,
+            batch.prompt_lengths,
+            batch.completion_lengths,
+            completion_rows=batch.completion_rows,
+            temperature=batch.temperature,
+            entropy=entropy,
+        )
+
+    # Training.
+
+    def loss(self, batch: MicroBatch) -> LossOutput:
+        """The micro-batch's share of its optimizer step's loss."""
+        logp, entropy = self._logprobs(self.model, batch, entropy=True)
+        old_logp: Tensor | None = batch.old_logp
+        rollout_logp: Tensor | None = None if batch.truncated_sampling else batch.rollout_logp
+        engine = self.needs_engine_logprobs(batch.off_policy)
+        if engine:
+            old_logp, rollout_logp = rollout_logp, None
+        output = policy_loss(
+            logp,
+            batch.advantages,
+            batch.completion_mask,
+            old_logp=old_logp,
+            ref_logp=batch.ref_logp,
+            rollout_logp=rollout_logp,
+            step_sequences=batch.step_sequences,
+            step_tokens=batch.step_tokens,
+            max_completion_length=batch.max_completion_length,
+            **self._loss_settings,
+        )
+        assert entropy is not None
+        mask = batch.completion_mask
+        if engine and old_logp is not None:  # for the figures: how far the policy has moved on
+            cap = self._hp.importance_sampling_clip_max
+            _, moved = rollout_correction(logp.detach(), old_logp, mask.bool(), "token_mask", cap)
+            output.metrics.update(moved)
+        output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
+        return output
+
+    def on_round_start(self, plan: list[Group]) -> None:
+        """Free the gradients: the rollout needs the memory."""
+        self.zero_grad(set_to_none=True)
+        self._total, self._figures = 0.0, StepMetrics()
+
+    def streaming_obstacle(self) -> str | None:
+        """Why gradients cannot be computed before all of an update is drawn; `None`: they can."""
+        if self._hp.loss_type == "bnpo":
+            return (
+                "`loss_type='bnpo'` is a mean over each micro-batch, and who shares one would "
+                "follow from who ends first. Use 'dapo', the mean over the update's tokens"
+            )
+        return None
+
+    def accumulate(self, step: OptimizerStep) -> None:
+        """Add the gradient of these micro-batches to that of the coming optimizer step."""
+        with self.trainer.precision_plugin.train_step_context():
+            for batch in step:
+                heed(self.trainer)
+                batch = batch.to(self.device)
+                output = self.loss(batch)
+                self.manual_backward(output.loss)
+                self._total += output.loss.detach()
+                self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
+
+    def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
+        """Accumulate the step's micro-batches and take one optimizer step, even on none."""
+        optimizer = self.optimizers()
+        if not step.accumulated:
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self._total, self._figures = 0.0, StepMetrics()
+        self._skipped = not step.rows
+        if not len(step) and not any(map(len, step.accumulated)):
+            # as a step in which every advantage is zero
+            nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
+            self.manual_backward(torch.stack(nothing).sum())
+        self.accumulate(step)
+        self._divide_by_totals(step)
+        total, metrics = self._total, self._figures.compute()
+        learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        optimizer.step()  # type: ignore[union-attr]
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        # not earlier: Lightning forgets what was logged before the optimizer's hooks
+        self.log("learning_rate", learning_rate, batch_size=1)
+        self.log("loss", total, prog_bar=True, batch_size=1)
+        self.log_dict(metrics, batch_size=1)
+
+    def _divide_by_totals(self, step: OptimizerStep) -> None:
+        """Of a step that was begun before its totals were known."""
+        if not step.accumulated:
+            return
+        by = divides_by(self._hp.loss_type)
+        ratio = getattr(step.divisor, by) / max(1, getattr(step.totals, by))
+        self._total *= ratio
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(ratio)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip here: the gradients are unscaled by now, whatever the precision."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        check_gradient(self.trainer, norm, self._total)
+        self.log("grad_norm", norm, batch_size=1)
+        if self._hp.gradient_clip_val is not None:
+            self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
+        if self._skipped:  # where there is a gradient, even of zero, momentum moves the weights
+            self.zero_grad(set_to_none=True)
+
+    # Checkpoints.
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the adapters alone where there are adapters: the base never changes."""
+        checkpoint["shared_prefix"] = self._sharing.works
+        keys = self._saved_keys()
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model or adapter configuration.
+
+        Raises:
+            ValueError: names or shapes of the weights differ, or there is nothing but weights and
+                the run is to be gone on with.
+        """
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_resumable(checkpoint)
+            if (text := restored_settings(self._hp, checkpoint)) is not None:
+                rank_zero_warn(text)
+            device = self.trainer.strategy.root_device.type
+            keep_step(checkpoint, is_fused(self._hp.optim, device))
+        keys = self._saved_keys()
+        ours = {k: v for k, v in self.state_dict().items() if k in keys}
+        check_same_weights(ours, checkpoint["state_dict"])
+        self.strict_loading = not self._hp.lora_rank
+        self._sharing.works = checkpoint.get("shared_prefix")
+
+    def _saved_keys(self) -> set[str]:
+        if self._hp.lora_rank:
+            return {name for name, p in self.named_parameters() if p.requires_grad}
+        return set(self.state_dict())

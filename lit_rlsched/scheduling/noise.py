@@ -1,0 +1,26 @@
+"""Noise without a state: number `counter` of the stream `seed`, wherever it is asked for."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit numbers (Steele et al., 2014): the same on every platform."""
+    x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def counter_uniform(seeds: ArrayLike, counters: ArrayLike) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1): number `counters[i]` of the stream `seeds[i]`.
+
+    A stream has no state to keep or to restore: splitmix64 hashes its name and the position.
+
+    Args:
+        seeds: Integers of 64 bits, signed or not; broadcast with `counters`.
+        counters: Integers, 0 or more.
+    """
+    seed, counter = (np.atleast_1d(np.asarray(x)).astype(np.uint64) for x in (seeds, counters))
+    mixed = splitmix64(splitmix64(seed) + counter)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
