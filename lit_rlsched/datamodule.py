@@ -10,17 +10,8 @@ from lightning import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_rlsched import checks
 from lit_rlsched.checkpoints import check_nothing_is_resumed
-from lit_rlsched.checks import (
-    check_data_set,
-    check_logprobs,
-    check_one_process,
-    check_sampling,
-    check_settings,
-    check_siblings,
-    check_val_temperature,
-    data_sets_of,
-)
 from lit_rlsched.data.source import Rows, load_rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
@@ -29,14 +20,11 @@ from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.schedule import Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup
 from lit_rlsched.training.round import Round
-from lit_rlsched.training.rounds import TrainingRounds
 from lit_rlsched.training_run import TrainingRun
 from lit_rlsched.types import Sampling
 
@@ -133,7 +121,7 @@ class RolloutDataModule(LightningDataModule):
         verify_sync: bool = True,
     ) -> None:
         super().__init__()
-        check_settings(locals())
+        checks.check_settings(locals())
         self.save_hyperparameters(
             ignore=[
                 *("train_data", "val_data", "test_data", "predict_data"),
@@ -164,8 +152,8 @@ class RolloutDataModule(LightningDataModule):
         self.num_iterations = num_iterations
         self.micro_batch_tokens = micro_batch_tokens
         self.sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
-        check_sampling(self.sampling)
-        check_val_temperature(val_temperature)
+        checks.check_sampling(self.sampling)
+        checks.check_val_temperature(val_temperature)
         self.mask_truncated_completions = mask_truncated_completions
         self.evaluation = EvaluationSettings(
             replace(
@@ -183,14 +171,12 @@ class RolloutDataModule(LightningDataModule):
         self.schedule = Schedule(FullRound(prompts_per_round))
         """What callbacks have set for this run."""
 
-        planner = RoundPlanner(RolloutBuffer(), self.sampling, num_generations)
-        self.run = TrainingRun(self, TrainingRounds(RoundRunner(planner)))
+        self.run = TrainingRun(self)
         """Where the run is."""
         self.rows: dict[str, list[dict[str, Any]]] = {}
         """Of the data sets that were read, by stage: `train`, `val`, `test`, `predict`."""
         self.has_rewards = True
         """Whether reward functions are asked; not in `predict`, where rows lack their columns."""
-        self._fit: FitSettings | None = None
         self._startup: Startup | None = None
         self._session: RolloutSession | None = None
 
@@ -203,17 +189,17 @@ class RolloutDataModule(LightningDataModule):
             MisconfigurationException: the Trainer runs more than one process.
         """
         assert self.trainer is not None
-        check_one_process(self.trainer.world_size)
+        checks.check_one_process(self.trainer.world_size)
         if stage == "fit":
-            self._fit = FitSettings(self.trainer, self.steps_per_epoch)
-            check_siblings(self.num_generations, self.run.learner.needs_group)
+            self.run.settings = FitSettings(self.trainer, self.steps_per_epoch)
+            checks.check_siblings(self.num_generations, self.run.learner.needs_group)
             if self.run.learner.needs_engine_logprobs(off_policy=False):
-                check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
+                checks.check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
         stage = TrainerFn(stage).value  # Lightning gives one, whose text in a message is not it
-        for name in data_sets_of(stage):
+        for name in checks.data_sets_of(stage):
             data = getattr(self, f"{name}_data")
             if data is None:
-                check_data_set(name, stage)
+                checks.check_data_set(name, stage)
             elif name not in self.rows:
                 self.rows[name] = load_rows(data)
                 self._check_columns(name)
@@ -252,8 +238,8 @@ class RolloutDataModule(LightningDataModule):
         if stage == "fit" and self.run.round_is_over:
             assert self.trainer is not None
             log_now(self.trainer, self.run.end_round())
-        if self._fit is not None:
-            self._fit.undo()
+        if self.run.settings is not None:
+            self.run.settings.undo()
         self.close()
         self.has_rewards = True
         self.schedule = Schedule(FullRound(self.prompts_per_round))
@@ -275,8 +261,8 @@ class RolloutDataModule(LightningDataModule):
 
     def on_fit_start(self) -> None:
         """Optimizers are configured; `MicroBatchAccumulation` passes it on."""
-        if self._fit is not None:
-            self._fit.begin()
+        if self.run.settings is not None:
+            self.run.settings.begin()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -307,11 +293,6 @@ class RolloutDataModule(LightningDataModule):
     def rounds_over(self) -> int:
         """Rounds that are trained on as a whole."""
         return self.run.rounds_over
-
-    @property
-    def steps_taken(self) -> int:
-        """Optimizer steps that are taken of a round: `limit_train_batches` may cut them."""
-        return self.steps_per_epoch if self._fit is None else self._fit.steps
 
     # State.
 

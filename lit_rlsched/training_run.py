@@ -11,8 +11,12 @@ from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
 from lit_rlsched.checkpoints import FORMAT, check_format
 from lit_rlsched.checks import check_resumed, check_resumed_groups, check_resumed_pool
+from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.hooks import fire
 from lit_rlsched.logs import log_now
+from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
@@ -41,12 +45,15 @@ class TrainingRun:
 
     Args:
         data: Settings, engine and rewards of the run.
-        rounds: Draws the rounds; has the pool.
     """
 
-    def __init__(self, data: "RolloutDataModule", rounds: TrainingRounds) -> None:
+    def __init__(self, data: "RolloutDataModule") -> None:
         self._data = data
-        self.rounds = rounds
+        planner = RoundPlanner(RolloutBuffer(), data.sampling, data.num_generations)
+        self.rounds = TrainingRounds(RoundRunner(planner))
+        """Draws them, and has the pool."""
+        self.settings: FitSettings | None = None
+        """What the Trainer is set to while it fits."""
         self.current: Round | None = None
         """The round that is being trained on."""
         self.num_rounds = 0
@@ -93,9 +100,14 @@ class TrainingRun:
         )
 
     @property
+    def _steps_taken(self) -> int:
+        """Optimizer steps that are taken of a round: `limit_train_batches` may cut them."""
+        return self._data.steps_per_epoch if self.settings is None else self.settings.steps
+
+    @property
     def round_is_over(self) -> bool:
         """Whether there is a round of which all steps were taken that the Trainer takes."""
-        return self.current is not None and self._cursor() >= self._data.steps_taken
+        return self.current is not None and self._cursor() >= self._steps_taken
 
     def _cursor(self, trainer: Trainer | None = None) -> int:
         """Steps of the current round that were taken."""
@@ -113,7 +125,7 @@ class TrainingRun:
         if self.round_is_over:
             self.end_round()
         round = self.current or self._roll_out()
-        for index in range(self._cursor(), self._data.steps_taken):
+        for index in range(self._cursor(), self._steps_taken):
             step = self.update.step(round, index)
             if not len(step) and self._trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning will not see it, so will not count it
