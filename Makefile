@@ -43,7 +43,7 @@ quickstart: install  ## Train the quick task with GRPO; results go to runs/quick
 	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
 
 gpu-check: install  ## Check an NVIDIA GPU in half an hour (docs/gpu.md); DEVICE=cpu rehearses it
-	$(BIN)/python -m lit_rlsched.benchmark.gpu_check --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(if $(MODEL),--model $(MODEL))
+	$(BIN)/python -m benchmarks run gpu-check --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(if $(MODEL),--model $(MODEL))
 
 lint: install  ## Check style
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lit_rlsched.benchmark.lm_head import SHAPES, count, plainly
+from benchmarks.lm_head import SHAPES, count, plainly
 from lit_rlsched.training import lm_head, logprobs
 from lit_rlsched.training.cast_once import cast_once
 from lit_rlsched.training.logprobs import CHUNK_BYTES, completion_logprobs, default_chunk

@@ -94,3 +94,11 @@ def test_scheduling_and_the_simulated_round_loop_import_nothing_heavy() -> None:
     run = subprocess.run([sys.executable, "-c", PURE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert not run.stdout.split()
+
+
+def test_the_package_does_not_know_the_benchmarks() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "benchmarks" for name in names), path

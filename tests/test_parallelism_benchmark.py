@@ -1,6 +1,6 @@
 from itertools import groupby
 
-from lit_rlsched.benchmark.parallelism import (
+from benchmarks.parallelism import (
     GPUS,
     MEDIANS,
     PHASES,

@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from lit_rlsched.benchmark import bubbles
-from lit_rlsched.benchmark.bubbles import (
+from benchmarks import bubbles
+from benchmarks.bubbles import (
     HEADER,
     METHODS,
     bubble_ratio,
@@ -12,8 +12,8 @@ from lit_rlsched.benchmark.bubbles import (
     draw_lengths,
     row,
 )
-from lit_rlsched.benchmark.record import read_recording, record
-from lit_rlsched.benchmark.steps import SHAPES, Shape, learned, table
+from benchmarks.record import read_recording, record
+from benchmarks.steps import SHAPES, Shape, learned, table
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.simulate.replay import Schedule, least_steps, oracle, replay

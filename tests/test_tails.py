@@ -1,6 +1,6 @@
 import pytest
 
-from lit_rlsched.benchmark.tails import EOS, LIMIT, Lengths, Verifier
+from benchmarks.tails import EOS, LIMIT, Lengths, Verifier
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
 
 GRID = [(i + 0.5) / 4000 for i in range(4000)]

@@ -35,7 +35,7 @@ class LengthPrediction(RolloutCallback):
             prompt alone. By default 16, less where `max_completion_length` is below 256; and none
             where all completions of a round decode at once. Where completions have hundreds of
             tokens, 16 tell more than they delay; on the quick task, whose median is 51, 0 is better
-            (`python -m lit_rlsched.benchmark.steps`).
+            (`python -m benchmarks run steps`).
 
     Raises:
         ValueError: `predictor` is none, keeps a state that a checkpoint cannot hold, or

@@ -47,7 +47,7 @@ class MicroGroupSampling(RolloutCallback):
             be solved that closely.
 
     What the orders need more than the fewest decode steps possible, on the quick task's completions
-    with 16 slots (`python -m lit_rlsched.benchmark.steps`): naive rounds 204 %; continuous fifo
+    with 16 slots (`python -m benchmarks run steps`): naive rounds 204 %; continuous fifo
     13 %. With lengths known in advance shortest first 16 %, as much as sorted rounds, longest first
     0.6 %, planned 0.0 %. With learned lengths longest first 8 % and planned 10 %: a plan binds a
     completion to a slot by a length that is often wrong, and what is stolen shortest first leaves

@@ -13,7 +13,7 @@ from lit_rlsched.training.lm_head import check_lm_head, is_checked, lm_head, mod
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Memory of one chunk's fp32 logits by device type, from which the default chunk length follows. A
-GPU needs larger chunks to be busy, and reads the head once for each: `benchmark.lm_head`."""
+GPU needs larger chunks to be busy, and reads the head once for each: `benchmarks.lm_head`."""
 
 
 def default_chunk(device: str, vocab_size: int) -> int:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lit_rlsched.benchmark.gpu_check import decoding, environment, processes, real, runs, sleeping
-from lit_rlsched.benchmark.gpu_check.findings import Findings
-from lit_rlsched.benchmark.gpu_check.training import Rounds, judge_rounds
+from benchmarks.gpu_check import decoding, environment, processes, real, runs, sleeping
+from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.training import Rounds, judge_rounds
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.types import Request

@@ -16,7 +16,7 @@ SKIPPED = ["environment", "tiny-fp32-graphs", "tiny-bf16-graphs", "sleep-cycles"
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_all_checks_on_cpu(tmp_path):
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "lit_rlsched.benchmark.gpu_check", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], cwd=root, capture_output=True, text=True
     )

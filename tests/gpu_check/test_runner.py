@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlsched.benchmark.gpu_check import __main__ as command
-from lit_rlsched.benchmark.gpu_check import runner
-from lit_rlsched.benchmark.gpu_check.checks import CHECKS
-from lit_rlsched.benchmark.gpu_check.findings import Findings
-from lit_rlsched.benchmark.gpu_check.runner import Check, exit_code, run_checks
-from lit_rlsched.benchmark.gpu_check.setting import Setting
+from benchmarks.gpu_check import __main__ as command
+from benchmarks.gpu_check import runner
+from benchmarks.gpu_check.checks import CHECKS
+from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.runner import Check, exit_code, run_checks
+from benchmarks.gpu_check.setting import Setting
 
 TRIVIAL = """
 import os, signal, sys, time
-from lit_rlsched.benchmark.gpu_check.findings import Skip
+from benchmarks.gpu_check.findings import Skip
 
 def passes(setting, found, most=2.0):
     found.record("note", "seen")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.benchmark.bubbles import bubble_ratio, decode, draw_lengths
+from benchmarks.bubbles import bubble_ratio, decode, draw_lengths
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.simulate.pools import pool_bubble_ratio, recommend_slots
 

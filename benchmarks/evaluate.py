@@ -1,0 +1,53 @@
+"""The judge of both sides: held-out accuracy of saved weights."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning import seed_everything
+
+from benchmarks import common
+from benchmarks.ours import make_engine, make_trainer
+from lit_rlsched.data.tasks import Countdown
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.module import GRPOModule
+from lit_rlsched.rewards.functions import countdown_reward
+
+SAMPLES = 4
+
+
+def accuracy(model: str, setting: common.Setting, folder: Path) -> dict[str, float]:
+    """`val/*` of one set of weights; the seeds of the draws are the same for all."""
+    seed_everything(0, verbose=False)
+    data = RolloutDataModule(
+        Countdown("train", size=setting.train_size),  # not read
+        [countdown_reward],
+        val_data=Countdown("heldout", size=setting.held_out),
+        tokenizer=setting.model,
+        engine=make_engine(setting.engine),
+        prompts_per_round=setting.prompts,
+        num_generations=setting.generations,
+        max_completion_length=setting.limit,
+        temperature=common.TEMPERATURE,
+        val_num_generations=SAMPLES,
+        val_greedy=False,
+        seed=0,
+    )
+    [figures] = make_trainer(folder).validate(GRPOModule(model), datamodule=data, verbose=False)
+    return dict(figures)
+
+
+def evaluate(setting: common.Setting, folder: Path) -> dict[str, Any]:
+    """Every trained model under `folder`, and the one they started from."""
+    found = {"start": setting.model}
+    found |= {p.parent.name: str(p) for p in sorted(folder.parent.glob("*/model"))}
+    results = {}
+    for name, model in found.items():
+        results[name] = accuracy(model, setting, folder)
+        if model != setting.model:
+            shutil.rmtree(model)
+    return results
+
+
+if __name__ == "__main__":
+    common.run_side(evaluate)

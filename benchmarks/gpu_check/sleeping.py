@@ -1,0 +1,134 @@
+"""vLLM gives its GPU memory back and takes it again, and what it draws stays right."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.gpu_check.decoding import MEAN_GAP, PROMPTS, perturb
+from benchmarks.gpu_check.drawing import (
+    draw,
+    gap,
+    policy_on,
+    prompts,
+    requests,
+    spec_of,
+    sync,
+    tokens_of,
+)
+from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.setting import QUICK_TASK, Setting
+from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.engines.base import RolloutEngine
+
+FREED = 0.9
+"""Least share of what the engine took that it gives back while it sleeps."""
+DRIFT = 64 * 2**20
+"""Bytes that may be in use more after the last cycle than after the first."""
+CYCLES = 5
+CACHE = 8.0
+"""GiB of key-value cache, beside which CUDA graphs, which stay, are little."""
+REPORT = "The trainer would not have this memory in its updates. Report this page with vLLM's log."
+
+
+def memory_of(device: str) -> Callable[[], int]:
+    """What tells how many bytes are in use: on the GPU, by whomever; or by this process."""
+    if device == "cpu":
+        return lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def used() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    return used
+
+
+def cycles(setting: Setting, found: Findings) -> None:
+    """Sync, draw, sleep, wake: five times."""
+    policy = policy_on(setting, QUICK_TASK)
+    memory, engine = memory_of(setting.device), VLLMEngine(kv_cache_gib=setting.pick(CACHE, None))
+    before = memory()
+    engine.start(spec_of(QUICK_TASK, setting.device, torch.float32, PROMPTS, 256))
+    if not setting.on_gpu:
+        found.skip("vLLM sleeps on CUDA only; on CPU its memory stays")
+    asked = prompts(QUICK_TASK, PROMPTS)
+    judge_cycles(found, engine, policy, asked, memory, before, setting.on_gpu)
+    engine.close()
+
+
+def judge_cycles(
+    found: Findings,
+    engine: RolloutEngine,
+    policy: nn.Module,
+    asked: list[list[int]],
+    memory: Callable[[], int],
+    before: int,
+    sleeps: bool = True,
+) -> None:
+    """Memory awake and asleep in each cycle, and the tokens that are drawn.
+
+    Args:
+        found: What is judged goes there.
+        engine: Started.
+        policy: The trainer's.
+        asked: Prompts.
+        memory: Bytes in use now.
+        before: Bytes in use before the engine was started.
+        sleeps: Whether it can; else memory is only recorded.
+    """
+    awake, asleep, drawn = [], [], []
+    for cycle in range(CYCLES):
+        engine.wake()
+        sync(engine, policy, cycle)
+        drawn.append(tokens_of(draw(engine, requests(asked, 32))))
+        awake.append(memory())
+        engine.sleep()
+        asleep.append(memory())
+        found.record(f"in use in cycle {cycle + 1}, awake", awake[-1] / 2**20, "MiB")
+        found.record(f"in use in cycle {cycle + 1}, asleep", asleep[-1] / 2**20, "MiB")
+    engine.wake()
+    sync(engine, policy, CYCLES)
+    if sleeps:
+        taken = max(1, awake[0] - before)
+        freed = min((up - down) / taken for up, down in zip(awake, asleep, strict=True))
+        found.at_least("given back asleep, in every cycle", freed, FREED, "of what it took", REPORT)
+        for name, values in (("awake", awake), ("asleep", asleep)):
+            drift = (values[-1] - values[0]) / 2**20
+            found.at_most(f"drift {name}", drift, DRIFT / 2**20, "MiB", REPORT)
+    found.equal(
+        "every cycle draws the same tokens",
+        all(tokens == drawn[0] for tokens in drawn),
+        True,
+        "Weights or cache are not what they were before the sleep. Report this page.",
+    )
+
+
+def close_asleep(setting: Setting, found: Findings) -> None:
+    """An engine that is closed while it sleeps, and another one in the same process."""
+    policy = policy_on(setting, QUICK_TASK)
+    memory, asked = memory_of(setting.device), prompts(QUICK_TASK, PROMPTS)
+    before = memory()
+    spec = spec_of(QUICK_TASK, setting.device, torch.float32, PROMPTS, 256)
+    for turn in range(2):
+        engine = VLLMEngine(kv_cache_gib=setting.pick(CACHE, None))
+        engine.start(spec)
+        engine.wake()
+        perturb(policy)
+        sync(engine, policy, turn)
+        drawn = draw(engine, requests(asked, 32))
+        found.at_most(
+            f"mean log-prob gap of engine {turn + 1}",
+            float(gap(policy, asked, drawn).mean()),
+            MEAN_GAP[setting.device, "fp32"],
+            "nats",
+            "Report this page.",
+        )
+        awake = memory()
+        engine.sleep()
+        engine.close()
+        if setting.on_gpu:
+            freed = (awake - memory()) / max(1, awake - before)
+            found.at_least(f"engine {turn + 1} closed", freed, FREED, "of what it took", REPORT)

@@ -1,0 +1,240 @@
+"""What a decode step costs beside the model, on real vLLM: counted, then in CPU seconds.
+
+    python -m benchmarks run host
+
+One plain round with every slot full, of a model so small that it is not in the way: what is left
+is the host's work for each running request, which on a GPU the device waits for. Bytecode
+instructions are exact and the same on every machine; CPU seconds tell what numpy, torch and the
+kernel take as well. A part has what it does itself, not what it calls of the others.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+from benchmarks.common import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import models, results
+from lit_rlsched._malloc import keep_heap
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.engines.worker import RolloutWorker
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulate.rounds import Unscored
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
+
+GROUP = 16
+"""Completions of a prompt."""
+SKIPPED = 2
+"""Steps at the start of a round that are not counted: they prefill."""
+LOOP, ENGINE = "our loop", "our engine"
+PARTS = (
+    LOOP,
+    ENGINE,
+    "vLLM: schedule",
+    "vLLM: inputs",
+    "vLLM: model",
+    "vLLM: draw",
+    "vLLM: tokens in",
+    "vLLM: outputs",
+    "vLLM: rest",
+)
+
+
+def make_model(folder: str) -> None:
+    """A random model of one layer."""
+    models.make_model(
+        folder,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+    )
+
+
+class Rounds:
+    """Plain rounds with every slot full, on an engine of its own; close it."""
+
+    def __init__(self, model: str, running: int, limit: int) -> None:
+        self.limit, self.running = limit, running
+        self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.engine = VLLMEngine()
+        self.engine.start(EngineSpec(model, running, limit + 8, ()))  # no EOS: all run to the limit
+        self.worker = RolloutWorker(self.engine, Admission(running))
+        self.steps, self.begun = 0, lambda: None
+        self.controller = RolloutController(
+            self.worker,
+            Unscored(),  # type: ignore[arg-type]
+            seed=0,
+            heed=self._heed,
+        )
+
+    def _heed(self) -> None:
+        self.steps += 1
+        if self.steps == SKIPPED + 1:
+            self.begun()
+
+    def run(self, version: int, begun: Callable[[], None]) -> int:
+        """A round, with a call when all have begun; the decode steps after it."""
+        self.engine.sync_weights(self.policy.named_parameters(), version)
+        prompts = [Prompt(f"{i}", "", (1 + i % 60, 2, 3)) for i in range(self.running // GROUP)]
+        plan = [
+            Group(p.uid, p, Sampling(self.limit), [Completion(i) for i in range(GROUP)])
+            for p in prompts
+        ]
+        trace = self.worker.start_trace()
+        self.steps, self.begun = 0, begun
+        for _ in self.controller.run(plan, FullRound(len(plan)), version):
+            pass
+        assert set(trace.steps["running"]) == {self.running}
+        return trace.decode_steps - SKIPPED
+
+
+class Parts:
+    """Which part of a step runs, and its CPU seconds and bytecode instructions.
+
+    Args:
+        engine: A started engine, whose functions are wrapped.
+    """
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.instructions: Counter[str] = Counter()
+        self._stack = [LOOP]
+        self._since = time.process_time()
+        live: Any = engine._live
+        core = live.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        self._wrap(engine, "step", ENGINE)
+        self._wrap(engine, "stats", ENGINE)
+        self._wrap(live.engine_core, "get_output", "vLLM: rest")
+        self._wrap(core.scheduler, "schedule", "vLLM: schedule")
+        self._wrap(core.model_executor, "execute_model", "vLLM: inputs")
+        self._wrap(runner, "_model_forward", "vLLM: model")
+        self._wrap(runner.model, "compute_logits", "vLLM: model")
+        self._wrap(core.model_executor, "sample_tokens", "vLLM: draw")
+        self._wrap(core.scheduler, "update_from_output", "vLLM: tokens in")
+        self._wrap(live.output_processor, "process_outputs", "vLLM: outputs")
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.seconds.clear()
+        self.instructions.clear()
+        self._since = time.process_time()
+
+    def turn(self) -> None:
+        """Book the time since the last turn."""
+        now = time.process_time()
+        self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
+        whole = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.turn()
+            self._stack.append(part)
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                self.turn()
+                self._stack.pop()
+
+        setattr(owner, name, timed)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the instructions of all that is called inside."""
+
+        def count(frame: FrameType, event: str, arg: Any) -> Any:
+            if frame.f_code.co_filename == __file__:
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            if event == "opcode":
+                self.instructions[self._stack[-1]] += 1
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def measure(
+    model: str, running: int, limit: int, rounds: int, count: bool = False
+) -> dict[str, float]:
+    """CPU seconds, or bytecode instructions, of a step by part: the median of some rounds.
+
+    A round before them warms up.
+    """
+    of = Rounds(model, running, limit)
+    parts = Parts(of.engine)
+    of.run(0, parts.forget)
+    measured = []
+    for version in range(1, rounds + 1):
+        with parts.counting() if count else nullcontext():
+            steps = of.run(version, parts.forget)
+            parts.turn()
+        counted: Mapping[str, float] = parts.instructions if count else parts.seconds
+        measured.append({part: counted.get(part, 0.0) / steps for part in PARTS})
+    of.engine.close()
+    return {part: statistics.median(m[part] for m in measured) for part in PARTS}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print both tables."""
+    parser = results.parser("host", __doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--steps", type=int, default=100, help="of a measured round")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
+    parser.add_argument("--count-only", action="store_true")
+    options = results.parse(parser, arguments)
+    keep_heap()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(folder)
+        counted = {n: measure(folder, n, 12, 1, count=True) for n in options.running}
+        for n, c in counted.items():
+            results.add(f"{n} running, instructions of a step", c)
+        print("Bytecode instructions of a step for each running request\n")
+        table({n: {p: f"{c[p] / n:,.1f}" for p in PARTS} for n, c in counted.items()})
+        if options.count_only:
+            return
+        limit = options.steps + SKIPPED
+        timed = {n: measure(folder, n, limit, options.rounds) for n in options.running}
+        for n, s in timed.items():
+            results.add(f"{n} running, CPU seconds of a step", s)
+        print("\nCPU microseconds of a step\n")
+        table({n: {p: f"{s[p] * 1e6:,.0f}" for p in PARTS} for n, s in timed.items()})
+
+
+def table(figures: dict[int, dict[str, str]]) -> None:
+    """A row for each part."""
+    print("| | " + " | ".join(f"{n:,} running" for n in figures) + " |")
+    print("|---|" + "---|" * len(figures))
+    for part in PARTS:
+        print(f"| {part} | " + " | ".join(f[part] for f in figures.values()) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

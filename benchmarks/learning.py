@@ -1,0 +1,216 @@
+"""The quick task under SortedRL's modes: what is learned, and for how many decode slot-steps.
+
+    python -m benchmarks run learning --rounds 60 --seeds 0 1 2
+    python -m benchmarks run learning --rounds 200 --seeds 0 1 2 --variants partial
+
+Seeds other than 0 train warm starts of their own, which `examples/countdown/warm_start.py` makes.
+Every run is kept in `--out`, by commit, and not repeated; a figure of accuracy and length goes
+there too.
+"""
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks import results
+
+SORTED = ("--trainer.callbacks+=SortedBatching", "--trainer.callbacks.pool_rounds=4")
+PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
+SLOTS_64 = ("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=64")
+SINGLE = ("--model.advantage=reinforce++",)
+GROUPS_OF_4 = ("--data.prompts_per_round=64", "--data.num_generations=4")
+TURNS = "--trainer.callbacks.order=least_attained"
+TRAINER = "--model.old_logprobs=trainer"
+UNCORRECTED = (TRAINER, "--model.importance_sampling_mode=null")
+TRUNCATED = (TRAINER, "--model.importance_sampling_mode=token_truncate")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings to compare."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "synchronous": Variant("synchronous"),
+    "on_policy": Variant("on-policy", SORTED),
+    "single_synchronous": Variant("synchronous, reinforce++", SINGLE),
+    "single_on_policy": Variant("on-policy, reinforce++", (*SORTED, *SINGLE)),
+    "4_synchronous": Variant("synchronous, groups of 4", GROUPS_OF_4),
+    "4_on_policy": Variant("on-policy, groups of 4", (*SORTED, *GROUPS_OF_4)),
+    "on_policy_predicted": Variant(
+        "on-policy, lengths predicted",
+        (*SORTED, "--trainer.callbacks+=LengthPrediction", "--trainer.callbacks.probe_tokens=0"),
+    ),
+    "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
+    "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
+    "64_partial": Variant("partial, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL)),
+    "partial_ratio": Variant("partial (clipped ratio)", PARTIAL),
+    "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, *UNCORRECTED)),
+    "partial_truncated": Variant("partial, truncated IS", (*PARTIAL, *TRUNCATED)),
+    "partial_stale_1": Variant(
+        "partial, truncated IS, max_staleness=1",
+        (*PARTIAL, "--trainer.callbacks.max_staleness=1", *TRUNCATED),
+    ),
+    "partial_sequence": Variant("partial, masked by sequence ratio", (*PARTIAL, TRAINER)),
+    "partial_masked": Variant(
+        "partial, stale tokens masked",
+        (*PARTIAL, "--trainer.callbacks.mask_stale_tokens=true", *UNCORRECTED),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run: figures by round, and accuracy by optimizer step."""
+
+    accuracy: list[tuple[int, float]]
+    rounds: list[dict[str, float]]
+
+    def total(self, name: str) -> float:
+        """Sum of a figure over the rounds."""
+        return sum(r[name] for r in self.rounds)
+
+
+def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path) -> Path:
+    """Run the quick task with more arguments; the folder of the run.
+
+    A run that has come to its end is not repeated on the same commit with the same arguments.
+    """
+    folder = out / results.commit() / f"{name}_{rounds}_{seed}"
+    arguments = [
+        *("-c", "configs/quickstart.yaml", f"--seed_everything={seed}"),
+        *(f"--trainer.max_epochs={rounds}", f"--trainer.default_root_dir={folder}"),
+        *("--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"),
+        *("--trainer.logger.name=metrics", "--trainer.logger.version=0"),
+        *arguments,
+    ]
+    model = Path(f"runs/warm_start_{seed}")
+    if seed:
+        arguments.append(f"--model.model={model}")
+    done, ran = folder / "done", "\n".join(arguments)
+    if done.exists() and done.read_text() == ran:
+        return folder
+    if seed and not model.exists():
+        script = [sys.executable, "examples/countdown/warm_start.py", "--seed", str(seed)]
+        subprocess.run([*script, "--out", model], check=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    folder.mkdir(parents=True)
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-m", "lit_rlsched", "fit", *arguments]
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    done.write_text(ran)
+    return folder
+
+
+TOTALS = ("slot_steps", "idle_slot_steps", "decode_steps", "tokens", "discarded_tokens")
+"""What is summed over the rounds, of `rollout/`."""
+
+
+def read(folder: Path) -> Curve:
+    """What a run logged."""
+    accuracy, rounds = [], []
+    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row.get("val/accuracy"):
+                accuracy.append((int(row["step"]), float(row["val/accuracy"])))
+            if row.get("rollout/slot_steps"):
+                rounds.append({k: float(v) for k, v in row.items() if v})
+    return Curve(accuracy, rounds)
+
+
+def table(curves: dict[str, list[Curve]]) -> str:
+    """Markdown: a row for each variant, means over the seeds."""
+    lines = [
+        "| | held-out accuracy at the end, by seed | mean | decode slot-steps | against the first "
+        "| decode steps | useful tokens | bubble ratio | trained over drawn length |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    first = None
+    for name, runs in curves.items():
+        final = [run.accuracy[-1][1] for run in runs]
+        slot_steps = fmean(run.total("rollout/slot_steps") for run in runs)
+        first = first or slot_steps
+        idle = fmean(run.total("rollout/idle_slot_steps") for run in runs)
+        discarded = fmean(run.total("rollout/discarded_tokens") for run in runs)
+        tokens = fmean(run.total("rollout/tokens") for run in runs)
+        pools = [
+            r["pool/trained_over_drawn_length"]
+            for run in runs
+            for r in run.rounds
+            if "pool/trained_over_drawn_length" in r
+        ]
+        lines.append(
+            f"| {VARIANTS[name].name} | {' / '.join(f'{a:.2f}' for a in final)} | "
+            f"{fmean(final):.3f} | {slot_steps:,.0f} | {slot_steps / first - 1:+.0%} | "
+            f"{fmean(run.total('rollout/decode_steps') for run in runs):,.0f} | "
+            f"{1 - discarded / tokens:.0%} | {idle / slot_steps:.2f} | {fmean(pools):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    """Accuracy and mean length over the updates, a thin line for each seed."""
+    figure = Figure(figsize=(9, 7), layout="constrained", facecolor="white", dpi=130)
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, sharex=True)
+    for colour, (name, runs) in zip(
+        ("#333333", "#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"),
+        curves.items(),
+        strict=False,
+    ):
+        for i, run in enumerate(runs):
+            label = VARIANTS[name].name if i == 0 else None
+            top.plot(*zip(*run.accuracy, strict=True), "o-", color=colour, lw=1, ms=3, label=label)
+            lengths = [r["completions/mean_length"] for r in run.rounds]
+            smooth = [fmean(lengths[max(0, j - 3) : j + 1]) for j in range(len(lengths))]
+            bottom.plot(smooth, color=colour, lw=1)
+    top.set(ylabel="held-out accuracy (mean@4)", ylim=(0, 1))
+    top.legend(frameon=False, fontsize=9)
+    bottom.set(xlabel="updates", ylabel="mean length trained on (tokens, 4 updates)")
+    for axes in (top, bottom):
+        axes.grid(axis="y", color="#E4E4E4")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, print the table, draw the figure."""
+    parser = results.parser("learning", __doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--variants", nargs="+", default=["synchronous", "on_policy"], help="or their beginnings"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    options = results.parse(parser, arguments)
+    wanted = [v for v in VARIANTS if any(v.startswith(w) for w in options.variants)]
+    jobs = [(variant, seed) for seed in options.seeds for variant in wanted]
+    args = [(v, VARIANTS[v].arguments, s, options.rounds, options.out) for v, s in jobs]
+    with ThreadPoolExecutor(options.workers) as pool:
+        folders = list(pool.map(train, *zip(*args, strict=True)))
+    curves: dict[str, list[Curve]] = {variant: [] for variant in wanted}
+    for (variant, seed), folder in zip(jobs, folders, strict=True):
+        curve = read(folder)
+        curves[variant].append(curve)
+        figures = {"accuracy": curve.accuracy[-1][1]}
+        figures |= {figure: curve.total(f"rollout/{figure}") for figure in TOTALS}
+        results.add(f"{variant}, seed {seed}", figures)
+    print(table(curves))
+    draw(curves, options.out / f"learning_{options.rounds}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Kernels and bytes of the LM head: log-probs and entropies of a micro-batch, forward and backward.
+
+    python -m benchmarks run lm_head
+
+Counted on fake tensors, which have shapes and types but no values, so that no memory is needed:
+each operation that is no view is a kernel, and reads its inputs and writes its outputs once.
+Precision is `bf16-mixed`, with weights in fp32. The first row of each model is PyTorch's own way:
+autocast casts the head in every chunk, and autograd takes the gradient.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks import results
+from lit_rlsched.training import logprobs
+from lit_rlsched.training.lm_head import lm_head
+
+POSITIONS = 16384
+SHAPES = {  # vocabulary, hidden size, whether the head is trained
+    "Qwen3-0.6B": (151936, 1024, True),
+    "Qwen2.5-7B, LoRA": (152064, 3584, False),
+}
+
+
+class Counts(NamedTuple):
+    """What a pass over all positions takes."""
+
+    kernels: int
+    bytes: int
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that are no views, and the bytes they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = {t.untyped_storage()._cdata for t in tensors}
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        shared = bool(made) and all(t.untyped_storage()._cdata in given for t in made)
+        in_place = func._schema.name.endswith("_")
+        # what asks for a device or a shape comes through here too
+        if made and not func.is_view and (in_place or not shared):
+            self.kernels += 1
+            self.bytes += sum(t.numel() * t.element_size() for t in [*tensors, *made])
+        return out
+
+
+def plainly(head: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What `logprobs._score` computes, left to autocast and autograd."""
+
+    def score(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(states).float()
+        log_normalizer = logits.logsumexp(dim=-1)
+        logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+        with torch.no_grad():
+            entropies = log_normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+        return logp, entropies
+
+    return score
+
+
+def count(vocabulary: int, hidden: int, trained: bool, chunk: int, plain: bool = False) -> Counts:
+    """Score `POSITIONS` and go back, in chunks of so many bytes of fp32 logits."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        config = Qwen3Config(vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=0)
+        model = Qwen3ForCausalLM(config).requires_grad_(trained)
+        states = torch.empty(POSITIONS, hidden, requires_grad=True)
+        targets = torch.zeros(POSITIONS, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Kernels() as counted:
+            ours = partial(logprobs._score, lm_head(model).logits, True)
+            score = plainly(model.lm_head) if plain else ours
+            logp, _ = logprobs._score_in_chunks(score, states, targets, chunk // (4 * vocabulary))
+            logp.sum().backward()
+    return Counts(counted.kernels, counted.bytes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table."""
+    results.parse(results.parser("lm_head", __doc__), arguments)
+    print(f"{POSITIONS:,} positions, bf16-mixed\n")
+    print("| | chunk | chunks | kernels | GB read and written |\n|---|---|---|---|---|")
+    for name, (vocabulary, hidden, trained) in SHAPES.items():
+        for plain, chunk in ((True, 1 << 26), *((False, 1 << n) for n in (26, 28, 30))):
+            kernels, moved = count(vocabulary, hidden, trained, chunk, plain)
+            chunks = -(-POSITIONS // (chunk // (4 * vocabulary)))
+            row = f"{name}{', PyTorch alone' if plain else ''} | {chunk >> 20} MiB | {chunks}"
+            print(f"| {row} | {kernels:,} | {moved / 1e9:,.0f} |")
+            case = f"{name}{', PyTorch alone' if plain else ''}, {chunk >> 20} MiB"
+            results.add(case, {"chunks": chunks, "kernels": kernels, "bytes": moved})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Our side of the benchmark: what `configs/quickstart.yaml` does, without loggers."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer, seed_everything
+
+from benchmarks import common
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.module import GRPOModule
+from lit_rlsched.rewards.functions import countdown_reward
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Group, Sample
+
+
+class Measure(RolloutCallback):
+    """Reads clock and counters where a round ends and where its update ends."""
+
+    def __init__(self, meter: common.Meter) -> None:
+        self.meter = meter
+
+    def on_round_start(
+        self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
+    ) -> None:
+        """The first one starts the clock."""
+        self.meter.start()
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
+        """Drawn and scored."""
+        self.meter.lap("rollout")
+        assert round.trace is not None
+        counts, lengths = self.meter.counts, [len(c.token_ids) for c in round.completions]
+        counts.completions += len(lengths)
+        counts.tokens += sum(lengths)
+        counts.decode_steps += round.trace.decode_steps
+        counts.decode_rows += round.trace.busy_slot_steps
+        self.meter.rewards.append(round.metrics["reward"])
+        self.meter.lengths.append(sum(lengths) / len(lengths))
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: OptimizerStep,
+        batch_idx: int,
+    ) -> None:
+        """The optimizer step of the round was taken."""
+        counts = self.meter.counts
+        counts.skipped += batch.totals.sequences - sum(map(len, batch.micro_batches))
+        padding = batch.padding()
+        counts.positions += padding.positions
+        counts.padding += padding.padding
+        for rows in batch.micro_batches:
+            self._count(rows)
+        self.meter.lap("update")
+
+    def _count(self, rows: list[Sample]) -> None:
+        counts = self.meter.counts
+        completions = [len(r.completion.token_ids) for r in rows]
+        counts.updates += 1
+        counts.completion_positions += len(rows) * max(completions)
+        counts.completion_padding += len(rows) * max(completions) - sum(completions)
+
+
+def make_engine(name: str) -> RolloutEngine:
+    """`vllm` or `transformers`."""
+    return VLLMEngine() if name == "vllm" else TransformersEngine()
+
+
+def make_trainer(folder: Path, **kwargs: Any) -> Trainer:
+    """A Trainer that trains and does nothing else."""
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **kwargs,
+    )
+
+
+def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
+    """Train, save the weights, return what was measured."""
+    seed_everything(setting.seed, verbose=False)
+    module = GRPOModule(
+        setting.model,
+        learning_rate=common.LEARNING_RATE,
+        betas=common.BETAS,
+        warmup_steps=common.WARMUP_STEPS,
+        gradient_clip_val=common.CLIP,
+    )
+    data = RolloutDataModule(
+        common.training_rows(setting),
+        [countdown_reward],
+        engine=make_engine(setting.engine),
+        prompts_per_round=setting.prompts,
+        num_generations=setting.generations,
+        micro_batch_tokens=setting.micro_batch_tokens,
+        max_completion_length=setting.limit,
+        temperature=common.TEMPERATURE,
+        seed=setting.seed,
+    )
+    meter = common.Meter()
+    trainer = make_trainer(folder, max_epochs=setting.rounds, callbacks=[Measure(meter)])
+    trainer.fit(module, datamodule=data)
+    assert module.model is not None
+    module.model.save_pretrained(folder / "model")  # type: ignore[operator]
+    return meter.result()
+
+
+if __name__ == "__main__":
+    common.run_side(train)

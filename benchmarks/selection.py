@@ -1,0 +1,186 @@
+"""The quick task under PODS' rules: CPU seconds and trained completions to plain GRPO's accuracy.
+
+    python -m benchmarks run selection --seeds 0 1 2 3 4
+
+32 prompts a round, 16 completions of each, 4 of them trained on. Accuracy is the mean over the
+seeds, measured every few rounds; CPU seconds are those of rollout and update, of the trainer's
+process. GRPO with 4 drawn gets three times the rounds. The variants `4_` train on each round four
+times, where the update takes most of the time. Every run is kept in `--out`, by commit, and not
+repeated.
+"""
+
+import csv
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning import LightningModule, Trainer
+
+from benchmarks import results
+from benchmarks.learning import Variant, train
+from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.logs import log_now
+
+DRAWN, KEPT = 16, 4
+ITERATIONS = ("--data.num_iterations=4",)
+EVERY = 5
+"""Rounds from one evaluation to the next."""
+
+
+def _select(rule: str, *more: str) -> tuple[str, ...]:
+    chosen = (f"--trainer.callbacks.keep={KEPT}", f"--trainer.callbacks.rule={rule}")
+    return ("--trainer.callbacks+=DownSampling", *chosen, *more)
+
+
+VARIANTS = {
+    "full": Variant(f"GRPO, {DRAWN} drawn, all trained on"),
+    "max_variance": Variant("max_variance", _select("max_variance")),
+    "random": Variant("random", _select("random")),
+    "percentile": Variant("percentile", _select("percentile")),
+    "max_reward": Variant("max_reward", _select("max_reward")),
+    "few": Variant(f"GRPO, {KEPT} drawn", (f"--data.num_generations={KEPT}",)),
+    "early_stop": Variant(
+        "max_variance, early stop", _select("max_variance", "--trainer.callbacks.early_stop=true")
+    ),
+    "4_full": Variant(f"GRPO, {DRAWN} drawn, 4 iterations", ITERATIONS),
+    "4_max_variance": Variant(
+        "max_variance, 4 iterations", (*ITERATIONS, *_select("max_variance"))
+    ),
+    "full_scope": Variant(
+        "max_variance, advantages of the full group",
+        _select("max_variance", "--trainer.callbacks.advantage_scope=full"),
+    ),
+}
+SETTINGS = (
+    f"--data.num_generations={DRAWN}",
+    "--data.val_greedy=false",
+    f"--trainer.check_val_every_n_epoch={EVERY}",
+    "--trainer.callbacks+=benchmarks.selection.CPUSeconds",
+)
+
+
+class CPUSeconds(RolloutCallback):
+    """Logs `cpu_seconds`: of the rollouts and updates so far, validation left out."""
+
+    def __init__(self) -> None:
+        self._total = self._since = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A round begins."""
+        self._since = time.process_time()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Its update is over."""
+        self._total += time.process_time() - self._since
+        self._since = time.process_time()
+        log_now(trainer, {"cpu_seconds": self._total})
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run had spent at each evaluation, and what it had learned."""
+
+    accuracy: list[float]
+    cpu_seconds: list[float]
+    trained: list[float]
+    drawn_tokens: list[float]
+
+
+def read(folder: Path) -> Progress:
+    """What a run logged."""
+    accuracy, cpu, trained, tokens = [], [0.0], [0.0], [0.0]
+    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row.get("val/accuracy"):
+                accuracy.append(float(row["val/accuracy"]))
+            if row.get("batch/completions"):
+                trained.append(trained[-1] + float(row["batch/completions"]))
+                tokens.append(tokens[-1] + float(row["rollout/tokens"]))
+            if row.get("cpu_seconds"):  # after each optimizer step: a round's last one stays
+                cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
+    return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens)))
+
+
+def last(progress: object) -> dict[str, float]:
+    """What a run had come to at its end, of a dataclass of columns."""
+    values = {field.name: getattr(progress, field.name) for field in fields(progress)}  # type: ignore[arg-type]
+    return {name: v[-1] if isinstance(v, list) else v for name, v in values.items()}
+
+
+def mean(runs: Sequence[Progress], column: str) -> list[float]:
+    """Of a column over the seeds, evaluation by evaluation."""
+    return [fmean(values) for values in zip(*(getattr(r, column) for r in runs), strict=True)]
+
+
+def reached(accuracy: Sequence[float], spent: Sequence[float], target: float) -> float | None:
+    """What was spent when the accuracy first came to `target`, between evaluations by a line."""
+    for i, value in enumerate(accuracy):
+        if value >= target:
+            if i == 0:
+                return spent[0]
+            share = (target - accuracy[i - 1]) / (value - accuracy[i - 1])
+            return spent[i - 1] + share * (spent[i] - spent[i - 1])
+    return None
+
+
+def table(runs: dict[str, list[Progress]], reference: str, share: float) -> str:
+    """Markdown: what each variant needs for a share of the best accuracy of `reference`."""
+    target = share * max(mean(runs[reference], "accuracy"))
+    lines = [
+        f"{share:.0%} of the best mean accuracy of {VARIANTS[reference].name}: {target:.3f}\n",
+        "| | best mean accuracy | last, by seed | CPU seconds to the target | ratio "
+        "| trained completions | ratio | tokens drawn | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+
+    def needed(name: str, column: str) -> float | None:
+        return reached(mean(runs[name], "accuracy"), mean(runs[name], column), target)
+
+    for name, progress in runs.items():
+        cells = []
+        for column in ("cpu_seconds", "trained", "drawn_tokens"):
+            own, plain = needed(name, column), needed(reference, column)
+            if own is None or plain is None:
+                cells += ["not reached", ""]
+            else:
+                cells += [f"{own:,.0f}", f"{plain / own:.2f}"]
+        final = " / ".join(f"{p.accuracy[-1]:.2f}" for p in progress)
+        best = max(mean(progress, "accuracy"))
+        lines.append(f"| {VARIANTS[name].name} | {best:.3f} | {final} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, print the tables."""
+    parser = results.parser("selection", __doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:6], choices=VARIANTS)
+    parser.add_argument("--share", type=float, default=0.99, help="of the best accuracy")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/selection"))
+    options = results.parse(parser, arguments)
+    jobs = [(v, seed) for seed in options.seeds for v in options.variants]
+
+    def run(job: tuple[str, int]) -> Path:
+        name, seed = job
+        rounds = options.rounds * (3 if name == "few" else 1)
+        return train(name, (*SETTINGS, *VARIANTS[name].arguments), seed, rounds, options.out)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        folders = list(pool.map(run, jobs))
+    runs: dict[str, list[Progress]] = {v: [] for v in options.variants}
+    for (variant, seed), folder in zip(jobs, folders, strict=True):
+        progress = read(folder)
+        runs[variant].append(progress)
+        results.add(f"{variant}, seed {seed}", last(progress))
+    for reference in [v for v in ("full", "few", "4_full") if v in runs]:
+        print(table(runs, reference, options.share), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

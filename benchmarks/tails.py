@@ -1,0 +1,361 @@
+"""Round times of RollPacker's tail batching against plain rounds, on the paper's shape.
+
+    python -m benchmarks run tails
+    python -m benchmarks run tails --curve 0.003 0.007 0.02
+
+Deterministic: drawn lengths go through the controller and the round rule of a run, on the
+simulated engine. 128 prompts of 8 completions, at most 16k tokens, the longest of a round some 25
+to 32 times the median (arXiv 2509.21009). What lost a race is drawn anew with another length, or
+goes on from what is kept of its draft by the rule of a run, to a length drawn from those that are
+longer. The next token's total variation distance between the policies of two successive rounds is
+0.003; between the policy of a draft and the one that verifies it as many times that as there are
+rounds between them, which is the most it can be. The lengths of a prompt's completions are alike
+(half of the variance of their logarithm is the prompt's) or not at all. Means over 100 rounds, the
+long ones included.
+
+Seconds are of the paper's hardware, 16 engines (7 B parameters on as many GPUs) that share the
+completions evenly, 64 each of a synchronous round, and of one engine that has all of them. A decode
+step takes 10 ms, 50 microseconds for each completion that runs and 20 ns for each token in the
+cache. A position of a forward pass over tokens that are known takes 25 microseconds, half of what a
+running request adds to a decode step (7 B parameters at 560 TFLOP/s). A draft goes through the
+trainer once, one of which not all is kept three times; what is kept then goes through the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from math import exp, log, sqrt
+from statistics import NormalDist, fmean, median
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import results
+from lit_rlsched.engines.sampling import counter_uniform
+from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
+from lit_rlsched.rollout.round_runner import DrawnRound
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.scheduling.tail_batching import Race, Reuse, TailRound
+from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
+from lit_rlsched.training.speculative import acceptance, num_accepted, prefix_weights
+from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
+
+GENERATIONS, LIMIT, EOS = 8, 16384, 0
+NORMAL = NormalDist()
+MEDIAN, SIGMA = 550, 1.1
+PER_STEP, PER_POSITION = 0.01, 2.5e-5
+"""Seconds of a decode step, whatever runs, and of a forward pass for each position."""
+PER_ENGINE = 64
+"""Completions of a synchronous round that an engine has in the paper."""
+RACES: list[tuple[str, tuple[float, float], Race]] = [
+    ("prompts race", (1.25, 1.0), "prompt"),
+    ("completions race as well", (1.25, 1.25), "completion"),
+    ("completions race as well, 1.1 and 1.5", (1.1, 1.5), "completion"),
+]
+"""With `prompt_ratio` and `completion_ratio`."""
+REUSES: tuple[Reuse | None, ...] = (None, "drafts")
+
+
+def methods(prompts: int) -> dict[str, RoundRule]:
+    """What is compared, for rounds of so many prompts."""
+
+    def tail(of_prompts: float, of_completions: float = 1.0, **more: Any) -> TailRound:
+        return TailRound(prompts, GENERATIONS, of_prompts, of_completions, **more)
+
+    return {
+        "synchronous": FullRound(prompts),
+        **{
+            f"{name}{', drafts' if reuse else ''}": tail(*ratios, race=race, reuse=reuse)
+            for name, ratios, race in RACES
+            for reuse in REUSES
+        },
+        "completions race alone": tail(1.0, 1.25, race="completion"),
+        **{
+            f"prompts race, {ratio}, losers go on": tail(ratio, reuse="drafts", max_deferrals=8)
+            for ratio in (1.25, 1.5, 2.0)
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths, of which the prompt decides a share.
+
+    Args:
+        shared: Share of the variance of the logarithm that is the prompt's.
+    """
+
+    shared: float
+
+    def __call__(self, request: Request) -> int:
+        """Another seed, another length; of one that goes on, of those that are longer."""
+        noise = _uniform("completion", request.seed)
+        return self.longer(len(request.prefix_ids), request.prompt_ids, noise)
+
+    def longer(self, than: int, prompt_ids: Sequence[int], noise: float) -> int:
+        """A length of more than `than` tokens, by inverting the conditional distribution."""
+        of_prompt = sqrt(self.shared) * NORMAL.inv_cdf(_uniform("prompt", prompt_ids[0]))
+        scale = sqrt(1 - self.shared)
+        if than:  # from the upper tail, which does not round to 1
+            least = (log((than + 0.5) / MEDIAN) / SIGMA - of_prompt) / scale
+            own = -NORMAL.inv_cdf(NORMAL.cdf(-least) * (1 - noise))
+        else:
+            own = NORMAL.inv_cdf(noise)
+        length = round(MEDIAN * exp(SIGMA * (of_prompt + scale * own)))
+        return min(LIMIT, max(than + 1, length))
+
+
+class Verifier:
+    """Keeps of drafts what the rule of a run would, of policies as far apart as is said.
+
+    The ratio `p/q` of a token is log-normal.
+
+    Args:
+        lengths: Of the run.
+        distance: Total variation distance of the next token under two successive policies. It obeys
+            the triangle inequality, so that `n` versions are at most `n` times as far apart; here
+            they are, as where every step goes the same way.
+    """
+
+    def __init__(self, lengths: Lengths, distance: float) -> None:
+        self.lengths, self.distance = lengths, distance
+        self.positions = 0
+        """Of the trainer's forward passes, in the last call."""
+        self.ages: dict[int, DraftAudit] = {}
+        """Of the last call's drafts, by versions since they were drawn."""
+
+    def __call__(self, groups: Sequence[Group], version: int) -> DraftAudit:
+        """Make completions of the drafts, as `training.draft_verifier` does."""
+        self.positions, self.ages = 0, {}
+        for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
+            draft, key = completion.draft, (group.id, completion.index, version)
+            assert draft is not None
+            completion.draft, n = None, len(draft.token_ids)
+            age = version - draft.version
+            kept = self._kept(n, age, *key)
+            self.ages[age] = self.ages.get(age, DraftAudit()) + DraftAudit(n, kept, kept == n)
+            self.positions += n
+            tokens = list(draft.token_ids[:kept])
+            if kept < n:
+                self.positions += 2 * n
+                noise = _uniform("after", *key)
+                length = self.lengths.longer(kept, group.prompt.token_ids, noise)
+                tokens.append(EOS if length == kept + 1 else EOS + 1)
+            completion.token_ids, completion.logprobs = tokens, [0.0] * len(tokens)
+            completion.version_spans = [(version, len(tokens))]
+            if tokens[-1] == EOS:
+                completion.finish_reason = "stop"
+            elif len(tokens) == LIMIT:
+                completion.finish_reason = "length"
+        return sum(self.ages.values(), DraftAudit())
+
+    def _kept(self, n: int, age: int, *key: object) -> int:
+        """Of `n` tokens, by the rule itself: its sum over the vocabulary is an integral here."""
+        sigma = 2 * NORMAL.inv_cdf((1 + min(self.distance * age, 0.999)) / 2)
+        counters = torch.arange(n)
+        streams = torch.tensor([stable_hash(use, *key) for use in ("ratio", "accept")])
+        normal = torch.special.ndtri(counter_uniform(streams[0], counters).clamp(min=2**-54))
+        log_weights = prefix_weights(sigma * normal - sigma**2 / 2, torch.zeros(n))
+        far = log_weights[:-1] / sigma
+        more = log_weights[:-1].exp() * torch.special.ndtr(far + sigma / 2)
+        more -= torch.special.ndtr(far - sigma / 2)
+        noise = counter_uniform(streams[1], counters)
+        return num_accepted(acceptance(log_weights, more.clamp(min=0)), noise)
+
+
+def _uniform(*key: object) -> float:
+    return (stable_hash(*key) + 0.5) / 2**63
+
+
+class Figures(NamedTuple):
+    """Of a round; its tokens are forgotten, as a hundred rounds have a hundred million."""
+
+    long: bool
+    seconds: float
+    """On one engine."""
+    steps: int
+    slot_steps: int
+    lengths: list[int]
+    """Of every stay in a slot."""
+    discarded: int
+    drafts: DraftAudit
+    ages: dict[int, DraftAudit]
+    trained: list[int]
+    first: list[Attempt]
+    """What was drawn for the first time."""
+
+    @classmethod
+    def of(cls, drawn: DrawnRound, long: bool, verifier: Verifier) -> "Figures":
+        """What the table needs."""
+        trace, harvest = drawn.trace, drawn.harvest
+        return cls(
+            long,
+            trace.seconds + PER_POSITION * verifier.positions,
+            trace.decode_steps,
+            trace.slot_steps,
+            trace.spans["tokens"],
+            harvest.discarded_tokens,
+            harvest.drafts,
+            verifier.ages,
+            [len(c.token_ids) for g in harvest.trained for c in g.completions],
+            [a for a in harvest.ran if a.first],
+        )
+
+    def seconds_on(self, engines: int) -> float:
+        """Where so many share the completions evenly: each takes every decode step."""
+        steps = PER_STEP * self.steps
+        return steps + (self.seconds - steps) / engines
+
+
+def rounds(
+    policy: RoundRule, shared: float, slots: int, n: int, distance: float = 0.003
+) -> list[Figures]:
+    """The first rounds of a run."""
+    lengths = Lengths(shared)
+    engine = SimulatedEngine(
+        lengths=lengths,
+        step_time_base=PER_STEP,
+        per_prefill_token=PER_POSITION,
+        stream=False,
+    )
+    session = simulated_session(engine, slots, LIMIT + 1, lambda: Admission(slots))
+    verifier = Verifier(lengths, distance)
+    visits = (Visit(Prompt(str(p), "", (1 + p,)), str(p)) for p in count())
+    drawn = simulated_rounds(
+        session, visits, Sampling(LIMIT), GENERATIONS, lambda number: policy, verifier
+    )
+    return [Figures.of(d, policy.is_long(d.planned), verifier) for d in islice(drawn, n)]
+
+
+def row(
+    name: str, drawn: Sequence[Figures], plain: Sequence[Figures], engines: Sequence[int]
+) -> str:
+    """A method beside plain rounds, as Markdown."""
+    kinds = ([d.steps for d in drawn if d.long == long] for long in (False, True))
+    tokens = sum(sum(d.lengths) for d in drawn)
+    discarded = sum(d.discarded for d in drawn)
+    drafts = sum((d.drafts for d in drawn), DraftAudit())
+    trained = [length for d in drawn for length in d.trained]
+    first = [attempt for d in drawn for attempt in d.first]
+    figures: dict[str, float] = {
+        "decode_steps": fmean(d.steps for d in drawn),
+        "slot_steps": fmean(d.slot_steps for d in drawn),
+        **{f"seconds, {n} engines": fmean(d.seconds_on(n) for d in drawn) for n in engines},
+        "discarded_tokens": discarded / tokens,
+        "draft_tokens": drafts.tokens,
+        "accepted_draft_tokens": drafts.accepted_tokens,
+        "trained_over_drawn_length": length_bias(trained, first),
+    }
+    results.add(name, figures)
+    cells = [
+        name,
+        *(f"{fmean(steps):,.0f}" if steps else "" for steps in kinds),
+        _beside([d.steps for d in drawn], [d.steps for d in plain], ",.0f"),
+        *(
+            _beside([d.seconds_on(n) for d in drawn], [d.seconds_on(n) for d in plain], ".1f")
+            for n in engines
+        ),
+        f"{1 - discarded / tokens:.0%}",
+        f"{drafts.accepted_tokens / drafts.tokens:.0%}" if drafts.tokens else "",
+        f"{recovered(drawn):.0%}" if drafts.tokens else "",
+        f"{figures['trained_over_drawn_length']:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _beside(figures: Sequence[float], plain: Sequence[float], form: str) -> str:
+    ratio = fmean(plain) / fmean(figures)
+    return f"{fmean(figures):{form}}" + ("" if figures == plain else f" ({ratio:.2f}x)")
+
+
+def recovered(drawn: Sequence[Figures]) -> float:
+    """Share of what would have been thrown away that drafts have kept."""
+    kept = sum(d.drafts.accepted_tokens for d in drawn)
+    return kept / (kept + sum(d.discarded for d in drawn))
+
+
+def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[float]) -> str:
+    """What is kept of drafts, by their age and how far apart successive policies are."""
+    policies = methods(prompts)
+    plain, waits, goes_on = (
+        policies[name]
+        for name in ("synchronous", "prompts race, drafts", "prompts race, 1.5, losers go on")
+    )
+    steps = fmean(d.steps for d in rounds(plain, shared, slots, n))
+    lines = [
+        "| distance a version | kept of a draft 1, 2, 3, 4 versions old | recovered of all waste |"
+        " fewer decode steps | losers go on: recovered | fewer decode steps |",
+        f"|{'---|' * 6}",
+    ]
+    for distance in distances:
+        cells = [f"{distance}"]
+        for policy in (waits, goes_on):
+            drawn = rounds(policy, shared, slots, n, distance)
+            if policy is waits:
+                ages = [
+                    sum((d.ages.get(age, DraftAudit()) for d in drawn), DraftAudit())
+                    for age in range(1, 5)
+                ]
+                shares = (f"{a.accepted_tokens / max(1, a.tokens):.0%}" for a in ages)
+                cells.append(" / ".join(shares))
+            ratio = steps / fmean(d.steps for d in drawn)
+            figures = {"recovered": recovered(drawn), "fewer_decode_steps": ratio}
+            results.add(
+                f"curve at {distance}, {'waits' if policy is waits else 'goes on'}", figures
+            )
+            cells += [f"{recovered(drawn):.0%}", f"{ratio:.2f}x"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table(
+    prompts: int, shared: float, slots: int, n: int, distance: float, only: Sequence[str] = ()
+) -> str:
+    """All methods, or those whose name ends in one of `only`, as Markdown."""
+    engines = sorted({prompts * GENERATIONS // PER_ENGINE, 1} - {0}, reverse=True)
+    names = [
+        *("", "decode steps of a short round", "of a long one", "mean"),
+        *(f"seconds, {n} engine{'s' if n > 1 else ''}" for n in engines),
+        *("useful tokens", "kept of drafts", "recovered of all waste", "trained over drawn length"),
+    ]
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    plain: list[Figures] = []
+    for name, policy in methods(prompts).items():
+        if plain and only and not name.endswith(tuple(only)):
+            continue
+        drawn = rounds(policy, shared, slots, n, distance)
+        if not plain:
+            plain = drawn
+            spread = fmean(max(d.lengths) / median(d.lengths) for d in drawn)
+            head = f"{prompts} prompts, {slots} slots, {shared:.0%} of the variance the prompt's"
+            lines.insert(0, f"{head}; longest over median {spread:.0f}\n")
+        lines.append(row(name, drawn, plain, engines))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = results.parser("tails", __doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--prompts", type=int, default=128, help="of a round")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2048])
+    parser.add_argument("--shared", type=float, nargs="+", default=[0.5, 0.0])
+    parser.add_argument(
+        "--distance", type=float, default=0.003, help="of the next token, successive policies"
+    )
+    parser.add_argument("--curve", type=float, nargs="+", help="distances: only the curve of these")
+    parser.add_argument("--only", nargs="+", default=(), help="methods by the end of their names")
+    options = results.parse(parser, arguments)
+    for slots in options.slots:
+        for shared in options.shared:
+            shape = options.prompts, shared, slots, options.rounds
+            if options.curve:
+                print(curve(*shape, options.curve), end="\n\n", flush=True)
+            else:
+                print(table(*shape, options.distance, options.only), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""A head-to-head with TRL on the quick task: `python -m lit_rlsched.benchmark`."""
