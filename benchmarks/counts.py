@@ -104,7 +104,7 @@ def schedules() -> dict[str, Count]:
         add_traces(f"pool of 512, {name}", bubbles.decode([[n] for n in pool], rule, 64).rounds)
     for name, tail in tails.methods(16).items():
         if name in ("synchronous", "prompts race", "prompts race, drafts") or "1.5, l" in name:
-            drawn = tails.rounds(tail, 0.5, 16 * tails.GENERATIONS * 2, 4)
+            drawn = tails.rounds(tail, 0.5, 16 * tails.GENERATIONS, 6)  # the fifth is long
             counts = sum(d.steps for d in drawn), sum(d.slot_steps for d in drawn)
             add(f"tail batching, {name}", *counts)
     return found

@@ -126,3 +126,34 @@ def test_a_worse_count_is_named(tmp_path, monkeypatch, capsys):
     now["d"] = counts.Count(99, depends=("python",))
     assert counts.main([]) == 0
     assert "d: 99 (left out: recorded with python 3." in capsys.readouterr().out
+
+
+def test_what_runs_logged_is_read_and_written_down(tmp_path, folder, monkeypatch, capsys):
+    metrics = tmp_path / "run" / "metrics" / "version_0" / "metrics.csv"
+    metrics.parent.mkdir(parents=True)
+    rounds = [f"rollout/{name}" for name in learning.TOTALS]
+    once = ["completions/mean_length", "batch/completions", "pool/trained_over_drawn_length"]
+    columns = ["step", "val/accuracy", *rounds, *once, "seconds", "cpu_seconds"]
+    with metrics.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for step in range(11):
+            if step:
+                writer.writerow({"step": step, **dict.fromkeys([*rounds, *once], 100.0)})
+                writer.writerow({"step": step, "seconds": step, "cpu_seconds": step})
+            if step % 5 == 0:
+                writer.writerow({"step": step, "val/accuracy": step / 10})
+    ended = {"learning": "1000.0", "selection": "10.0", "rollpacker": "10.0"}
+    spent = {"learning": "slot_steps", "selection": "cpu_seconds", "rollpacker": "seconds"}
+    names = {"learning": "synchronous", "selection": "full", "rollpacker": "synchronous"}
+    for name, variant in names.items():
+        module = runner.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(module, "train", lambda *_: tmp_path / "run")
+        arguments = ["--seeds", "0", "1", "--variants", variant, f"--out={tmp_path}"]
+        assert runner.main(["run", name, *arguments]) == 0
+        rows = read(folder / f"{name}.csv")
+        assert {r["row"] for r in rows} == {f"{variant}, seed 0", f"{variant}, seed 1"}
+        values = {r["figure"]: r["value"] for r in rows}
+        assert (values["accuracy"], values[spent[name]]) == ("1.0", ended[name])
+        assert json.loads(rows[0]["arguments"])["seeds"] == [0, 1]
+    assert capsys.readouterr().out.count("1.00 / 1.00") == 3
