@@ -154,8 +154,10 @@ def loop(running: int = 32) -> dict[str, Count]:
 
 def instructions(counted: Mapping[str, float], running: int) -> dict[str, Count]:
     """The counts of what `host.measure` says of so many running requests."""
-    own = {part: counted[part] for part in ("our loop", "our engine")}
-    vllm = sum(n for part, n in counted.items() if part.startswith("vLLM"))
+    from benchmarks import host
+
+    own = {part: counted[part] for part in (host.LOOP, host.ENGINE)}
+    vllm = host.theirs(counted)
     found = {}
     for part, n in own.items():
         each, share = round(n / running, 2), round(n / vllm, 5)

@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for n, c in counted.items():
             results.add(f"{n} running, instructions of a step", c)
         print("Bytecode instructions of a step for each running request\n")
-        table({n: {p: f"{c[p] / n:,.1f}" for p in PARTS} for n, c in counted.items()})
+        table(counted, lambda instructions, n: f"{instructions / n:,.1f}")
         if options.count_only:
             return
         limit = options.steps + SKIPPED
@@ -225,15 +225,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for n, s in timed.items():
             results.add(f"{n} running, CPU seconds of a step", s)
         print("\nCPU microseconds of a step\n")
-        table({n: {p: f"{s[p] * 1e6:,.0f}" for p in PARTS} for n, s in timed.items()})
+        table(timed, lambda seconds, n: f"{seconds * 1e6:,.0f}")
 
 
-def table(figures: dict[int, dict[str, str]]) -> None:
-    """A row for each part."""
-    print("| | " + " | ".join(f"{n:,} running" for n in figures) + " |")
-    print("|---|" + "---|" * len(figures))
+def table(measured: dict[int, dict[str, float]], shown: Callable[[float, int], str]) -> None:
+    """A row for each part, and what is ours over what is vLLM's."""
+    print("| | " + " | ".join(f"{n:,} running" for n in measured) + " |")
+    print("|---|" + "---|" * len(measured))
     for part in PARTS:
-        print(f"| {part} | " + " | ".join(f[part] for f in figures.values()) + " |", flush=True)
+        cells = (shown(of[part], n) for n, of in measured.items())
+        print(f"| {part} | {' | '.join(cells)} |")
+    shares = (f"{(of[LOOP] + of[ENGINE]) / theirs(of):.1%}" for of in measured.values())
+    print(f"| ours over vLLM's | {' | '.join(shares)} |", flush=True)
+
+
+def theirs(measured: Mapping[str, float]) -> float:
+    """Of all parts, vLLM's own."""
+    return sum(figure for part, figure in measured.items() if part not in (LOOP, ENGINE))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ class Benchmark(NamedTuple):
 
     shows: str
     minutes: float
-    """With the default arguments, on an Intel Xeon where nothing else runs."""
+    """With the default arguments, on an Intel Xeon where nothing else runs. Of `memory`, `host` and
+    `ledger` estimated from a part, of `gpu-check` planned."""
     simulated: str = "nothing"
     on: str = "1 core"
     """What it keeps busy."""
@@ -44,7 +45,7 @@ BENCHMARKS = {
         "engine; lengths of published shapes",
     ),
     "memory": Benchmark(
-        "cache of a group by group size, slots and budget: vLLM's own block counts", 5, RANDOM
+        "cache of a group by group size, slots and budget: vLLM's own block counts", 15, RANDOM
     ),
     "speed": Benchmark(
         "seconds of the schedules on vLLM, what scheduling itself costs, the planner's time", 12

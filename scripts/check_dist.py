@@ -11,6 +11,7 @@ SDIST = (
     *("configs/quickstart.yaml", "docs/reliability.md", "examples/drop_in.py"),
     *("examples/countdown/model/model.safetensors", "tests/conftest.py", "tests/test_module.py"),
     *("lit_rlsched/module.py", "lit_rlsched/py.typed"),
+    *("benchmarks/__main__.py", "benchmarks/counts.json"),
 )
 """Some of each kind of file that it must hold."""
 WHEEL = ("lit_rlsched/module.py", "lit_rlsched/py.typed")
