@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean
 
+from lit_rlsched.data.repetition import repeat
 from lit_rlsched.training.round import reward_matrix
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -26,10 +27,10 @@ class EvaluationSettings:
         greedy = sampled = None
         if self.greedy:
             argmax = Sampling(self.sampling.max_completion_length, temperature=0.0)
-            greedy = Group(f"{stage}-greedy/{prompt.uid}", prompt, argmax, [Completion(0)])
+            greedy = repeat(prompt, 1, f"{stage}-greedy/{prompt.uid}", argmax)
         if self.num_generations:
-            drawn = [Completion(i) for i in range(self.num_generations)]
-            sampled = Group(f"{stage}/{prompt.uid}", prompt, self.sampling, drawn)
+            key = f"{stage}/{prompt.uid}"
+            sampled = repeat(prompt, self.num_generations, key, self.sampling)
         return greedy, sampled
 
 

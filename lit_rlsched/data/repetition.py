@@ -1,66 +1,44 @@
-"""Repeat references to prompts, one for each completion, and find the groups again.
+"""One prompt, many completions: where a prompt is repeated, and the way back to its group.
 
-A public attempt at this repeated prompt strings, and two things went wrong there that this file and
-its tests rule out. It repeated them interleaved (p0, p0, p1, p1) while the leave-one-out baseline
-still reshaped for the tiled order (p0, p1, p0, p1), so that prompts were compared with each other's
-completions. And it tokenised the copies again with a `max_length` nobody had set: the memory it
-saved was the prompts it had cut. Here a prompt is tokenised once, never cut, and repeated as a
-reference; `group_index` is the only way back to the `[P, G]` layout of the advantages.
+A prompt is repeated as a reference, never as text. This is all of its way:
+
+* `make_prompts` (`data/source.py`) tokenises each prompt once and cuts none.
+* `repeat` (here) makes a group of it: `num_generations` completions that refer to one `Prompt`.
+* `RolloutController._submit` (`rollout/controller.py`) gives each request the token ids of that one
+  `Prompt`; engines that can keep the cache of what requests have in common once.
+* `places` (here) is the only way from a flat list of completions to the `[P, G]` layout of rewards
+  and advantages: by the group that a completion is in, not by where it is in a list.
+* `share_prompts` (`training/micro_batches.py`) puts completions of one group behind one copy of the
+  prompt in the update, where that saves work.
+
+A public attempt at this repeated prompts as strings, and two things went wrong there. It repeated
+them interleaved (p0, p0, p1, p1) while the leave-one-out baseline still reshaped for the tiled
+order (p0, p1, p0, p1), so that prompts were compared with each other's completions. And it
+tokenised the copies again with a `max_length` nobody had set: the memory it saved was the prompts
+it had cut.
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-T = TypeVar("T")
-
-Order = Literal["interleave", "tile"]
-"""`interleave`: p0, p0, ..., p1, p1, ... `tile`: p0, p1, ..., p0, p1, ..."""
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
-def repeat_prompts(
-    prompts: Sequence[T], num_generations: int, order: Order = "interleave"
-) -> list[T]:
-    """Repeat references to prompts, once for each completion; nothing is copied.
+def repeat(prompt: Prompt, num_generations: int, key: str, sampling: Sampling) -> Group:
+    """A group of completions that are yet to be drawn.
 
-    Example:
-        >>> repeat_prompts(["a", "b"], 2)
-        ['a', 'a', 'b', 'b']
-        >>> repeat_prompts(["a", "b"], 2, order="tile")
-        ['a', 'b', 'a', 'b']
+    Args:
+        prompt: All completions refer to it; nothing of it is copied.
+        num_generations: Completions.
+        key: Names the group.
+        sampling: How they are drawn.
     """
-    _check(num_generations, order)
-    if order == "tile":
-        return list(prompts) * num_generations
-    return [prompt for prompt in prompts for _ in range(num_generations)]
+    return Group(key, prompt, sampling, [Completion(i) for i in range(num_generations)])
 
 
-def group_index(
-    num_prompts: int, num_generations: int, order: Order = "interleave"
-) -> NDArray[np.int64]:
-    """Where each group's completions are in the repeated list, for the same order.
+def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """Row and column in a matrix `[P, G]` of every completion, group after group.
 
-    Returns:
-        `[P, G]`: `rewards[group_index(P, G, order)]` has one row per prompt, whichever the order.
-
-    Example:
-        >>> group_index(2, 3, order="tile").tolist()
-        [[0, 2, 4], [1, 3, 5]]
+    The row is the group's place in the list, the column the completion's own `index`, so that it
+    does not matter which completions of a group are there, nor in which order.
     """
-    _check(num_generations, order)
-    positions = np.arange(num_prompts * num_generations, dtype=np.int64)
-    if order == "tile":
-        return positions.reshape(num_generations, num_prompts).T
-    return positions.reshape(num_prompts, num_generations)
-
-
-def _check(num_generations: int, order: Order) -> None:
-    if num_generations < 2:
-        raise ValueError(
-            f"`num_generations={num_generations}`: a completion's baseline is the other "
-            "completions of its prompt, so there must be at least 2. Use 2 or more."
-        )
-    if order not in ("interleave", "tile"):
-        raise ValueError(f"`order={order!r}` is unknown. Use 'interleave' or 'tile'.")
+    return [(row, c.index) for row, group in enumerate(groups) for c in group.completions]

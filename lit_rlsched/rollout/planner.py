@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from lit_rlsched.data.repetition import repeat
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.types import Group, Prompt, Sampling
 
 
 class Drawn(Protocol):
@@ -99,8 +100,7 @@ class RoundPlanner:
         drawn = []
         for draw in self.source.draw(n, self._uids, domain):
             launched = rule.launched(self.num_generations)
-            completions = [Completion(i) for i in range(launched)]
-            drawn.append(Group(draw.key, draw.prompt, self.sampling, completions))
+            drawn.append(repeat(draw.prompt, launched, draw.key, self.sampling))
             self.pool.add(drawn[-1])
         return drawn
 

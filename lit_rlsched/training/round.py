@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lit_rlsched.data.repetition import places
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import combine_rewards
@@ -88,9 +89,8 @@ def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Te
 
 
 def cells(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample and column of every completion in a matrix `[P, G]`, group after group."""
-    at = [(row, c.index) for row, group in enumerate(groups) for c in group.completions]
-    rows, columns = torch.tensor(at).T
+    """Row and column of every completion in a matrix `[P, G]`, group after group."""
+    rows, columns = torch.tensor(places(groups)).T
     return rows, columns
 
 
@@ -140,10 +140,10 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     makes those of its siblings so, is dropped as `nonfinite_advantage`.
     """
     logprobs = _logprobs(round) if learner.needs_reference else None
-    rewards, places = reward_matrix(round.groups, weights), cells(round.groups)
+    rewards, at = reward_matrix(round.groups, weights), cells(round.groups)
     completions = round.completions
     dropped = torch.tensor([c.dropped is not None for c in completions])
-    rewards[places] = rewards[places].masked_fill(dropped, torch.nan)
+    rewards[at] = rewards[at].masked_fill(dropped, torch.nan)
     advantages = learner.compute_advantages(rewards, logprobs)
     wrong = _nonfinite(advantages, rewards)
     # whose own reward is as large is dropped first: siblings may be fine without it
@@ -153,7 +153,7 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
         advantages = learner.compute_advantages(rewards, logprobs)
         wrong = _nonfinite(advantages, rewards) | huge
     advantages = advantages.masked_fill(wrong, 0.0)
-    values, nonfinite = advantages[places].tolist(), wrong[places].tolist()
+    values, nonfinite = advantages[at].tolist(), wrong[at].tolist()
     for completion, advantage, drop in zip(completions, values, nonfinite, strict=True):
         if drop:
             completion.dropped = completion.dropped or NONFINITE
@@ -193,8 +193,8 @@ def _logprobs(round: Round) -> RoundLogprobs:
     longest = max(len(c.token_ids) for c in round.completions)
     old, ref, mask = torch.zeros(3, len(round.groups) * round.width, longest, dtype=torch.float64)
     rows, columns = cells(round.groups)
-    places = (rows * round.width + columns).tolist()
-    for i, c in zip(places, round.completions, strict=True):
+    flat = (rows * round.width + columns).tolist()
+    for i, c in zip(flat, round.completions, strict=True):
         if c.old_logprobs is not None and c.ref_logprobs is not None:  # else it was dropped
             length = len(c.token_ids)
             old[i, :length] = torch.tensor(c.old_logprobs)

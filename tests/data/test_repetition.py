@@ -1,69 +1,65 @@
-import numpy as np
-import pytest
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lit_rlsched.data.repetition import Order, group_index, repeat_prompts
+from lit_rlsched.data.repetition import places, repeat
+from lit_rlsched.engines import SimulatedEngine
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.training import advantages as ours
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round, reward_matrix
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
-
-ORDERS = st.sampled_from(["interleave", "tile"])
-SIZES = {"num_prompts": st.integers(0, 7), "num_generations": st.integers(2, 6)}
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 
 
-def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    return (
-        (rewards - rewards.mean(axis=1, keepdims=True)) * rewards.shape[1] / (rewards.shape[1] - 1)
-    )
+class Recording(SimulatedEngine):
+    """Keeps what is submitted."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: 2)
+        self.requests: list[Request] = []
+
+    def submit(self, requests):
+        requests = list(requests)
+        self.requests += requests
+        super().submit(requests)
 
 
-def test_orders_by_hand() -> None:
-    assert repeat_prompts("ab", 3) == list("aaabbb")
-    assert repeat_prompts("ab", 3, order="tile") == list("ababab")
-    assert group_index(2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert group_index(2, 3, order="tile").tolist() == [[0, 2, 4], [1, 3, 5]]
+def test_a_run_repeats_references_to_one_tokenised_prompt():
+    prompts = [Prompt(uid, uid, tuple(range(100 * i, 100 * i + 50))) for i, uid in enumerate("abc")]
+    visits = [Visit(prompt, f"{prompt.uid}@0") for prompt in prompts]
+    engine, rule = Recording(), FullRound(3)
+    session = simulated_session(engine, 4, 60, lambda: Admission(4))
+    (drawn,) = simulated_rounds(session, visits, Sampling(8), 5, lambda number: rule)
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    assert len(engine.requests) == 15
+    for request in engine.requests:
+        assert request.prompt_ids is by_uid[request.id[0]].token_ids
+    for group in drawn.harvest.trained:
+        assert group.prompt is by_uid[group.id[0]] and len(group.completions) == 5
 
 
-@given(**SIZES, order=ORDERS)
-def test_references_are_repeated_and_every_row_is_one_prompt(
-    num_prompts: int, num_generations: int, order: Order
-) -> None:
-    prompts = [object() for _ in range(num_prompts)]
-    repeated = repeat_prompts(prompts, num_generations, order)
-    index = group_index(num_prompts, num_generations, order)
-    assert index.shape == (num_prompts, num_generations)
-    assert sorted(index.ravel().tolist()) == list(range(len(repeated)))
-    for prompt, row in zip(prompts, index, strict=True):
-        assert all(repeated[position] is prompt for position in row)
-
-
-@given(**SIZES, order=ORDERS, seed=st.integers(0, 99))
-def test_advantages_do_not_see_an_offset_of_the_prompt(
-    num_prompts: int, num_generations: int, order: Order, seed: int
-) -> None:
-    quality = (
-        np.random.default_rng(seed).integers(0, 5, num_prompts * num_generations).astype(float)
-    )
-    offset = np.array(
-        repeat_prompts([100.0 * p for p in range(num_prompts)], num_generations, order)
-    )
-    index = group_index(num_prompts, num_generations, order)
-    advantages = leave_one_out((quality + offset)[index])
-    np.testing.assert_allclose(advantages, leave_one_out(quality[index]), atol=1e-9)
-    np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("repeated", "regrouped"), [("interleave", "tile"), ("tile", "interleave")]
-)
-def test_the_offset_gives_a_wrong_pairing_away(repeated: Order, regrouped: Order) -> None:
-    rewards = np.array(repeat_prompts([0.0, 100.0], 4, repeated))
-    assert not leave_one_out(rewards[group_index(2, 4, repeated)]).any()
-    assert abs(leave_one_out(rewards[group_index(2, 4, regrouped)])).min() > 10
+@given(st.data())
+def test_every_row_is_of_one_prompt_whatever_is_there_of_it(data):
+    """A reward that tells prompt and place: rows and columns are those of group and completion."""
+    groups = [repeat(Prompt(str(p), "", (1,)), 5, str(p), Sampling(8)) for p in range(4)]
+    for p, group in enumerate(groups):
+        for c in group.completions:
+            c.scores = [10.0 * p + c.index]
+        kept = data.draw(st.lists(st.sampled_from(range(5)), min_size=1, unique=True))
+        group.completions = [group.completions[i] for i in kept]
+    matrix = reward_matrix(groups, [1.0])
+    for p, row in enumerate(matrix.tolist()):
+        assert all(math.isnan(r) or r == 10 * p + i for i, r in enumerate(row))
+        there = {i for i, r in enumerate(row) if not math.isnan(r)}
+        assert there == {c.index for c in groups[p].completions}
+    assert [10.0 * p + i for p, i in places(groups)] == [
+        c.scores[0] for group in groups for c in group.completions
+    ]
 
 
 # What the branch measured in a public pull request did, written from its description: it decoded
@@ -124,16 +120,3 @@ def test_the_baseline_of_the_branch_is_of_another_prompt(tiny_model):
     ]
     torch.testing.assert_close(right[0], right[1], atol=1e-12, rtol=0)
     assert not torch.allclose(wrong[0], right[0].flatten(), atol=0.1)
-
-
-@pytest.mark.parametrize("num_generations", [1, 0, -2])
-def test_a_baseline_needs_two(num_generations: int) -> None:
-    with pytest.raises(ValueError, match=rf"`num_generations={num_generations}`.*at least 2"):
-        repeat_prompts(["a"], num_generations)
-    with pytest.raises(ValueError, match=rf"`num_generations={num_generations}`"):
-        group_index(1, num_generations)
-
-
-def test_unknown_order_is_refused() -> None:
-    with pytest.raises(ValueError, match="`order='rows'`"):
-        repeat_prompts(["a"], 2, order="rows")  # type: ignore[arg-type]
