@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
+from lit_rlsched.rewards.judge import Judge, NoAnswer
+from lit_rlsched.rewards.judge_grade import Unparsed
 from lit_rlsched.types import Request, Sampling
 
 
