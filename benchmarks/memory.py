@@ -59,7 +59,7 @@ def measure(
     from lit_rlsched.engines.vllm import VLLMEngine
     from lit_rlsched.engines.worker import RolloutWorker
     from lit_rlsched.rollout.controller import RolloutController
-    from lit_rlsched.rollout.slots import SlotSettings
+    from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
     from lit_rlsched.scheduling.round_rule import FullRound
     from lit_rlsched.simulate.rounds import Unscored
     from lit_rlsched.types import Completion, Group, Prompt, Sampling
@@ -74,10 +74,14 @@ def measure(
         dtype=torch.bfloat16,
         kv_cache_bytes=memory_budget,
     )
-    most = settings.engine_slots(engine, spec, token_bytes, generations, prompt_tokens)
+    most = settings.engine_slots(
+        engine.kv_cache(spec, token_bytes), generations, prompt_tokens, engine.most_slots(spec)
+    )
     spec = replace(spec, slots=most)
     engine.start(spec)
-    worker = RolloutWorker(engine, settings.admission(engine, spec, token_bytes, limit, "fifo"))
+    worker = RolloutWorker(
+        engine, settings.admission(engine.kv_cache(spec, token_bytes), spec.slots, limit, "fifo")
+    )
     controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
     worker.start_trace()
     group = Group(

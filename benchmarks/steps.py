@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.record import read_recording, record
-from lit_rlsched.scheduling.length_prediction import TokenConditioned
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.simulate.replay import Replayed, Schedule, least_steps, oracle, replay
 from lit_rlsched.types import Completion, Group, Sampling
 

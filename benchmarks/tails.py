@@ -36,8 +36,10 @@ from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
 from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.racing import Race, Reuse
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
-from lit_rlsched.scheduling.tail_batching import Race, Reuse, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
 from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.training.speculative import acceptance, num_accepted, prefix_weights
 from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
@@ -73,7 +75,9 @@ def methods(prompts: int) -> dict[str, RoundRule]:
         },
         "completions race alone": tail(1.0, 1.25, race="completion"),
         **{
-            f"prompts race, {ratio}, losers go on": tail(ratio, reuse="drafts", max_deferrals=8)
+            f"prompts race, {ratio}, losers go on": DeferringTailRound(
+                prompts, GENERATIONS, ratio, 1.0, max_deferrals=8
+            )
             for ratio in (1.25, 1.5, 2.0)
         },
     }

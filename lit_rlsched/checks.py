@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.scheduling.parallelism_planner import check_sizes
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Group, Sampling
 
@@ -191,45 +192,35 @@ def check_siblings(num_generations: int, needs_group: bool) -> None:
         )
 
 
-def check_logprobs(needed_by: str, engine: RolloutEngine, sampling: Sampling) -> None:
-    """Refuse to train against log-probs that the engine does not give.
+def check_logprobs(
+    needed_by: str,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    what: str = "tokens are trained against",
+) -> None:
+    """Refuse an engine whose log-probs are not those of the policy.
+
+    Args:
+        needed_by: Who needs them.
+        engine: Of the run.
+        sampling: Of the run.
+        what: Is done with them.
 
     Raises:
         ValueError: names who needs them, what takes them away, and what to use instead.
     """
     if not engine.logprobs:
         raise ValueError(
-            f"{needed_by} with `{type(engine).__name__}`: tokens are trained against the log-probs "
-            "they were drawn with, and this engine gives none. Use `VLLMEngine` or "
-            f"`TransformersEngine`, or do without {needed_by}."
+            f"{needed_by} with `{type(engine).__name__}`: {what} the log-probs they were drawn "
+            "with, and this engine gives none. Use `VLLMEngine` or `TransformersEngine`, or leave "
+            f"{needed_by} out."
         )
     if sampling.truncated:
         raise ValueError(
             f"{needed_by} with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
-            f"min_p={sampling.min_p}`: the engine's log-probs are then of a truncated "
-            "distribution, and the trainer's do not compare with them. Draw from the whole one, or "
-            f"do without {needed_by}."
-        )
-
-
-def check_drafts(engine: RolloutEngine, sampling: Sampling) -> None:
-    """Refuse drafts that cannot be verified.
-
-    Raises:
-        ValueError: names what takes the log-probs away, and what to use instead.
-    """
-    if not engine.logprobs:
-        raise ValueError(
-            f"`TailBatching(reuse='drafts')` with `{type(engine).__name__}`: a draft is verified "
-            "by the log-probs that it was drawn with, and this engine gives none. Use "
-            "`VLLMEngine` or `TransformersEngine`, or leave `reuse` out."
-        )
-    if sampling.truncated:
-        raise ValueError(
-            f"`TailBatching(reuse='drafts')` with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
-            f"min_p={sampling.min_p}`: a draft is verified by the log-probs of the whole "
-            "distribution, and the engine's are of a truncated one. Use `top_p=1, top_k=0, "
-            "min_p=0`, or leave `reuse` out."
+            f"min_p={sampling.min_p}`: {what} log-probs of the whole distribution, and the "
+            "engine's are of a truncated one. Use `top_p=1, top_k=0, min_p=0`, or leave "
+            f"{needed_by} out."
         )
 
 
@@ -315,3 +306,38 @@ def check_probe(probe_tokens: int, max_completion_length: int) -> None:
             f"completions with `max_completion_length={max_completion_length}`. Use less, or 0 to "
             "predict from the prompt alone."
         )
+
+
+def check_parallelism(engine: str, size: int, most: int, minimum: int, maximum: int) -> None:
+    """Refuse sizes that a `ParallelismPlanner` cannot choose from.
+
+    Args:
+        engine: Name of its class.
+        size: That it came with.
+        most: Devices that it can split the model over.
+        minimum: See `ParallelismPlanner`.
+        maximum: See `ParallelismPlanner`.
+
+    Raises:
+        MisconfigurationException: says what to use instead.
+    """
+    if most == 1:
+        raise MisconfigurationException(
+            f"`ParallelismPlanner` has nothing to choose: `{engine}` can split this model over "
+            "one device of this node at most. Remove the callback, or use `VLLMEngine` on a "
+            "node with more GPUs (on CPU: cores)."
+        )
+    if maximum > most:
+        raise MisconfigurationException(
+            f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
+            f"heads allow {most}. Use {most}, or leave it out."
+        )
+    if not minimum <= size <= maximum:
+        raise MisconfigurationException(
+            f"`{engine}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
+            f"chooses from {minimum} to {maximum}. Change the one or the other."
+        )
+    try:
+        check_sizes(size=size, maximum=maximum)
+    except ValueError as error:
+        raise MisconfigurationException(f"{error} It is what `{engine}` came with.") from None

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.training.gradient_stream import Streaming
+from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.learner import Learner
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Sampling

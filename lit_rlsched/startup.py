@@ -119,12 +119,12 @@ class Startup:
             spec: Without its `slots`.
             num_generations: Of a prompt in a round; by default the configured ones.
         """
+        engine = self._data.engine
         return self._data.schedule.slots.engine_slots(
-            self._data.engine,
-            spec,
-            self.cache_bytes_per_token(spec),
+            engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
             self._most_completions(num_generations or self._data.num_generations),
             self.prompts.shortest,
+            engine.most_slots(spec),
         )
 
     def _most_completions(self, num_generations: int) -> int:
@@ -143,9 +143,8 @@ class Startup:
     def admission(self, spec: EngineSpec) -> Admission:
         """What stands in front of an engine that was started with `spec`."""
         return self._data.schedule.slots.admission(
-            self._data.engine,
-            spec,
-            self.cache_bytes_per_token(spec),
+            self._data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
+            spec.slots,
             self._data.sampling.max_completion_length,
             self._order,
         )

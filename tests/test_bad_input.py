@@ -159,7 +159,10 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: MicroGroupSampling(slots=2, memory_budget="1GiB"), "exactly one"),
         (lambda: MicroGroupSampling(memory_budget="much"), "memory_budget='much'"),
         (lambda: MicroGroupSampling(slots=2, refill="sometimes"), "sometimes"),
-        (lambda: MicroGroupSampling(slots=2, order="longest"), r"'longest'` is unknown.*'planned'"),
+        (
+            lambda: MicroGroupSampling(slots=2, order="longest"),
+            r"'longest'\)` is unknown.*'planned'",
+        ),
         (lambda: MicroGroupSampling(slots=2, epsilon=0), r"epsilon=0\)`: must be above 0"),
         (lambda: MicroGroupSampling(slots=2, epsilon=float("nan")), "epsilon=nan"),
         (lambda: MicroGroupSampling(slots=2, epsilon=float("inf")), "epsilon=inf"),
@@ -187,7 +190,7 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: SortedBatching(pool_rounds=0), r"pool_rounds=0\)`: must be a whole number, 1 or"),
         (lambda: SortedBatching(pool_rounds=None), r"pool_rounds=None\)`: must be a whole number"),
         (lambda: SortedBatching(update_prompts=2.0), r"update_prompts=2.0\)`: must be a whole"),
-        (lambda: SortedBatching(mode="off_policy"), r"mode='off_policy'` is unknown.*'partial'"),
+        (lambda: SortedBatching(mode="off_policy"), r"mode='off_policy'\)` is unknown.*'partial'"),
         (
             lambda: SortedBatching(mode="partial", max_staleness=0),
             r"max_staleness=0\)`.*use `mode='on_policy'`",
@@ -199,8 +202,8 @@ def test_a_model_that_is_not_there(fit, model):
         ),
         (lambda: SortedBatching(oversubscribe=0.5), r"oversubscribe=0.5\)`: must be 1 or more"),
         (lambda: SortedBatching(oversubscribe=float("nan")), r"oversubscribe=nan"),
-        (lambda: DownSampling(keep=1), r"keep=1\)`: use a whole number, 2 or more"),
-        (lambda: DownSampling(keep=2.0), r"keep=2.0\)`: use a whole number"),
+        (lambda: DownSampling(keep=1), r"keep=1\)`: must be a whole number, 2 or more"),
+        (lambda: DownSampling(keep=2.0), r"keep=2.0\)`: must be a whole number"),
         (lambda: DownSampling(4, rule="max_std"), r"rule='max_std'\)` is unknown.*'percentile'"),
         (lambda: DownSampling(4, advantage_scope="all"), r"scope='all'\)` is unknown.*'full'"),
         (
@@ -215,9 +218,9 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: DownSampling(4, min_length_ratio=1.5), r"min_length_ratio=1.5\)`: use 0"),
         (
             lambda: DynamicSampling(max_num_gen_batches=1),
-            r"max_num_gen_batches=1\)`: use a whole number, 2 or more",
+            r"max_num_gen_batches=1\)`: must be a whole number, 2 or more",
         ),
-        (lambda: DynamicSampling(2.5), r"max_num_gen_batches=2.5\)`: use a whole number"),
+        (lambda: DynamicSampling(2.5), r"max_num_gen_batches=2.5\)`: must be a whole number"),
     ],
 )
 def test_settings_that_cannot_work(make, message):

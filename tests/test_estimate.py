@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, StreamedTraining
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines._vllm_args import full_cache
 from lit_rlsched.estimate import Ledger, PlannedRun, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.estimate.report import ADVICE
@@ -160,7 +161,7 @@ def test_vllm_on_cpu_is_asked_for_its_cache(plan):
     engine = VLLMEngine()
     planned = ledger(plan(engine=engine))
     held, spec = items(planned), planned.run.spec
-    assert held["key-value cache"].rollout == engine._full_cache(spec)
+    assert held["key-value cache"].rollout == full_cache(engine, spec)
     assert held["engine weights"].update == held["engine weights"].rollout > 0  # it cannot sleep
     assert "decoding" not in held
 

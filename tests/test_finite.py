@@ -15,7 +15,7 @@ from lit_rlsched.callbacks import (
     MicroBatchAccumulation,
     RolloutCallback,
 )
-from lit_rlsched.training.gradient_stream import Streaming
+from lit_rlsched.scheduling.streamed_training import Streaming
 
 RLOO = partial(RLOOModule, beta=0.0, learning_rate=1e-3)
 GRPO = partial(GRPOModule, learning_rate=1e-3)

@@ -11,8 +11,9 @@ import lit_rlsched.engines as engines
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.data import tasks
 from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
-from lit_rlsched.scheduling import length_prediction as lengths
+from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -29,7 +30,7 @@ NEEDED: dict[type, dict[str, Any]] = {
     callbacks.DownSampling: {"keep": 4},
     callbacks.MicroGroupSampling: {"slots": 4},
 }
-OTHERS = [LogNormalLengths, lengths.PromptHistory, lengths.TokenConditioned, tasks.Countdown]
+OTHERS = [LogNormalLengths, PromptHistory, TokenConditioned, tasks.Countdown]
 
 
 def parameters(kind: type) -> dict[str, inspect.Parameter]:

@@ -1,6 +1,7 @@
 """Lightning callbacks: each hands its settings to the core and logs what the core measured."""
 
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
     from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
     from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
     from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
-    from lit_rlsched.callbacks.progress import RolloutProgressBar
     from lit_rlsched.callbacks.rng_state import RNGState
     from lit_rlsched.callbacks.rollout_callback import RolloutCallback
     from lit_rlsched.callbacks.rollout_logger import RolloutLogger
+    from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
     from lit_rlsched.callbacks.round_checkpoint import RoundCheckpoint
     from lit_rlsched.callbacks.sorted_batching import SortedBatching
     from lit_rlsched.callbacks.streamed_training import StreamedTraining
@@ -40,28 +41,13 @@ __all__ = [
     "TailBatching",
 ]
 
-_HOMES = {
-    "AdaptiveTimeouts": "adaptive_timeouts",
-    "CompletionWriter": "completion_writer",
-    "DownSampling": "down_sampling",
-    "DynamicSampling": "dynamic_sampling",
-    "LengthPrediction": "length_prediction",
-    "MicroBatchAccumulation": "micro_batch_accumulation",
-    "MicroGroupSampling": "micro_group_sampling",
-    "ParallelismPlanner": "parallelism_planner",
-    "RNGState": "rng_state",
-    "RolloutCallback": "rollout_callback",
-    "RolloutLogger": "rollout_logger",
-    "RolloutProgressBar": "progress",
-    "RoundCheckpoint": "round_checkpoint",
-    "SortedBatching": "sorted_batching",
-    "StreamedTraining": "streamed_training",
-    "TailBatching": "tail_batching",
-}
+_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a word begins in the name of a class."""
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the data module imports one of these, and they import it."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in __all__:  # its file has the same name, in small letters
+        module = importlib.import_module(f"{__name__}.{_WORDS.sub('_', name).lower()}")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.down_sampling import Rule
+from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import Selection
 
@@ -72,17 +73,9 @@ class DownSampling(RolloutCallback):
         reward_range: tuple[float, float] = (0.0, 1.0),
         min_length_ratio: float = 0.9,
     ) -> None:
-        if type(keep) is not int or keep < 2:
-            raise ValueError(
-                f"`DownSampling(keep={keep!r})`: use a whole number, 2 or more. A completion "
-                "alone has nothing to be compared with."
-            )
-        if rule not in get_args(Rule):
-            raise ValueError(f"`DownSampling({rule=})` is unknown. Use one of {get_args(Rule)}.")
-        if advantage_scope not in ("selected", "full"):
-            raise ValueError(
-                f"`DownSampling({advantage_scope=})` is unknown. Use 'selected' or 'full'."
-            )
+        check_count("DownSampling", "keep", keep, 2, "A reward is compared with others.")
+        check_choice("DownSampling", "rule", rule, get_args(Rule))
+        check_choice("DownSampling", "advantage_scope", advantage_scope, ("selected", "full"))
         if early_stop and rule != "max_variance":
             raise ValueError(
                 f"`DownSampling(early_stop=True, {rule=})`: a group stops once the variance of its "

@@ -4,6 +4,7 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.settings import check_count
 
 
 class DynamicSampling(RolloutCallback):
@@ -39,11 +40,8 @@ class DynamicSampling(RolloutCallback):
     sets = "which prompts are replaced"
 
     def __init__(self, max_num_gen_batches: int = 4) -> None:
-        if type(max_num_gen_batches) is not int or max_num_gen_batches < 2:
-            raise ValueError(
-                f"`DynamicSampling({max_num_gen_batches=})`: use a whole number, 2 or more. With 1 "
-                "nothing could be replaced."
-            )
+        why = "With 1 nothing could be replaced."
+        check_count("DynamicSampling", "max_num_gen_batches", max_num_gen_batches, 2, why)
         self.max_num_gen_batches = max_num_gen_batches
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

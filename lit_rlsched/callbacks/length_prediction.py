@@ -7,7 +7,9 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import LengthPredictor, TokenConditioned
+from lit_rlsched.scheduling.length_prediction import LengthPredictor
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.settings import check_count
 
 
 class LengthPrediction(RolloutCallback):
@@ -25,9 +27,10 @@ class LengthPrediction(RolloutCallback):
     predicted. A predictor that ranks worse than the plain history of prompts is replaced by it
     until it is better again, with a warning and `length_prediction/fallback`.
 
-    Predictors live in `lit_rlsched.scheduling.length_prediction`: `TokenConditioned` for most runs;
-    `SiblingMax` where the completions of a prompt are of like length; `PromptHistory` where prompts
-    come again many times; `Oracle` to replay a recorded run; or a `LengthPredictor` of your own.
+    Predictors, in `lit_rlsched.scheduling`: `token_conditioned.TokenConditioned` for most runs;
+    `length_prediction.SiblingMax` where the completions of a prompt are of like length;
+    `length_prediction.PromptHistory` where prompts come again many times;
+    `recorded_lengths.Oracle` to replay a recorded run; or a `LengthPredictor` of your own.
 
     Args:
         predictor: By default `TokenConditioned()`, which learns from the run's own completions.
@@ -57,11 +60,8 @@ class LengthPrediction(RolloutCallback):
                 "instance, such as `PromptHistory()`; one of your own inherits from "
                 "`lit_rlsched.scheduling.length_prediction.LengthPredictor`."
             )
-        if probe_tokens is not None and (type(probe_tokens) is not int or probe_tokens < 0):
-            raise ValueError(
-                f"`LengthPrediction(probe_tokens={probe_tokens!r})`: must be a whole number, 0 or "
-                "more."
-            )
+        if probe_tokens is not None:
+            check_count("LengthPrediction", "probe_tokens", probe_tokens, 0)
         self.predictor = CalibratedPredictor(TokenConditioned() if predictor is None else predictor)
         self.probe_tokens = probe_tokens
         self._trains = True

@@ -7,9 +7,10 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.admission import Refill
+from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.queues import Order
+from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.sizes import parse_bytes
 
 
@@ -76,17 +77,11 @@ class MicroGroupSampling(RolloutCallback):
                 f"`MicroGroupSampling(slots={slots}, memory_budget={memory_budget})`: give exactly "
                 "one of the two."
             )
-        if slots is not None and (type(slots) is not int or slots < 1):
-            raise ValueError(
-                f"`MicroGroupSampling(slots={slots!r})`: must be a whole number, 1 or more."
-            )
-        for name, value, known in (
-            ("refill", refill, get_args(Refill)),
-            ("order", order, (None, *get_args(Order))),
-        ):
-            if value not in known:
-                allowed = ", ".join(repr(k) for k in known if k is not None)
-                raise ValueError(f"`{name}={value!r}` is unknown. Use one of {allowed}.")
+        if slots is not None:
+            check_count("MicroGroupSampling", "slots", slots, 1)
+        check_choice("MicroGroupSampling", "refill", refill, get_args(Refill))
+        if order is not None:
+            check_choice("MicroGroupSampling", "order", order, get_args(Order))
         if refill == "rounds" and order in ("planned", "least_attained"):
             raise ValueError(
                 f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order is for slots "

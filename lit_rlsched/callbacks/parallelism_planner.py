@@ -4,16 +4,18 @@ import time
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.checks import check_parallelism
 from lit_rlsched.logs import log_now
-from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner, check_size
+from lit_rlsched.scheduling.parallelism_planner import (
+    RoundKind,
+    TensorParallelPlanner,
+    check_bounds,
+)
 from lit_rlsched.training.round import Round
-from lit_rlsched.types import Group
 
 
 class ParallelismPlanner(RolloutCallback):
@@ -54,24 +56,12 @@ class ParallelismPlanner(RolloutCallback):
     """
 
     def __init__(self, maximum: int | None = None, minimum: int = 1) -> None:
-        try:
-            check_size("minimum", minimum)
-            if maximum is not None:
-                check_size("maximum", maximum)
-        except ValueError as error:
-            raise ValueError(f"`ParallelismPlanner`: {error}") from None
-        if maximum is not None and minimum > maximum:
-            raise ValueError(
-                f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
-                "`maximum`. Swap them, or leave `minimum` out."
-            )
+        check_bounds(minimum, maximum)
         self.maximum = maximum
         self.minimum = minimum
         self.planner: TensorParallelPlanner | None = None
-        self._restarts = 0
-        self._restart_seconds = 0.0
+        self._restarts, self._restart_seconds = 0, 0.0
         self._kind: RoundKind = "short"
-        self._first_size = 1
         self._trains = False
         self._resumed: dict[str, Any] | None = None
         self._engine: Any = None
@@ -86,69 +76,28 @@ class ParallelismPlanner(RolloutCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the sizes, now that engine and model are known."""
-        datamodule = rollout_datamodule(trainer, self)
-        assert datamodule.session is not None
-        engine, spec = self._engine, datamodule.session.spec
-        name, most = type(engine).__name__, engine.max_tensor_parallel_size(spec)
-        if most == 1:
-            raise MisconfigurationException(
-                f"`ParallelismPlanner` has nothing to choose: `{name}` can split this model over "
-                "one device of this node at most. Remove the callback, or use `VLLMEngine` on a "
-                "node with more GPUs (on CPU: cores)."
-            )
+        session, name = rollout_datamodule(trainer, self).session, type(self._engine).__name__
+        assert session is not None
+        most = self._engine.max_tensor_parallel_size(session.spec)
         maximum = most if self.maximum is None else self.maximum
-        if maximum > most:
-            raise MisconfigurationException(
-                f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
-                f"heads allow {most}. Use {most}, or leave it out."
-            )
-        if not self.minimum <= self._first_size <= maximum:
-            raise MisconfigurationException(
-                f"`{name}(tensor_parallel_size={self._first_size})` is where "
-                f"`ParallelismPlanner` begins, and it chooses from {self.minimum} to {maximum}. "
-                "Change the one or the other."
-            )
-        try:
-            planner = TensorParallelPlanner(self._first_size, maximum, self.minimum)
-        except ValueError as error:
-            raise MisconfigurationException(
-                f"`ParallelismPlanner` with `{name}`: {error}"
-            ) from None
-        known = self.state_dict()["planner"]
-        if known is not None:
+        check_parallelism(name, self._first_size, most, self.minimum, maximum)
+        planner = TensorParallelPlanner(self._first_size, maximum, self.minimum)
+        if (known := self.state_dict()["planner"]) is not None:
             planner.load_state_dict(known)
         self.planner, self._resumed = planner, None
 
-    def on_round_start(
-        self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
-    ) -> None:
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list) -> None:
         """Start the engine anew if rounds of this kind want another size."""
-        datamodule = rollout_datamodule(trainer, self)
-        session = datamodule.session
+        session = rollout_datamodule(trainer, self).session
         assert self.planner is not None and session is not None
         self._kind = "long" if self._schedule.rule.is_long(plan) else "short"
-        size, self._restart_seconds = self.planner.size(self._kind), 0.0
-        if size != session.engine.tensor_parallel_size:
+        working, self._restart_seconds = session.engine.tensor_parallel_size, 0.0
+        if self.planner.size(self._kind) != working:
             started = time.perf_counter()
-            self._restart(session, size)
+            if told := self.planner.restart(self._kind, working, session.restart):
+                rank_zero_warn(told)
             self._restart_seconds = time.perf_counter() - started
             self._restarts += 1
-
-    def _restart(self, session: RolloutSession, size: int) -> None:
-        """Start the engine with another size, or with one that works if it does not start."""
-        assert self.planner is not None
-        working = session.engine.tensor_parallel_size
-        try:
-            session.restart(size)
-        except Exception as error:
-            if not self.planner.exclude(size, working):
-                raise  # it has worked before: something else is wrong
-            instead = self.planner.size(self._kind)
-            rank_zero_warn(
-                f"The engine does not start with `tensor_parallel_size={size}`: {error!r}. The run "
-                f"goes on with {instead}, and `ParallelismPlanner` does not try {size} again."
-            )
-            session.restart(instead)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Learn from its preemptions."""
@@ -176,9 +125,7 @@ class ParallelismPlanner(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Sizes, what they follow from, and the one the engine has."""
-        planned = self._resumed
-        if planned is None and self.planner is not None:
-            planned = self.planner.state_dict()
+        planned = self._resumed or (self.planner and self.planner.state_dict())
         size = None if self._engine is None else self._engine.tensor_parallel_size
         return {"planner": planned, "restarts": self._restarts, "size": size}
 

@@ -1,8 +1,5 @@
 """SortedRL: train early on the short, without idle slots and without starving the long."""
 
-import math
-from typing import get_args
-
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -10,7 +7,7 @@ from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_logprobs
 from lit_rlsched.schedule import RunFacts
-from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
+from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
 
 
 class SortedBatching(RolloutCallback):
@@ -76,95 +73,50 @@ class SortedBatching(RolloutCallback):
         oversubscribe: float | None = None,
         mask_stale_tokens: bool = False,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"`{mode=}` is unknown. Use 'on_policy' or 'partial'.")
-        for name, value in (
-            ("pool_rounds", pool_rounds),
-            ("update_prompts", update_prompts),
-            ("max_staleness", max_staleness),
-        ):
-            optional = name != "pool_rounds"
-            if not (value is None and optional) and (type(value) is not int or value < 1):
-                fix = "a whole number, 1 or more"
-                if name == "max_staleness":
-                    fix += "; for tokens of the newest policy only use `mode='on_policy'`"
-                raise ValueError(f"`SortedBatching({name}={value!r})`: must be {fix}.")
-        if oversubscribe is not None and not 1 <= oversubscribe < math.inf:
-            raise ValueError(
-                f"`SortedBatching(oversubscribe={oversubscribe!r})`: must be 1 or more, the "
-                "prompts of an update at least. Leave it out to decode the whole pool."
-            )
-        if mode == "on_policy":
-            for name, value in (
-                ("max_staleness", max_staleness),
-                ("mask_stale_tokens", mask_stale_tokens),
-            ):
-                if value:
-                    raise ValueError(
-                        f"`SortedBatching({name}={value!r}, mode='on_policy')`: no token is stale "
-                        f"there. Use `mode='partial'`, or leave `{name}` out."
-                    )
-        self.pool_rounds = pool_rounds
-        self.update_prompts = update_prompts
-        self.mode: Mode = mode
-        self.max_staleness = max_staleness
-        self.oversubscribe = oversubscribe
-        self.mask_stale_tokens = mask_stale_tokens
+        self.settings = SortedSettings(
+            pool_rounds, update_prompts, mode, max_staleness, oversubscribe, mask_stale_tokens
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
-        pool = self.pool_rounds * run.prompts_per_round
-        update = self.update_prompts or run.prompts_per_round
-        if update > pool:
-            raise ValueError(
-                f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
-                f"`pool_rounds={self.pool_rounds}` times `prompts_per_round="
-                f"{run.prompts_per_round}` are {pool} prompts. Use {pool} or less, or more "
-                "`pool_rounds`."
-            )
+        # a group is selected from as a whole
+        whole = run.learner.needs_group or "DownSampling" in run.callbacks
+        unit: Unit = "group" if whole else "completion"
+        rule = self.settings.rule(run.prompts_per_round, run.num_generations, unit)
         if run.steps_per_round > 1:
             raise ValueError(
                 f"`steps_per_round={run.steps_per_round}` with `SortedBatching`: each of "
-                "its rounds is one update. Use `steps_per_round=1` and "
-                f"`SortedBatching(update_prompts={max(1, update // run.steps_per_round)})`."
+                "its rounds is one update. Use `steps_per_round=1` and `SortedBatching("
+                f"update_prompts={max(1, rule.update_prompts // run.steps_per_round)})`."
             )
-        if self.mode == "partial":
+        if self.settings.mode == "partial":
             self._check_partial(run, pl_module)
-        # a group is selected from as a whole
-        whole = run.learner.needs_group or "DownSampling" in run.callbacks
-        schedule.rule = SortedRound(
-            update,
-            pool,
-            run.num_generations,
-            unit="group" if whole else "completion",
-            mode=self.mode,
-            max_staleness=self.max_staleness,
-            oversubscribe=self.oversubscribe,
-        )
-        schedule.mask_stale_tokens = self.mask_stale_tokens
+        schedule.rule = rule
+        schedule.mask_stale_tokens = self.settings.mask_stale_tokens
 
     def _check_partial(self, run: RunFacts, pl_module: LightningModule) -> None:
         """Each token is weighed by the log-prob of the policy that drew it."""
         check_logprobs("`SortedBatching(mode='partial')`", run.engine, run.sampling)
         steps = run.num_iterations
-        if self.max_staleness is not None and self.max_staleness < steps:
+        most = self.settings.max_staleness
+        if most is not None and most < steps:
             raise ValueError(
-                f"`SortedBatching(max_staleness={self.max_staleness})` with `num_iterations="
+                f"`SortedBatching(max_staleness={most})` with `num_iterations="
                 f"{steps}`: a round takes that many optimizer steps, so that nothing would be gone "
                 f"on with. Use {steps} or more, or `mode='on_policy'`."
             )
-        settings = pl_module.hparams
-        corrected = settings.get("importance_sampling_mode")
-        if settings.get("old_logprobs") == "trainer":
-            if corrected is None and not self.mask_stale_tokens:
+        module = pl_module.hparams
+        corrected = module.get("importance_sampling_mode")
+        if module.get("old_logprobs") == "trainer":
+            if corrected is None and not self.settings.mask_stale_tokens:
                 rank_zero_warn(
                     "`SortedBatching(mode='partial')` with `old_logprobs='trainer'` and "
                     "`importance_sampling_mode=None` trains tokens of earlier policies as if the "
                     "newest had drawn them. Leave `old_logprobs` out, or set "
                     "`mask_stale_tokens=True`."
                 )
-        elif corrected not in (None, "sequence_mask") and settings.get("loss_type") != "rloo":
+        elif corrected not in (None, "sequence_mask") and module.get("loss_type") != "rloo":
             rank_zero_warn(
                 f"`importance_sampling_mode={corrected!r}` has no part in "
                 "`SortedBatching(mode='partial')`, where the clipped ratio itself is relative to "

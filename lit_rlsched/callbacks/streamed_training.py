@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.training.gradient_stream import Streaming
+from lit_rlsched.scheduling.streamed_training import Streaming
 
 
 class StreamedTraining(RolloutCallback):

@@ -7,9 +7,11 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_drafts
-from lit_rlsched.scheduling.domains import DomainTailRound
-from lit_rlsched.scheduling.tail_batching import Race, Reuse, TailRound
+from lit_rlsched.checks import check_logprobs
+from lit_rlsched.scheduling.racing import Race, Reuse
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.settings import check_choice, check_count
 
 
 class TailBatching(RolloutCallback):
@@ -113,8 +115,7 @@ class TailBatching(RolloutCallback):
                     f"`TailBatching({name}={value!r})`: must be 1 (no race) or more, such as 1.25: "
                     "what an update needs has to be begun."
                 )
-        if race not in get_args(Race):
-            raise ValueError(f"`TailBatching({race=})` is unknown. Use one of {get_args(Race)}.")
+        check_choice("TailBatching", "race", race, get_args(Race))
         if reuse not in (None, *get_args(Reuse)):
             raise ValueError(f"`TailBatching({reuse=})` is unknown. Use 'drafts', or leave it out.")
         if per_domain is not None:
@@ -132,28 +133,26 @@ class TailBatching(RolloutCallback):
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
         if self.reuse:
-            check_drafts(run.engine, run.sampling)
-        settings: tuple[int, int, float, float, Race] = (
-            run.prompts_per_round,
-            run.num_generations,
-            self.prompt_ratio,
-            self.completion_ratio,
-            self.race,
-        )
-        losers: dict[str, Any] = {"reuse": self.reuse, "max_deferrals": self.max_deferrals}
-        if self.per_domain is None:
-            schedule.rule = TailRound(*settings, **losers)
+            who, what = "`TailBatching(reuse='drafts')`", "drafts are verified by"
+            check_logprobs(who, run.engine, run.sampling, what)
+        settings: dict[str, Any] = {
+            "update_prompts": run.prompts_per_round,
+            "num_generations": run.num_generations,
+            "prompt_ratio": self.prompt_ratio,
+            "completion_ratio": self.completion_ratio,
+            "race": self.race,
+            "shares": self.per_domain,
+        }
+        if self.max_deferrals is None:
+            schedule.rule = TailRound(reuse=self.reuse, **settings)
         else:
-            schedule.rule = DomainTailRound(self.per_domain, *settings, **losers)
+            schedule.rule = DeferringTailRound(max_deferrals=self.max_deferrals, **settings)
 
 
 def _check_deferrals(max_deferrals: int, reuse: Reuse | None) -> None:
     """Refuse races that a prompt would never win, or only once it is drawn short."""
-    if not isinstance(max_deferrals, int) or max_deferrals < 1:
-        raise ValueError(
-            f"`TailBatching({max_deferrals=})`: must be a whole number from 1 on, such as 8: who "
-            "races may lose. Leave it out for long rounds."
-        )
+    fix = "Who races may lose; leave it out for long rounds."
+    check_count("TailBatching", "max_deferrals", max_deferrals, 1, fix)
     if reuse is None:
         raise ValueError(
             f"`TailBatching({max_deferrals=})` without `reuse='drafts'`: what lost would be drawn "

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
+
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_SLOTS = 256
-"""vLLM's own default on a CPU and on most GPUs, by which throughput has levelled off there."""
 LARGE_GPU_SLOTS = 1024
 """Its own on a large GPU."""
 LARGE_GPU = 70 << 30

@@ -5,9 +5,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lit_rlsched.engines._default_slots import DEFAULT_SLOTS
+from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.worker import RolloutWorker, Worker
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
 from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
@@ -107,12 +108,31 @@ class RolloutEngine(ABC):
         """Requests it runs at once at most where nobody says; `spec` has no `slots` yet."""
         return DEFAULT_SLOTS
 
+    def kv_cache(self, spec: EngineSpec, token_bytes: int) -> KVCache:
+        """Its key-value cache, as far as it is known; `token_bytes` is what a token takes."""
+        return KVCache(token_bytes, spec.max_model_len, self.kv_block, self.kv_capacity)
+
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
         """Most devices of this node that the model can be split over, a power of two.
 
         1 where the engine does not split it.
         """
         return 1
+
+    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
+        """What it will hold; asked for before `start`, for an estimate."""
+        dtype = self.cache_dtype(spec)
+        how = f"{sizes.say_weights(dtype)}, if it has its own"
+        weights, cache = sizes.parameters * dtype.itemsize, sizes.full_slots(spec)
+        return Footprint(weights, cache, True, how, sizes.say_slots(spec))
+
+    def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
+        """What `kv_capacity` will be once it has started with that; `None`: any number.
+
+        Raises:
+            ValueError: it is less than a completion may take.
+        """
+        return None
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:

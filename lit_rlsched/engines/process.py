@@ -23,6 +23,7 @@ from lit_rlsched.engines.base import (
     RolloutEngine,
 )
 from lit_rlsched.engines.device_memory import give_back
+from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.platforms import require_posix
@@ -113,6 +114,16 @@ class ProcessEngine(RolloutEngine):
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         """The engine's."""
         return self.engine.cache_dtype(spec)
+
+    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
+        """The engine's, and weights on their way to it."""
+        apart = self.engine.footprint(spec, replace(sizes, apart=True))
+        dtype = self.cache_dtype(replace(spec, policy=None))
+        return replace(apart, handed_over=sizes.parameters * dtype.itemsize)
+
+    def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
+        """The engine's."""
+        return self.engine.cache_tokens(spec, footprint, token_bytes)
 
     def start(self, spec: EngineSpec) -> None:
         """Start the process, and the engine in it."""

@@ -42,15 +42,28 @@ def draw(
         rows = truncated.nonzero().squeeze(1)
         logits[rows] = _truncate(logits[rows], top_k[rows], top_p[rows], min_p[rows])
     logp = logits.log_softmax(-1)
-    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1]
-    # strictly below the total, so that the step across the target is a token of some probability
-    target = torch.minimum(noise * total, total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True).squeeze(1)
+    tokens = inverse_cdf(logp.exp(), noise)
     tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits give NaN log-probs, not a crash
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return tokens, logp.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def inverse_cdf(weights: Tensor, noise: Tensor | float) -> Tensor:
+    """The token in whose share of the cumulative distribution the noise falls.
+
+    Args:
+        weights: `[..., V]`, proportional to the probabilities.
+        noise: `[...]`, float64 in [0, 1).
+
+    Returns:
+        `[...]`, int64; never a token without probability. `V` where a weight is NaN.
+    """
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    total = cdf[..., -1]
+    # strictly below the total, so that the step across the target is a token of some probability
+    target = torch.minimum(noise * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

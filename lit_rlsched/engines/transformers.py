@@ -17,6 +17,7 @@ from lit_rlsched.engines.base import (
     RolloutEngine,
     check_requests,
 )
+from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
 from lit_rlsched.types import Event, FinishReason, Request
@@ -46,6 +47,14 @@ class TransformersEngine(RolloutEngine):
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         """The policy's: its layers write the cache."""
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
+
+    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
+        """A cache of full slots; weights only in a process of its own."""
+        cache, how = sizes.full_slots(spec), sizes.say_slots(spec)
+        if not sizes.apart:
+            return Footprint(0, cache, False, "", how, like_trainer=True)
+        weights, copy = sizes.parameters * spec.dtype.itemsize, sizes.say_weights(spec.dtype)
+        return Footprint(weights, cache, True, copy, how, like_trainer=True)
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy

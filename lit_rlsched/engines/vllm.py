@@ -3,40 +3,33 @@
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
+from lit_rlsched.engines import _vllm_args as arguments
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._default_slots import default_slots
+from lit_rlsched.engines._vllm_errors import ENDS, naming_dead_workers, naming_the_budget, unusable
 from lit_rlsched.engines._vllm_heads import check_head_size
 from lit_rlsched.engines._vllm_kwargs import check_engine_kwargs
 from lit_rlsched.engines.base import (
-    EngineBroken,
     EngineSpec,
     EngineStats,
     Partial,
     RolloutEngine,
     check_requests,
-    kv_bytes_per_token,
 )
+from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
 from lit_rlsched.settings import check_finite
-from lit_rlsched.types import Event, FinishReason, Request
-
-CPU_BLOCK = 32
-"""Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
-BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Tokens of one step: what vLLM's own `LLM` takes by default, but on the largest GPUs (16,384). An
-engine that is built from a configuration gets 2,048 on a GPU."""
-MAX_CPU_CACHE = 4 << 30
-ENDS = get_args(FinishReason)
+from lit_rlsched.types import Event, Request
 
 
 class VLLMEngine(RolloutEngine):
@@ -93,7 +86,7 @@ class VLLMEngine(RolloutEngine):
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
     """
 
-    kv_block = CPU_BLOCK
+    kv_block = arguments.CPU_BLOCK
 
     def __init__(
         self,
@@ -139,9 +132,17 @@ class VLLMEngine(RolloutEngine):
         """As far as the node's GPUs go, or this process's cores, and attention heads divide."""
         on_cpu = spec.device.type == "cpu"
         devices = len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
-        heads = _text_config(spec).num_attention_heads
+        heads = arguments.text_config(spec).num_attention_heads
         sizes = (2**i for i in range(devices.bit_length()))
         return max(size for size in sizes if heads % size == 0)
+
+    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
+        """Weights of its own, and the cache that its settings or the run ask for."""
+        return arguments.footprint(self, spec, sizes)
+
+    def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
+        """Whole blocks."""
+        return arguments.cache_tokens(self, spec, footprint, token_bytes)
 
     def start(self, spec: EngineSpec) -> None:
         """Build the engine from the checkpoint of the policy.
@@ -154,14 +155,14 @@ class VLLMEngine(RolloutEngine):
         self._meeting_place: str | None = None
         guest.check_build(spec.device)
         if spec.device.type == "cpu":
-            check_head_size(_text_config(spec))
+            check_head_size(arguments.text_config(spec))
         else:
             warn_of_missing_tools()
-        args = self._engine_args(spec)
+        args = arguments.engine_args(self, spec)
         guest.bound_kernels(spec.slots)
         self._apart = args.get("distributed_executor_backend") == "mp"
         workers = self.tensor_parallel_size if self._apart else 0
-        with guest.building(spec.device, workers), _budget_in_errors(spec):
+        with guest.building(spec.device, workers), naming_the_budget(spec):
             config = vllm.EngineArgs(**args).create_engine_config()
             if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # vLLM would take the first GPU
@@ -174,76 +175,6 @@ class VLLMEngine(RolloutEngine):
         self.kv_block = config.cache_config.block_size
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self.kv_capacity = (self._blocks.num_gpu_blocks - 1) * self.kv_block  # one is never used
-
-    def _engine_args(self, spec: EngineSpec) -> dict[str, Any]:
-        on_cpu = spec.device.type == "cpu"
-        own = None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
-        budget = spec.kv_cache_bytes
-        if budget is not None:
-            budget = int(budget * self.share_of_cache(spec))
-        cache = min((b for b in (own, budget) if b is not None), default=None)
-        eager = on_cpu if self.enforce_eager is None else self.enforce_eager
-        args: dict[str, Any] = {
-            "model": spec.model,
-            "dtype": self.dtype or spec.dtype,
-            "max_model_len": spec.max_model_len,
-            "max_num_seqs": spec.slots,
-            "max_num_batched_tokens": self._batched_tokens(spec),
-            "seed": spec.seed,
-            "enforce_eager": eager,
-            "kv_cache_memory_bytes": cache,
-            "enable_prefix_caching": True,
-            "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # sampling is the request's, not the checkpoint's
-            # else a step returns the one before: a freed slot idles for one more, and an abort
-            # leaves a draw behind that a generator kept for the request has already made
-            "async_scheduling": False,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-        }
-        if self.tensor_parallel_size > 1:
-            args["tensor_parallel_size"] = self.tensor_parallel_size
-            args["distributed_executor_backend"] = "mp"
-        if on_cpu:
-            args["block_size"] = CPU_BLOCK
-            # vLLM takes back the draw of a half-prefilled request by its generator's offset, which
-            # a CPU generator has not: a seeded request must be prefilled in one piece
-            args["enable_chunked_prefill"] = False
-            if own is None:
-                args["kv_cache_memory_bytes"] = min(self._full_cache(spec), cache or MAX_CPU_CACHE)
-        else:
-            args["gpu_memory_utilization"] = self.gpu_memory_utilization
-            args["enable_sleep_mode"] = self.enable_sleep_mode
-        args |= self.engine_kwargs
-        for name in ("max_num_seqs", "max_num_active_seqs"):
-            if (most := args.get(name)) is not None and most < spec.slots:
-                raise ValueError(
-                    f"`VLLMEngine(engine_kwargs={{'{name}': {most}}})` is less than the "
-                    f"{spec.slots} slots of the run: leave it out, or ask for {most} slots."
-                )
-        return args
-
-    def _batched_tokens(self, spec: EngineSpec) -> int:
-        """Tokens of one step: each running request takes one of them."""
-        most = max(spec.slots, self.engine_kwargs.get("max_num_seqs") or 0)
-        if spec.device.type == "cpu":
-            return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len)
-        return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len))
-
-    def _full_cache(self, spec: EngineSpec) -> int:
-        """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
-        config = _text_config(spec)
-        token = kv_bytes_per_token(config, self.cache_dtype(spec)) * self.share_of_cache(spec)
-        blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
-        return int(blocks * CPU_BLOCK * token)
-
-    def share_of_cache(self, spec: EngineSpec) -> float:
-        """Share of a token's keys and values that a worker holds: heads are not split."""
-        if self.tensor_parallel_size == 1:
-            return 1.0
-        heads = _text_config(spec).num_key_value_heads
-        return max(1, heads // self.tensor_parallel_size) / heads
 
     def submit(self, requests: Sequence[Request]) -> None:
         live = self._live
@@ -275,7 +206,7 @@ class VLLMEngine(RolloutEngine):
             return []
         # on CPU even seeded batches draw from the global generator; this costs a microsecond
         state = torch.get_rng_state()
-        with self._naming_dead_workers():
+        with naming_dead_workers(self._live, self.tensor_parallel_size):
             # `LLMEngine.step` would make five more objects of each token, which say nothing more
             outputs = self._live.engine_core.get_output().outputs
         torch.set_rng_state(state)
@@ -287,7 +218,7 @@ class VLLMEngine(RolloutEngine):
             held = self._inside[output.request_id]
             name, token_ids, reason = held.request.id, output.new_token_ids, output.finish_reason
             if (drawn := output.new_logprobs) is None:
-                raise _unusable(name, token_ids, reason)
+                raise unusable(name, token_ids, reason)
             logprobs = drawn.logprobs.ravel().tolist()  # a column: of what was drawn
             if not held.token_ids:
                 stats = output.prefill_stats  # None: nothing is known to come from the cache
@@ -299,7 +230,7 @@ class VLLMEngine(RolloutEngine):
             if reason is not None:
                 reason = str(reason)
                 if reason not in ENDS:
-                    raise _unusable(name, token_ids, reason)
+                    raise unusable(name, token_ids, reason)
                 self._leave(name, reason)
                 ended.append(name)
             events.append(Event(name, token_ids, logprobs, reason))
@@ -336,7 +267,7 @@ class VLLMEngine(RolloutEngine):
             if self._apart:
                 file = stack.enter_context(closing(WeightsFile()))
                 weights = file.write(weights, self.cache_dtype(self._spec))
-            with self._naming_dead_workers():
+            with naming_dead_workers(self._live, self.tensor_parallel_size):
                 self._live.collective_rpc(beside_model.load, args=(weights,))
         self._noise.forget()
         if not self._live.reset_prefix_cache():
@@ -402,23 +333,6 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("The engine is closed or was not started.")
         return self._engine
 
-    @contextmanager
-    def _naming_dead_workers(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            executor = self._live.engine_core.engine_core.model_executor
-            hangs = isinstance(error, TimeoutError)
-            if not (hangs or getattr(executor, "is_failed", False)):
-                raise
-            size, what = self.tensor_parallel_size, "does not answer" if hangs else "has died"
-            raise EngineBroken(
-                f"A worker process of `VLLMEngine(tensor_parallel_size={size})` {what}, and the "
-                "requests are lost. If it was killed for its memory, lower `kv_cache_gib` or "
-                "`gpu_memory_utilization`. `ProcessEngine` replaces such an engine; without it, "
-                "resume from the last checkpoint."
-            ) from error
-
     @property
     def _scheduler(self) -> Any:
         return self._live.engine_core.engine_core.scheduler
@@ -446,36 +360,3 @@ class _Held:
     def prefilled(self) -> int:
         """Tokens it came with."""
         return len(self.request.prompt_ids) + len(self.request.prefix_ids)
-
-
-def _unusable(request_id: str, token_ids: Sequence[int], reason: object) -> RuntimeError:
-    """The error for an output of vLLM that is no draw, or has no log-probs."""
-    if reason is not None and str(reason) not in ENDS:
-        what = f"ended request {request_id!r} with `{reason}` before its completion was whole"
-    else:
-        what = f"returned {len(token_ids)} tokens of request {request_id!r} without log-probs"
-    return RuntimeError(
-        f"vLLM {what}: nothing of it can be trained on. Its own log says more with "
-        "`VLLM_LOGGING_LEVEL=INFO`; if `engine_kwargs` are set, try without them."
-    )
-
-
-def _text_config(spec: EngineSpec) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(spec.model).get_text_config()
-
-
-@contextmanager
-def _budget_in_errors(spec: EngineSpec) -> Iterator[None]:
-    """Say where a cache that is too small comes from: vLLM would blame `gpu_memory_utilization`."""
-    try:
-        yield
-    except ValueError as error:
-        if spec.kv_cache_bytes is None:
-            raise
-        raise ValueError(
-            f"vLLM does not start within the run's {spec.kv_cache_bytes} bytes for the key-value "
-            f"cache. If they hold no full context of {spec.max_model_len} tokens, raise that "
-            f"budget or shorten prompts and completions. vLLM says: {error}"
-        ) from error

@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.engines.process import ProcessEngine
-from lit_rlsched.engines.transformers import TransformersEngine
-from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.estimate.run import PlannedRun
 from lit_rlsched.policy import base_model, find_policy
@@ -36,22 +33,6 @@ class Item:
     """How they follow from the configuration."""
     host: bool = False
     """Whether it is in the machine's memory also where training is on a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What the engine of a run holds."""
-
-    weights: int
-    cache: int
-    working: int
-    """More that a prefill or decode step takes."""
-    held: bool
-    """Whether the weights and the cache stay while the trainer updates."""
-    how_weights: str
-    how_cache: str
-    shared: int = 0
-    """Memory of the machine through which weights reach the engine's process."""
 
 
 class Ledger:
@@ -86,8 +67,10 @@ class Ledger:
         gradients = storage_bytes(run.trainable)
         kept, peak = run.update(positions)
         trainable = sum(p.numel() for p in run.trainable)
-        engine = self.engine(run.slots(generations))
-        stays = 1 if engine.held else 0
+        slots = run.slots(generations)
+        engine = self.engine(slots)
+        stays = 1 if engine.stays else 0
+        decoding = self._decoding(slots) if engine.like_trainer else 0
         streams = (
             0 if run.datamodule.schedule.streaming is None else 1
         )  # gradients during the rollout too
@@ -103,6 +86,7 @@ class Ledger:
         recomputed = "each layer's input; the rest is computed again" * hp.gradient_checkpointing
         drawn = run.most_prompts * generations
         objects = f"{drawn:,} of {run.limit:,} tokens: ids and log-probs, Python objects"
+        handed = engine.handed_over
         prompts, completions = self._prompts, drawn * self._completion
         items = [
             Item("weights", weights, weights, f"{parameters:,} parameters, {self._precision}"),
@@ -111,10 +95,8 @@ class Ledger:
             Item("optimizer state", state, state, f"AdamW, two {dtype} of each of these"),
             Item("engine weights", engine.weights, stays * engine.weights, engine.how_weights),
             Item("key-value cache", engine.cache, stays * engine.cache, engine.how_cache),
-            Item("decoding", engine.working, 0, "what its largest step takes beside the cache"),
-            Item(
-                "weights handed over", engine.shared, engine.shared, "to the engine's process", True
-            ),
+            Item("decoding", decoding, 0, "what its largest step takes beside the cache"),
+            Item("weights handed over", handed, handed, "to the engine's process", True),
             Item(
                 "activations",
                 streams * kept,
@@ -155,64 +137,29 @@ class Ledger:
         part = prompts[:: -(-len(prompts) // SAMPLE)]
         return object_bytes(part) * len(prompts) // len(part)
 
-    def engine(self, slots: int) -> Engine:
+    def engine(self, slots: int) -> Footprint:
         """What the engine of the run holds with so many slots."""
         run = self.run
-        engine: RolloutEngine = run.datamodule.engine
-        spec = replace(run.spec, slots=slots)
         policy = base_model(find_policy(run.module))
-        numbers = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
-        if isinstance(engine, ProcessEngine):
-            shared = numbers * engine.cache_dtype(replace(spec, policy=None)).itemsize
-            return replace(self._engine(engine.engine, spec, numbers, True), shared=shared)
-        return self._engine(engine, spec, numbers, False)
+        parameters = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
+        sizes = Sizes(parameters, run.token_bytes, self.memory)
+        return run.datamodule.engine.footprint(replace(run.spec, slots=slots), sizes)
 
-    def _engine(self, engine: RolloutEngine, spec: EngineSpec, numbers: int, apart: bool) -> Engine:
-        """What an engine holds of so many parameters; `apart`: in a process of its own."""
-        run, slots = self.run, spec.slots
-        full = slots * spec.max_model_len * run.token_bytes
-        room = f"{slots:,} slots x {spec.max_model_len:,} tokens x {run.token_bytes:,} bytes"
-        if isinstance(engine, TransformersEngine):
-            configured = run.spec.slots * spec.max_model_len * run.token_bytes
-            working = max(0, run.decoding - configured)
-            working = max(working, working * slots // run.spec.slots)
-            if apart:
-                own = f"{numbers:,} parameters, {_name(spec.dtype)}"
-                return Engine(numbers * spec.dtype.itemsize, full, working, True, own, room)
-            return Engine(0, full, working, False, "", room)
-        dtype = engine.cache_dtype(spec)
-        weights = numbers * dtype.itemsize
-        copy = f"{numbers:,} parameters, {_name(dtype)}"
-        if not isinstance(engine, VLLMEngine):
-            return Engine(weights, full, 0, True, f"{copy}, if it has its own", room)
-        args = engine._engine_args(spec)
-        cache = args["kv_cache_memory_bytes"]
-        how = room + ", in whole blocks" if cache and cache >= full else "`memory_budget`, or limit"
-        sleeps = run.device == "cuda" and engine.enable_sleep_mode
-        if cache is None:
-            share = args["gpu_memory_utilization"]
-            cache = max(0, int(share * self.memory) - weights)
-            how = f"the rest of gpu_memory_utilization={share}, vLLM's own steps included"
-        asleep = "; vLLM sleeps in the update" if sleeps else ""
-        return Engine(weights, cache, 0, not sleeps, copy + asleep, how + asleep)
+    def _decoding(self, slots: int) -> int:
+        """What the largest step of the trainer's model takes beside the cache."""
+        configured = self.run.spec.slots
+        cache = configured * self.run.spec.max_model_len * self.run.token_bytes
+        working = max(0, self.run.decoding - cache)
+        return max(working, working * slots // configured)
 
     def _slots(self) -> int:
         """As `fit` finds it once its engine has started."""
-        data, spec = self.run.datamodule, self.run.spec
-        engine = data.engine.engine if isinstance(data.engine, ProcessEngine) else data.engine
-        if not isinstance(engine, VLLMEngine):
+        engine, spec = self.run.datamodule.engine, self.run.spec
+        held = self.engine(spec.slots)
+        capacity = engine.cache_tokens(spec, held, self.run.token_bytes)
+        if capacity is None:
             return spec.slots
-        share = engine.share_of_cache(spec)
-        tokens = int(self.engine(spec.slots).cache / share) // self.run.token_bytes
-        block: int = data.engine.kv_block or 1
-        data.engine.kv_capacity = max(0, tokens // block - 1) * block
-        if data.engine.kv_capacity < spec.max_model_len:
-            raise ValueError(
-                f"vLLM's key-value cache would hold {data.engine.kv_capacity:,} tokens, and one "
-                f"completion with its prompt may take {spec.max_model_len:,}. Raise "
-                "`VLLMEngine(kv_cache_gib=...)` or `gpu_memory_utilization`, or lower "
-                "`max_completion_length`."
-            )
+        engine.kv_capacity = capacity
         return self.run.startup.admission(spec).slots
 
     # What fits.

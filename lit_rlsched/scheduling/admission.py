@@ -210,23 +210,3 @@ class Admission:
         if self.refill == "rounds" or pause_at >= request.limit:
             return request
         return replace(request, pause_at=pause_at)
-
-
-def slots_for_budget(budget: int, kv_bytes_per_token: int, tokens_per_completion: int) -> int:
-    """Slots that fit into a memory budget when every completion is as long as it may get.
-
-    Args:
-        budget: Bytes of key-value cache.
-        kv_bytes_per_token: Bytes a token takes in all layers.
-        tokens_per_completion: Longest prompt plus `max_completion_length`.
-
-    Raises:
-        ValueError: not even one completion fits.
-    """
-    one = kv_bytes_per_token * tokens_per_completion
-    if budget < one:
-        raise ValueError(
-            f"`memory_budget={budget}` bytes is less than one completion may take: {one} bytes for "
-            f"{tokens_per_completion} tokens. Raise it, or lower `max_completion_length`."
-        )
-    return budget // one

@@ -9,11 +9,11 @@ import numpy as np
 
 from lit_rlsched.scheduling.length_prediction import (
     LengthPredictor,
-    Oracle,
     PromptHistory,
     SiblingMax,
     within_limit,
 )
+from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.types import Sample
 
 HALF_LIFE = 4.0

@@ -1,13 +1,11 @@
 """How many tokens a completion will still draw: predictors that learn from the run itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from lit_rlsched.scheduling.hashed_tokens import HashedTokens
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Sample
 
@@ -57,9 +55,7 @@ def drawn(samples: Sequence[Sample]) -> np.ndarray:
 
 def within_limit(samples: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
     """Predictions `[N]` held between 1 and what each completion may still draw."""
-    caps = np.array(
-        [sample.group.sampling.max_completion_length for sample in samples], dtype=float
-    )
+    caps = np.array([s.group.sampling.max_completion_length for s in samples], dtype=float)
     return np.clip(tokens, 1.0, np.maximum(caps - drawn(samples), 1.0))
 
 
@@ -113,9 +109,7 @@ class PromptHistory(LengthPredictor):
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
         """Expect the mean residual life."""
-        caps = np.array(
-            [sample.group.sampling.max_completion_length for sample in samples], dtype=float
-        )
+        caps = np.array([s.group.sampling.max_completion_length for s in samples], dtype=float)
         weights, tokens = self._histogram[:, self._histogram[0] > 0]
         ratios = np.array([self.ratio(sample.group.prompt.uid) for sample in samples])
         lengths = ratios[:, None] * (tokens / weights)  # [N, bins in use]
@@ -203,196 +197,3 @@ class SiblingMax(LengthPredictor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the history."""
         self.history.load_state_dict(state)
-
-
-class TokenConditioned(LengthPredictor):
-    """Learns what the prompt and the first tokens tell of the rest, from the run's own completions.
-
-    Infinite Sampling's token-conditioned prediction (arXiv 2506.22950) without its pre-trained
-    regressor, which would go stale as the policy moves: ridge regression of `log(tokens to come)`,
-    solved in closed form, in which old completions count ever less. The prediction is
-    `exp(x @ w)`, scaled so that its mean is the mean that came (smearing, after Duan, 1983).
-
-    A completion is learned from as it was when it was last asked for; one that finished unasked
-    teaches only the history. Before any was seen, the history's estimate stands in.
-
-    Memory: the features of the `max_waiting` completions asked for last (float32) and one square
-    matrix of `features`. What waits is not in the state: unfinished completions are asked for
-    again after a resume.
-
-    Args:
-        encoder: Folder or hub name of a Hugging Face encoder whose mean-pooled last hidden state
-            replaces the hashed tokens; `bind` must then be called before `predict`.
-        features: Columns for the hashed tokens; ignored with an `encoder`.
-        ridge: Penalty on the squared weights.
-        half_life: Completions after which one counts half.
-        history: Gives the prompt's ratio, a feature; a `PromptHistory()` unless given.
-        max_waiting: Completions whose features are kept until they finish.
-
-    Raises:
-        ValueError: The encoder cannot be loaded, or a number is out of range.
-    """
-
-    def __init__(
-        self,
-        encoder: str | None = None,
-        features: int = 512,
-        ridge: float = 5.0,
-        half_life: float = 4000.0,
-        history: PromptHistory | None = None,
-        max_waiting: int = 16_384,
-    ) -> None:
-        check_finite(locals())
-        if features < 1 or ridge <= 0 or half_life <= 0 or max_waiting < 1:
-            raise ValueError(
-                f"got features={features}, ridge={ridge}, half_life={half_life}, "
-                f"max_waiting={max_waiting}: they must be >= 1, > 0, > 0 and >= 1"
-            )
-        self.ridge, self.half_life, self.max_waiting = ridge, half_life, max_waiting
-        self.history = history or PromptHistory()
-        self._tokens: Any = HashedTokens(features)
-        if encoder is not None:
-            from lit_rlsched.scheduling.sample_encoder import SampleEncoder
-
-            self._tokens = SampleEncoder(encoder)
-        self.size = self._tokens.size + 7
-        """Features in all; the last one is the constant 1."""
-        self._gram = np.zeros((self.size, self.size))
-        self._moment = np.zeros(self.size)
-        self._came, self._predicted = 0.0, 0.0
-        self._weights: np.ndarray | None = None
-        self._waiting: dict[tuple[str, int], tuple[int, float, np.ndarray]] = {}
-
-    def bind(self, decode: Callable[[list[int]], str]) -> None:
-        """Say how token ids become the text that the encoder reads."""
-        if hasattr(self._tokens, "bind"):
-            self._tokens.bind(decode)
-
-    def predict(self, samples: Sequence[Sample]) -> list[float]:
-        """Expect what followed where prompt and first tokens were alike."""
-        if not samples:
-            return []
-        x = np.concatenate([self._tokens(samples), self._scalars(samples)], axis=1)
-        if self._gram[-1, -1]:
-            raw = np.exp(np.clip(x @ self._solved(), 0.0, 20.0))
-            expected = raw * (self._came / self._predicted)
-        else:
-            raw, expected = np.full(len(samples), np.nan), np.array(self.history.predict(samples))
-        for sample, tokens, features in zip(
-            samples, raw.tolist(), x.astype(np.float32), strict=True
-        ):
-            key = (sample.group.id, sample.completion.index)
-            self._waiting.pop(key, None)  # so that it is the newest again
-            self._waiting[key] = (len(sample.completion.token_ids), tokens, features.copy())
-        while len(self._waiting) > self.max_waiting:
-            del self._waiting[next(iter(self._waiting))]
-        return within_limit(samples, expected).tolist()
-
-    def observe(self, samples: Sequence[Sample]) -> None:
-        """Pair each completion's features, as it was asked for, with what came after."""
-        self.history.observe(samples)
-        pairs = []
-        for sample in samples:
-            asked = self._waiting.pop((sample.group.id, sample.completion.index), None)
-            # one that was drawn anew may be shorter than when it was asked for
-            if asked is not None and len(sample.completion.token_ids) > asked[0]:
-                pairs.append((len(sample.completion.token_ids) - asked[0], *asked[1:]))
-        if not pairs:
-            return
-        came, raw = np.array([p[:2] for p in pairs], dtype=float).T
-        x = np.stack([p[2] for p in pairs]).astype(float)
-        keep = 0.5 ** (len(pairs) / self.half_life)
-        self._gram = self._gram * keep + x.T @ x
-        self._moment = self._moment * keep + x.T @ np.log(came)
-        self._weights = None
-        if np.isnan(raw).any():  # the first ones were not predicted: take how well they are fitted
-            raw = np.where(np.isnan(raw), np.exp(np.clip(x @ self._solved(), 0.0, 20.0)), raw)
-        self._came = self._came * keep + float(came.sum())
-        self._predicted = self._predicted * keep + float(raw.sum())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The regression and the history."""
-        return {
-            "gram": tensor(self._gram),
-            "moment": tensor(self._moment),
-            "came": self._came,
-            "predicted": self._predicted,
-            "history": self.history.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both.
-
-        Raises:
-            ValueError: The state was saved with another number of features.
-        """
-        if len(state["moment"]) != self.size:
-            raise ValueError(
-                f"this `TokenConditioned` has {self.size} features, the saved one "
-                f"{len(state['moment'])}. Give the `features` and the `encoder` it was saved with."
-            )
-        self._gram, self._moment = state["gram"].numpy().copy(), state["moment"].numpy().copy()
-        self._came, self._predicted = state["came"], state["predicted"]
-        self._weights = None
-        self._waiting.clear()
-        self.history.load_state_dict(state["history"])
-
-    def _scalars(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Log-probs, lengths, the prompt's history and a constant `[N, 7]`, each about 1."""
-        x = np.zeros((len(samples), 7))
-        for sample, vector in zip(samples, x, strict=True):
-            logprobs = np.nan_to_num(sample.completion.logprobs, nan=0.0, neginf=-10.0).clip(-10, 0)
-            if len(logprobs):
-                vector[:3] = -logprobs.mean(), -logprobs[-8:].mean(), -logprobs.min() / 5
-            vector[3] = np.log1p(len(sample.completion.token_ids)) / 5
-            vector[4] = np.log1p(len(sample.group.prompt.token_ids)) / 5
-            vector[5] = np.log(self.history.ratio(sample.group.prompt.uid))
-            vector[6] = 1.0
-        return x
-
-    def _solved(self) -> np.ndarray:
-        """Weights of the regression; the constant's is not held back."""
-        if self._weights is None:
-            penalty = np.full(self.size, self.ridge)
-            penalty[-1] = 1e-6
-            self._weights = np.linalg.solve(self._gram + np.diag(penalty), self._moment)
-        return self._weights
-
-
-class Oracle(LengthPredictor):
-    """Knows the lengths: the bound that a predictor could reach, for simulations and tests.
-
-    Args:
-        trace: Lengths by request id (`<group id>/<index>`); or a Parquet or JSONL file with columns
-            `request` and `tokens`, like the spans of a `RolloutTrace`; or the folder `traces/` of
-            a run with `RolloutLogger(save_trace=True)`, whose completions a run with the same
-            settings draws again.
-
-    Raises:
-        ValueError: The file does not say which request each length belongs to.
-    """
-
-    def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
-        if isinstance(trace, str | Path):
-            from lit_rlsched.scheduling.recorded_lengths import (
-                TraceLengths,  # reading needs pyarrow
-            )
-
-            if not Path(trace).exists():
-                raise ValueError(
-                    f"`Oracle(trace={str(trace)!r})`: there is no such file or folder."
-                )
-            recorded = TraceLengths(trace).lengths
-        else:
-            recorded = trace
-        if not isinstance(recorded, Mapping) or not recorded:
-            raise ValueError(
-                f"`Oracle(trace={trace!r:.80})` does not say which request each length belongs to. "
-                "Give lengths by request id, or a trace with a column `request`."
-            )
-        self.lengths = recorded
-
-    def predict(self, samples: Sequence[Sample]) -> list[float]:
-        """Look the lengths up; NaN for a completion that is not in the trace."""
-        totals = np.array([self.lengths.get(sample.id, np.nan) for sample in samples], dtype=float)
-        return within_limit(samples, totals - drawn(samples)).tolist()

@@ -1,5 +1,6 @@
 """How many devices a round's model is split over, by how often requests lost their cache."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,8 +65,7 @@ class TensorParallelPlanner:
     """
 
     def __init__(self, size: int, maximum: int, minimum: int = 1) -> None:
-        for name, value in (("minimum", minimum), ("size", size), ("maximum", maximum)):
-            check_size(name, value)
+        check_sizes(minimum=minimum, size=size, maximum=maximum)
         if not minimum <= size <= maximum:
             raise ValueError(
                 f"A tensor-parallel size of {size} is not within minimum={minimum} and "
@@ -118,6 +118,32 @@ class TensorParallelPlanner:
                 self._change(state, within, average=None)
         return True
 
+    def restart(self, kind: RoundKind, working: int, start: Callable[[int], None]) -> str | None:
+        """Start an engine with the size of the next round, or with another if it does not start.
+
+        Args:
+            kind: Of the next round.
+            working: Size that the engine has.
+            start: Starts it anew with a size.
+
+        Returns:
+            What to tell the user where it did not start. What it raises with a size that has worked
+            before is raised: then something else is wrong.
+        """
+        size = self.size(kind)
+        try:
+            start(size)
+        except Exception as error:
+            if not self.exclude(size, working):
+                raise
+            instead = self.size(kind)
+            start(instead)
+            return (
+                f"The engine does not start with `tensor_parallel_size={size}`: {error!r}. The run "
+                f"goes on with {instead}, and `ParallelismPlanner` does not try {size} again."
+            )
+        return None
+
     def _double(self, state: _Kind) -> None:
         if state.size == self.maximum:
             return
@@ -141,14 +167,32 @@ class TensorParallelPlanner:
             self._kinds[kind] = state
 
 
-def check_size(name: str, value: int) -> None:
-    """Refuse what is no power of two.
+def check_bounds(minimum: int, maximum: int | None) -> None:
+    """Refuse bounds that leave no size between them; a `maximum` of `None` is not known yet.
+
+    Raises:
+        ValueError: names the arguments, their values and what works.
+    """
+    check_sizes(minimum=minimum, maximum=maximum)
+    if maximum is not None and minimum > maximum:
+        raise ValueError(
+            f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
+            "`maximum`. Swap them, or leave `minimum` out."
+        )
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Refuse what is no power of two; `None` is a size that is not known yet.
 
     Raises:
         ValueError: names the argument, its value and what works.
     """
-    if type(value) is not int or value < 1 or value & (value - 1):
-        raise ValueError(f"`{name}={value!r}`: must be a power of two, such as 1, 2, 4 or 8.")
+    for name, n in sizes.items():
+        if n is not None and (type(n) is not int or n < 1 or n & (n - 1)):
+            raise ValueError(
+                f"`ParallelismPlanner`: `{name}={n!r}`: must be a power of two, such as 1, 2, 4 "
+                "or 8."
+            )
 
 
 def _mix(average: float, new: float) -> float:

@@ -1,4 +1,4 @@
-"""How long the completions of a simulation are."""
+"""Lengths that are known in advance: recorded ones, and those of a simulation."""
 
 import json
 import math
@@ -8,8 +8,11 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
+import numpy as np
+
+from lit_rlsched.scheduling.length_prediction import LengthPredictor, drawn, within_limit
 from lit_rlsched.settings import check_finite
-from lit_rlsched.types import Request, stable_hash
+from lit_rlsched.types import Request, Sample, stable_hash
 
 
 class LogNormalLengths:
@@ -92,6 +95,41 @@ class RecordedCompletions:
                 f"recorded completion only {len(tokens)}"
             )
         return tokens
+
+
+class Oracle(LengthPredictor):
+    """Knows the lengths: the bound that a predictor could reach, for simulations and tests.
+
+    Args:
+        trace: Lengths by request id (`<group id>/<index>`); or a Parquet or JSONL file with columns
+            `request` and `tokens`, like the spans of a `RolloutTrace`; or the folder `traces/` of
+            a run with `RolloutLogger(save_trace=True)`, whose completions a run with the same
+            settings draws again.
+
+    Raises:
+        ValueError: The file does not say which request each length belongs to.
+    """
+
+    def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
+        if isinstance(trace, str | Path):
+            if not Path(trace).exists():
+                raise ValueError(
+                    f"`Oracle(trace={str(trace)!r})`: there is no such file or folder."
+                )
+            recorded = TraceLengths(trace).lengths
+        else:
+            recorded = trace
+        if not isinstance(recorded, Mapping) or not recorded:
+            raise ValueError(
+                f"`Oracle(trace={trace!r:.80})` does not say which request each length belongs to. "
+                "Give lengths by request id, or a trace with a column `request`."
+            )
+        self.lengths = recorded
+
+    def predict(self, samples: Sequence[Sample]) -> list[float]:
+        """Look the lengths up; NaN for a completion that is not in the trace."""
+        totals = np.array([self.lengths.get(sample.id, np.nan) for sample in samples], dtype=float)
+        return within_limit(samples, totals - drawn(samples)).tolist()
 
 
 def _read(path: Path) -> Mapping[str, int] | list[int]:

@@ -1,15 +1,71 @@
 """SortedRL's rounds: they train on what finishes first, and use a pool up before the next."""
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
+from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.types import Completion, Group
 
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
+
+
+@dataclass(frozen=True, slots=True)
+class SortedSettings:
+    """What `SortedBatching` sets; its arguments say what they mean.
+
+    Raises:
+        ValueError: names the argument, its value and what to use instead.
+    """
+
+    pool_rounds: int = 4
+    update_prompts: int | None = None
+    mode: Mode = "on_policy"
+    max_staleness: int | None = None
+    oversubscribe: float | None = None
+    mask_stale_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        owner = "SortedBatching"
+        check_choice(owner, "mode", self.mode, get_args(Mode))
+        check_count(owner, "pool_rounds", self.pool_rounds, 1)
+        if self.update_prompts is not None:
+            check_count(owner, "update_prompts", self.update_prompts, 1)
+        if self.max_staleness is not None:
+            fix = "For tokens of the newest policy only use `mode='on_policy'`."
+            check_count(owner, "max_staleness", self.max_staleness, 1, fix)
+        if self.oversubscribe is not None and not 1 <= self.oversubscribe < math.inf:
+            raise ValueError(
+                f"`SortedBatching(oversubscribe={self.oversubscribe!r})`: must be 1 or more, the "
+                "prompts of an update at least. Leave it out to decode the whole pool."
+            )
+        for name in ("max_staleness", "mask_stale_tokens"):
+            if self.mode == "on_policy" and (value := getattr(self, name)):
+                raise ValueError(
+                    f"`SortedBatching({name}={value!r}, mode='on_policy')`: no token is stale "
+                    f"there. Use `mode='partial'`, or leave `{name}` out."
+                )
+
+    def rule(self, prompts_per_round: int, num_generations: int, unit: Unit) -> "SortedRound":
+        """The rule of rounds of so many prompts.
+
+        Raises:
+            ValueError: an update has more prompts than a pool.
+        """
+        pool = self.pool_rounds * prompts_per_round
+        update = self.update_prompts or prompts_per_round
+        if update > pool:
+            raise ValueError(
+                f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
+                f"`pool_rounds={self.pool_rounds}` times `prompts_per_round={prompts_per_round}` "
+                f"are {pool} prompts. Use {pool} or less, or more `pool_rounds`."
+            )
+        limits = self.mode, self.max_staleness, self.oversubscribe
+        return SortedRound(update, pool, num_generations, unit, *limits)
 
 
 class SortedRound(RoundRule):
@@ -72,7 +128,7 @@ class SortedRound(RoundRule):
             )
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """The same; of prompts that were trained on in part, as many as make up for it."""
+        """Those of a round; of prompts that were trained on in part, as many as make up for it."""
         sizes = [len(group.completions) for group in pool]
         most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
         return [group for group, n in zip(pool, before, strict=False) if n < most]

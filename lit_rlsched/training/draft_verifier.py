@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.engines.sampling import counter_uniform
+from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
 from lit_rlsched.policy import base_model
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.training.logprobs import (
@@ -21,7 +21,6 @@ from lit_rlsched.training.logprobs import (
 from lit_rlsched.training.micro_batches import split_by_tokens
 from lit_rlsched.training.speculative import (
     acceptance,
-    draw,
     excess,
     num_accepted,
     prefix_weights,
@@ -263,7 +262,7 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
         (probabilities,) = excess(log_weights[at], logp, logq)
         if not probabilities.sum() > 0:  # the policies are one, but for rounding
             (probabilities,) = logp.double().exp()
-        token = draw(probabilities, trial.after)
+        token = int(inverse_cdf(probabilities, trial.after))
         trial.keep(kept)
         trial.sample.completion.token_ids.append(token)
         trial.sample.completion.logprobs.append(float(logp[0, token]))

@@ -13,11 +13,12 @@ from lit_rlsched.rollout.audit import Harvest
 from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.draft_verifier import Drafts
-from lit_rlsched.training.gradient_stream import GradientStream, Streaming
 from lit_rlsched.training.round import NONFINITE, Round, check_rewards, huge_rewards
 from lit_rlsched.training.round_metrics import measure
 from lit_rlsched.training.selection import Stop, count_drops, is_uninformative
+from lit_rlsched.training.streamed_training import GradientStream
 from lit_rlsched.training.update import Update
 from lit_rlsched.types import Group, Prompt
 

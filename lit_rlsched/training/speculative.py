@@ -72,17 +72,3 @@ def num_accepted(acceptance: Tensor, noise: Tensor) -> int:
     """
     accepted = (noise < acceptance).nonzero()
     return int(accepted[-1]) + 1 if len(accepted) else 0
-
-
-def draw(weights: Tensor, noise: float) -> int:
-    """Draw a token by inverting the cumulative distribution.
-
-    Args:
-        weights: `[V]`, float64; proportional to the probabilities.
-        noise: In [0, 1).
-    """
-    cdf = weights.cumsum(-1)
-    total = cdf[-1]
-    # strictly below the total, so that the step across the target is a token of some probability
-    target = torch.minimum(noise * total, total.nextafter(torch.zeros_like(total)))
-    return int(torch.searchsorted(cdf, target, right=True))

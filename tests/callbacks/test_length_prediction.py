@@ -15,8 +15,9 @@ from lit_rlsched.callbacks import (
     RolloutLogger,
     SortedBatching,
 )
-from lit_rlsched.rollout.slots import SlotSettings
-from lit_rlsched.scheduling.length_prediction import Oracle, PromptHistory, SiblingMax
+from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
+from lit_rlsched.scheduling.recorded_lengths import Oracle
 
 
 class Recorder(RolloutCallback):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 
-from lit_rlsched.callbacks import RolloutProgressBar, progress
+from lit_rlsched.callbacks import RolloutProgressBar
+from lit_rlsched.callbacks import rollout_progress_bar as progress
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling

@@ -19,7 +19,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.training.gradient_stream import Streaming
+from lit_rlsched.scheduling.streamed_training import Streaming
 
 EXACT = {"precision": "64-true", "max_epochs": 3}
 RAGGED = {

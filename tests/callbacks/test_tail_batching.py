@@ -713,13 +713,13 @@ def test_a_ratio_that_cannot_work(name, value):
 
 
 def test_a_race_that_is_unknown():
-    with pytest.raises(ValueError, match=r"race='group'\)` is unknown.*\('prompt', 'completion'\)"):
+    with pytest.raises(ValueError, match=r"race='group'\)` is unknown.*'prompt', 'completion'"):
         TailBatching(race="group")
 
 
 @pytest.mark.parametrize("most", [0, -1, 2.5])
 def test_a_number_of_deferrals_that_is_none(most):
-    with pytest.raises(ValueError, match=r"max_deferrals=.*must be a whole number from 1 on"):
+    with pytest.raises(ValueError, match=r"max_deferrals=.*must be a whole number, 1 or more"):
         TailBatching(reuse="drafts", max_deferrals=most)
 
 

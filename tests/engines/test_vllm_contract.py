@@ -25,13 +25,14 @@ from vllm_contract import (
 )
 
 import lit_rlsched
+from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines._vllm_guest import import_vllm
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 
 RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())
 PACKAGE = Path(lit_rlsched.__file__).parent
-CODE = ("vllm", "_vllm_guest", "_vllm_heads", "_vllm_worker")
+CODE = ("vllm", "_vllm_errors", "_vllm_guest", "_vllm_heads", "_vllm_worker")
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
 OURS = {"kept_noise", "kept_tensors", "written", "lit_rlsched_noise"}
@@ -205,7 +206,7 @@ def test_engine_arguments_and_sampling_parameters_are_declared(
     given: set[str] = set()
     for device, size in (("cpu", 1), ("cpu", 2), ("cuda:0", 1)):
         spec = EngineSpec(tiny_model, 4, 128, (1,), device=torch.device(device))
-        given |= set(VLLMEngine(tensor_parallel_size=size)._engine_args(spec))
+        given |= set(engine_args(VLLMEngine(tensor_parallel_size=size), spec))
     assert given == declared["EngineArgs"]
 
 

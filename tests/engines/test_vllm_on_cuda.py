@@ -14,6 +14,7 @@ import vllm_build
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
+from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.gpu_setup import driver
@@ -124,14 +125,14 @@ def spec(slots: int, length: int = 1024, device: torch.device = CUDA) -> EngineS
 def test_a_step_takes_a_token_of_each_slot(
     slots: int, length: int, kwargs: dict[str, Any], tokens: int
 ) -> None:
-    args = VLLMEngine(engine_kwargs=kwargs)._engine_args(spec(slots, length))
+    args = engine_args(VLLMEngine(engine_kwargs=kwargs), spec(slots, length))
     assert args["max_num_batched_tokens"] == tokens
 
 
 def test_so_it_does_on_cpu() -> None:
     engine = VLLMEngine(kv_cache_gib=1)
     for slots, tokens in ((4, 4096), (5000, 5000)):
-        args = engine._engine_args(spec(slots, device=torch.device("cpu")))
+        args = engine_args(engine, spec(slots, device=torch.device("cpu")))
         assert args["max_num_batched_tokens"] == tokens
 
 
@@ -139,7 +140,7 @@ def test_so_it_does_on_cpu() -> None:
 def test_vllm_takes_as_many_slots(tiny_model: str) -> None:
     """Its own checks of what it is given; the default on a GPU, 2,048 tokens, fails in them."""
     vllm = guest.import_vllm()
-    args = VLLMEngine()._engine_args(EngineSpec(tiny_model, 4096, 128, (1,), device=CUDA))
+    args = engine_args(VLLMEngine(), EngineSpec(tiny_model, 4096, 128, (1,), device=CUDA))
     args |= {"enable_sleep_mode": False}  # which the CPU has not
     scheduler = vllm.EngineArgs(**args).create_engine_config().scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4096, 8192)

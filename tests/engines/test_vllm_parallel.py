@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlsched.engines import _vllm_guest as guest
+from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines.base import EngineSpec, EngineStats
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
@@ -324,7 +325,7 @@ def test_a_budget_counts_each_token_once(
 ) -> None:
     """What a worker gets of it: a head of keys and values is not split."""
     small = replace(spec(request.getfixturevalue(fixture)), kv_cache_bytes=1000)
-    args = VLLMEngine(tensor_parallel_size=size)._engine_args(small)
+    args = engine_args(VLLMEngine(tensor_parallel_size=size), small)
     assert args["kv_cache_memory_bytes"] == bytes_
 
 

@@ -123,9 +123,9 @@ def stale_groups():
     [(None, []), (4, []), (3, []), (2, ["a0"]), (1, ["a0"]), (0, ["a0", "a1"])],
 )
 def test_what_is_too_old_is_begun_anew(most, restarted):
-    groups, policy = stale_groups(), SortedRound(2, 4, 2, mode="partial", max_staleness=most)
+    groups, rule = stale_groups(), SortedRound(2, 4, 2, mode="partial", max_staleness=most)
     were = {"a0": Attempt(5, finished=True), "a1": Attempt(4, finished=False)}
-    assert restart_stale(groups, 4, policy) == [were[name] for name in restarted]
+    assert restart_stale(groups, 4, rule) == [were[name] for name in restarted]
     for one, before in zip(groups, stale_groups(), strict=True):
         for now, then in zip(one.completions, before.completions, strict=True):
             if f"{one.prompt.uid}{now.index}" in restarted:
@@ -148,8 +148,8 @@ def harvested(mode, unit="group"):
     half = [completion(0, (4, 6), reason="length"), completion(1, (3, 1), (4, 7))]
     groups = [group("a", *half), group("b", *done), group("c", Completion(0), Completion(1))]
     half[0].scores, half[0].text, half[0].extra = [1.0], "text", {"column": 1}
-    policy = SortedRound(1, 3, 2, unit, mode)
-    return groups, settle(groups, policy, RoundState([], 0), [Attempt(9, False)])
+    rule = SortedRound(1, 3, 2, unit, mode)
+    return groups, settle(groups, rule, RoundState([], 0), [Attempt(9, False)])
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
@@ -266,9 +266,9 @@ def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
     won = group("b", *(completion(i, (4, 1), reason="stop") for i in range(3)))
     for c in won.completions:
         c.scores = [1.0]
-    policy = TailRound(1, 3, 2.0, reuse="drafts" if keeps else None)
+    rule = TailRound(1, 3, 2.0, reuse="drafts" if keeps else None)
     state = RoundState([lost, won], 6, decoded=[won], patient=True)
-    harvest = settle([lost, won], policy, state, [])
+    harvest = settle([lost, won], rule, state, [])
     attempts = [Attempt(3, True), Attempt(2, False)]
     assert (harvest.drafted, harvest.unfinished) == ((attempts, []) if keeps else ([], attempts))
     assert [g.id for g in harvest.left] == ["a@0"] and harvest.trained == [won]

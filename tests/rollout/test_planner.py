@@ -22,9 +22,9 @@ class Domains(FullRound):
         return num_generations + 2
 
 
-def planner_of(policy, prompts=PROMPTS):
+def planner_of(rule, prompts=PROMPTS):
     planner = RoundPlanner(RolloutBuffer(), Sampling(8), 2)
-    planner.connect(DomainSource(prompts, 0, False, policy.domain_of))
+    planner.connect(DomainSource(prompts, 0, False, rule.domain_of))
     return planner
 
 
@@ -33,69 +33,69 @@ def uids(groups):
 
 
 def test_a_plan_is_of_the_pool_and_then_of_the_data():
-    planner, policy = planner_of(Domains(2)), Domains(2)
-    plan = planner.plan(policy)
+    planner, rule = planner_of(Domains(2)), Domains(2)
+    plan = planner.plan(rule)
     assert uids(plan) == uids(planner.pool) == ["x0", "y0"]
     assert [c.index for c in plan[0].completions] == [0, 1, 2, 3]
-    assert uids(planner.plan(policy)) == ["x0", "y0"]
+    assert uids(planner.plan(rule)) == ["x0", "y0"]
     planner.pool.settle(plan, [])
-    assert uids(planner.plan(policy)) == ["x1", "y1"]
+    assert uids(planner.plan(rule)) == ["x1", "y1"]
 
 
 def test_a_plan_is_drawn_again_as_it_was():
-    planner, policy = planner_of(FullRound(2)), FullRound(2)
-    plan = planner.plan(policy)
+    planner, rule = planner_of(FullRound(2)), FullRound(2)
+    plan = planner.plan(rule)
     plan[0].completions[0].token_ids.append(7)
-    assert planner.plan(policy) != plan
+    assert planner.plan(rule) != plan
     plan[0].completions[0].token_ids.pop()
-    assert planner.plan(policy) == plan
+    assert planner.plan(rule) == plan
 
 
 def test_a_replacement_is_of_the_same_domain_until_all_of_it_is_in_the_pool():
-    planner, policy = planner_of(Domains(2)), Domains(2)
-    plan = planner.plan(policy)
+    planner, rule = planner_of(Domains(2)), Domains(2)
+    plan = planner.plan(rule)
     for expected in ("y1", "y2"):
-        other = planner.replacement(plan[1], plan, policy)
+        other = planner.replacement(plan[1], plan, rule)
         plan.append(other)
         assert other.prompt.uid == expected
         assert all(group is not other for group in planner.pool)
-    assert planner.replacement(plan[1], plan, policy) is None
+    assert planner.replacement(plan[1], plan, rule) is None
     assert uids(planner.pool) == ["x0", "y0", "y1", "y2"]
 
 
 def test_what_an_earlier_round_had_drawn_comes_before_the_data():
-    planner, policy = planner_of(Domains(2)), Domains(2)
-    plan = planner.plan(policy)
-    planner.replacement(plan[0], plan, policy)  # of a round that was cut short
-    again = planner.plan(policy)[:2]
-    assert planner.replacement(again[0], again, policy).prompt.uid == "x1"
+    planner, rule = planner_of(Domains(2)), Domains(2)
+    plan = planner.plan(rule)
+    planner.replacement(plan[0], plan, rule)  # of a round that was cut short
+    again = planner.plan(rule)[:2]
+    assert planner.replacement(again[0], again, rule).prompt.uid == "x1"
     assert len(planner.pool) == 3
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_was_put_off_is_replaced_by_what_was(late):
-    planner, policy = planner_of(Domains(2)), Domains(2)
-    plan = planner.plan(policy)
+    planner, rule = planner_of(Domains(2)), Domains(2)
+    plan = planner.plan(rule)
     plan[0].deferred = int(late)
     waiting = list(planner.pool)[1]
     waiting.deferred = 1
     expected = "y0" if late else "x1"  # of whatever domain, where it waited
-    assert planner.replacement(plan[0], plan[:1], policy).prompt.uid == expected
+    assert planner.replacement(plan[0], plan[:1], rule).prompt.uid == expected
 
 
 def test_a_source_of_the_same_domains_goes_on_where_it_was():
-    planner, policy = planner_of(FullRound(2)), FullRound(2)
-    planner.pool.settle(planner.plan(policy), [])
-    planner.connect(DomainSource(PROMPTS, 0, False, policy.domain_of))
-    assert uids(planner.plan(policy)) == ["x1", "y1"]
+    planner, rule = planner_of(FullRound(2)), FullRound(2)
+    planner.pool.settle(planner.plan(rule), [])
+    planner.connect(DomainSource(PROMPTS, 0, False, rule.domain_of))
+    assert uids(planner.plan(rule)) == ["x1", "y1"]
     planner.connect(DomainSource(PROMPTS, 0, False, Domains(2).domain_of))
     assert planner.source.sources.keys() == {"x", "y"}
 
 
 def test_the_state_is_the_position_and_the_pool():
-    planner, policy = planner_of(FullRound(2)), FullRound(2)
-    planner.pool.settle(planner.plan(policy), [])
-    planner.plan(policy)
+    planner, rule = planner_of(FullRound(2)), FullRound(2)
+    planner.pool.settle(planner.plan(rule), [])
+    planner.plan(rule)
     resumed = planner_of(FullRound(2))
     resumed.load_state_dict(planner.state_dict(), {p.uid: p for p in PROMPTS}.__getitem__)
     assert list(resumed.pool) == list(planner.pool)

@@ -72,7 +72,7 @@ class Bench:
         self.engine.sync_weights(self.policy.named_parameters(), 0)
 
     def run(
-        self, policy, slots=18, order="fifo", lengths=None, on_group=None, more=None, worker=None
+        self, rule, slots=18, order="fifo", lengths=None, on_group=None, more=None, worker=None
     ):
         """Groups after a round, the round's state, and who ran when."""
         worker = worker or self.engine.make_worker(Admission(slots, order=order))
@@ -85,7 +85,7 @@ class Bench:
         )
         trace, groups = worker.start_trace(), plan()
         feedback = Feedback(more=more) if more else None
-        list(controller.run(groups, policy, 0, predict=True, feedback=feedback))
+        list(controller.run(groups, rule, 0, predict=True, feedback=feedback))
         assert not worker.busy and self.engine.stats().running == 0
         columns = ("request", "start_step", "end_step", "tokens")
         spans = sorted(zip(*(trace.spans[name] for name in columns), strict=True))

@@ -13,11 +13,12 @@ from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.slots import SlotSettings
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax, TokenConditioned
+from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 48
@@ -175,14 +176,13 @@ def test_a_memory_budget_is_never_overdrawn(
 
     settings = SlotSettings(memory_budget=budget, order=order)
     spec = EngineSpec(tiny_model, 0, SHARED + limit, (1,))
-    slots = settings.engine_slots(VLLMEngine(), spec, TOKEN_BYTES, 24, SHARED)
+    slots = settings.engine_slots(VLLMEngine().kv_cache(spec, TOKEN_BYTES), 24, SHARED)
     bench = Bench("VLLMEngine", tiny_model, policy, scheduler, slots, limit, budget)
     try:
         assert bench.engine.kv_capacity == blocks * block
         admission = settings.admission(
-            bench.engine,
-            bench.spec,
-            TOKEN_BYTES,
+            bench.engine.kv_cache(bench.spec, TOKEN_BYTES),
+            bench.spec.slots,
             limit,
             settings.resolved_order(predictor is not None),
         )

@@ -43,7 +43,7 @@ class Case:
     limit: int = 20
 
     @property
-    def policy(self):
+    def rule(self):
         return SortedRound(
             self.update,
             self.pool,
@@ -149,14 +149,14 @@ class Run:
     """The data module's rounds, a policy version each, without a model."""
 
     case: Case
-    policy: object = None
+    rule: object = None
     pool: RolloutBuffer = field(default_factory=RolloutBuffer)
     version: int = 0
     calls: list = field(default_factory=list)
 
     def __post_init__(self):
         case = self.case
-        self.policy = self.policy or case.policy
+        self.rule = self.rule or case.rule
         self.audit = PoolAudit()
         self.prompts = {}
         self.engine = Engine(lengths=case.length, stream=case.stream)
@@ -165,7 +165,7 @@ class Run:
         self.controller = RolloutController(worker, Scores(), seed=SEED)
 
     def plan(self):
-        for _ in range(self.policy.fresh_prompts(list(self.pool))):
+        for _ in range(self.rule.fresh_prompts(list(self.pool))):
             n = len(self.prompts)
             prompt = Prompt(f"p{n:03}", f"prompt {n}", (4 + n % 10, 5))
             self.prompts[prompt.uid] = prompt
@@ -173,21 +173,21 @@ class Run:
             group = Group(f"{prompt.uid}@0", prompt, Sampling(self.case.limit), completions)
             self.calls.append(("load", group.id))
             self.pool.add(group)
-        return [group.copy() for group in self.policy.plan(list(self.pool))]
+        return [group.copy() for group in self.rule.plan(list(self.pool))]
 
     def round(self, groups_until_close=None):
         plan, worker = self.plan(), self.controller.worker
-        stale = restart_stale(plan, self.version, self.policy)
+        stale = restart_stale(plan, self.version, self.rule)
         planned = copy.deepcopy(plan)
         self.engine.sync_weights([], self.version)
         trace, yielded = worker.start_trace(), []
-        run = self.controller.run(plan, self.policy, self.version)
+        run = self.controller.run(plan, self.rule, self.version)
         for group in run:
             yielded.append(group.id)
             if len(yielded) == groups_until_close:
                 run.close()
                 raise Stopped
-        harvest = settle(plan, self.policy, self.controller.state, stale)
+        harvest = settle(plan, self.rule, self.controller.state, stale)
         trained = copy.deepcopy(harvest.trained)
         self.pool.settle(plan, harvest.left)
         self.calls += [("train", g.id) for g in trained]
@@ -443,7 +443,7 @@ def test_a_pool_goes_on_after_a_checkpoint(case):
 @given(cases(oversubscribe=None, max_staleness=None))
 def test_a_pool_of_one_update_is_a_plain_round(case):
     case = replace(case, update=case.pool)
-    run, plain = Run(case), Run(case, policy=FullRound(case.pool))
+    run, plain = Run(case), Run(case, rule=FullRound(case.pool))
     for _ in range(2):
         r, other = run.round(), plain.round()
         assert r.trained == other.trained and not r.left

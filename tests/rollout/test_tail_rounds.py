@@ -19,10 +19,12 @@ from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.domains import DomainTailRound, quotas
+from lit_rlsched.scheduling.domains import quotas
+from lit_rlsched.scheduling.racing import PATIENCE
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
-from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 
 SEED = 1
@@ -57,21 +59,19 @@ class Case:
     """One in so many completions has a log-prob that is not finite."""
 
     @property
-    def policy(self):
-        return TailRound(
-            self.update,
-            self.size,
-            self.prompt_ratio,
-            self.completion_ratio,
-            self.race,
-            self.patience,
-            self.reuse,
-            self.max_deferrals,
-        )
+    def rule(self):
+        return self.with_shares(None)
+
+    def with_shares(self, shares):
+        ratios = self.prompt_ratio, self.completion_ratio
+        settings = (self.update, self.size, *ratios, self.race, self.patience, self.reuse, shares)
+        if self.max_deferrals is None:
+            return TailRound(*settings)
+        return DeferringTailRound(*settings, max_deferrals=self.max_deferrals)
 
     @property
     def raced(self):
-        return self.policy.most_prompts()
+        return self.rule.most_prompts()
 
     def length(self, request):
         """One in five ends at once; some would be longer than they may."""
@@ -104,7 +104,8 @@ def cases(draw, **fixed):
 def any_cases(draw, **fixed):
     """Also those in which what lost goes on beside fresh prompts."""
     case = draw(cases(**fixed))
-    return replace(case, max_deferrals=draw(st.sampled_from([None, 1, 2, 5])))
+    most = draw(st.sampled_from([None, 1, 2, 5]))
+    return replace(case, max_deferrals=most, reuse="drafts" if most else case.reuse)
 
 
 class Stopped(Exception):
@@ -220,7 +221,7 @@ class Run:
     """The data module's rounds, a policy version each, without a model."""
 
     case: Case
-    policy: object = None
+    rule: object = None
     pool: RolloutBuffer = field(default_factory=RolloutBuffer)
     version: int = 0
     late: tuple = ()
@@ -228,19 +229,19 @@ class Run:
 
     def __post_init__(self):
         case = self.case
-        self.policy = self.policy or case.policy
-        n = case.policy.most_prompts() + case.policy.most_deferred + case.spare
-        domains = [d or "x" for d in getattr(self.policy, "quotas", "x")]
+        self.rule = self.rule or case.rule
+        n = case.rule.most_prompts() + case.rule.most_deferred + case.spare
+        domains = [d or "x" for d in getattr(self.rule, "quotas", "x")]
         prompts = [
             Prompt(f"{d}{i:03}", f"prompt {d}{i}", (4 + i % 10, 5), {"domain": d})
             for i in range(n)
             for d in domains
         ]
         self.prompts = {prompt.uid: prompt for prompt in prompts}
-        self.policy.check_enough(len(prompts))
-        self.policy.check_domains(prompts)
+        self.rule.check_enough(len(prompts))
+        self.rule.check_domains(prompts)
         self.planner = RoundPlanner(self.pool, Sampling(case.limit), case.size)
-        self.planner.connect(DomainSource(prompts, SEED, self.shuffle, self.policy.domain_of))
+        self.planner.connect(DomainSource(prompts, SEED, self.shuffle, self.rule.domain_of))
         self.engine = Engine(lengths=case.length, stream=case.stream)
         self.engine.bad = case.bad
         self.engine.start(EngineSpec("", case.slots, 8 + case.limit, (1,)))
@@ -249,12 +250,12 @@ class Run:
         self.controller = RolloutController(worker, self.scores, seed=SEED)
 
     def plan(self):
-        return self.planner.plan(self.policy)
+        return self.planner.plan(self.rule)
 
     def round(self, groups_until_close=None):
         before = sum(g.deferred > 0 for g in self.pool)
         plan, worker = self.plan(), self.controller.worker
-        stale = restart_stale(plan, self.version, self.policy)
+        stale = restart_stale(plan, self.version, self.rule)
         planned = copy.deepcopy(plan)
         audit, replaced = accept_some(plan, self.version, self.case.limit, self.case.whole)
         self.engine.sync_weights([], self.version)
@@ -265,25 +266,25 @@ class Run:
                 return None
             for completion in group.completions:
                 completion.dropped = completion.dropped or "uninformative"
-            another = self.planner.replacement(group, plan, self.policy)
+            another = self.planner.replacement(group, plan, self.rule)
             if another:
                 plan.append(another)
-                stale.extend(restart_stale([another], self.version, self.policy))
+                stale.extend(restart_stale([another], self.version, self.rule))
                 accept_some([another], self.version, self.case.limit, self.case.whole)
             return another
 
         feedback = Feedback(None, replace_useless if self.case.useless else None)
-        run = self.controller.run(plan, self.policy, self.version, feedback=feedback)
+        run = self.controller.run(plan, self.rule, self.version, feedback=feedback)
         streamed = set()
         for group in run:
             state = self.controller.state
-            streamed |= {g.id for g in self.policy.final_groups(state) if g.complete}
+            streamed |= {g.id for g in self.rule.final_groups(state) if g.complete}
             yielded.append(group.id)
             assert all(g is not group for _, g, _ in self.scores.due)
             if len(yielded) == groups_until_close:
                 run.close()
                 raise Stopped
-        harvest = settle(plan, self.policy, self.controller.state, stale)
+        harvest = settle(plan, self.rule, self.controller.state, stale)
         harvest.drafts = audit
         trained = copy.deepcopy(harvest.trained)
         useful = [g.id for g in trained if not all(c.dropped for c in g.completions)]
@@ -300,7 +301,7 @@ class Run:
             trace,
             yielded,
             before,
-            self.policy.is_long(planned),
+            self.rule.is_long(planned),
             replaced,
         )
 
@@ -370,7 +371,7 @@ def test_each_update_is_as_large_as_the_synchronous_one(case):
         for g in r.trained:
             places = [c.index for c in g.completions]
             assert len(places) == case.size and places == sorted(set(places))
-            assert set(places) <= set(range(case.policy.launched(case.size)))
+            assert set(places) <= set(range(case.rule.launched(case.size)))
             for c in g.completions:
                 assert c.finished and c.scored and not c.dropped
                 assert c.version_spans == [(r.version, len(c.token_ids))]
@@ -582,7 +583,7 @@ def test_a_round_ends_with_the_step_that_has_enough(case):
 @given(cases(race="completion", patience=PATIENCE, slots=1000, key="id"))
 def test_the_first_completions_of_a_prompt_are_kept(case):
     r = Run(case).round()
-    launched = range(case.policy.launched(case.size))
+    launched = range(case.rule.launched(case.size))
     for g in r.trained:
         drawn = {
             i: min(case.limit, case.length(SimpleNamespace(id=f"{g.id}/{i}"))) for i in launched
@@ -664,7 +665,7 @@ def test_where_fewer_than_an_update_are_left_slow_scores_are_waited_for():
 @settings_of(30)
 @given(any_cases(prompt_ratio=1.0, race="prompt"))
 def test_without_a_race_rounds_are_the_plain_ones(case):
-    run, plain = Run(case), Run(case, policy=FullRound(case.update))
+    run, plain = Run(case), Run(case, rule=FullRound(case.update))
     for _ in range(6):
         r, other = run.round(), plain.round()
         assert r.trained == other.trained and not r.left and not r.long
@@ -676,7 +677,7 @@ def test_without_a_race_rounds_are_the_plain_ones(case):
 @settings_of(30)
 @given(cases(prompt_ratio=1.0, completion_ratio=1.0, race="completion"))
 def test_completions_without_rivals_do_not_race(case):
-    run, plain = Run(case), Run(case, policy=FullRound(case.update))
+    run, plain = Run(case), Run(case, rule=FullRound(case.update))
     for _ in range(6):
         r, other = run.round(), plain.round()
         assert r.trained == other.trained and r.trace.spans == other.trace.spans
@@ -757,8 +758,8 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(race):
     """Long rounds included, where everything has a slot."""
     case = Tailed(8, 4, race=race, limit=2000, latency=0, spare=40)
     steps = {}
-    for name, policy in (("tail", case.policy), ("full", FullRound(8))):
-        rounds = Run(case, policy=policy).rounds(100)
+    for name, rule in (("tail", case.rule), ("full", FullRound(8))):
+        rounds = Run(case, rule=rule).rounds(100)
         steps[name] = fmean(r.trace.decode_steps for r in rounds)
         assert all(len(r.trained) == 8 for r in rounds)
     assert steps["tail"] < 0.75 * steps["full"], steps
@@ -787,20 +788,14 @@ def shares(draw, update):
     return {"abc"[i]: n / update for i, n in enumerate(whole)}
 
 
-def domain_policy(case, per_domain):
-    ratios = case.prompt_ratio, case.completion_ratio
-    settings = (*ratios, case.race, case.patience, case.reuse, case.max_deferrals)
-    return DomainTailRound(per_domain, case.update, case.size, *settings)
-
-
 @settings_of(60)
 @given(cases(), st.data())
 def test_each_domain_has_its_quota_of_every_short_round(case, data):
     per_domain = data.draw(shares(case.update))
-    policy = domain_policy(case, per_domain)
+    rule = case.with_shares(per_domain)
     quota = {d: round(share * case.update) for d, share in per_domain.items()}
-    assert policy.quotas == quota
-    run = Run(case, policy)
+    assert rule.quotas == quota
+    run = Run(case, rule)
     trained, seen = [], set()
     for r in run.rounds():
         assert len(r.trained) == case.update and r.long == (r.before >= case.update)
@@ -814,19 +809,19 @@ def test_each_domain_has_its_quota_of_every_short_round(case, data):
         seen |= {g.id for g in r.plan}
         assert len(trained) == len(set(trained))
         assert sorted(trained + [g.id for g in r.left]) == sorted(seen)
-        assert len(r.left) <= policy.most_deferred + policy.most_prompts() - case.update
+        assert len(r.left) <= rule.most_deferred + rule.most_prompts() - case.update
     check_passes(run, seen)
 
 
 @settings_of(60)
 @given(any_cases(prompt_ratio=1.7).filter(lambda case: case.max_deferrals), st.data())
 def test_each_domain_has_its_quota_where_losers_go_on(case, data):
-    policy = domain_policy(case, data.draw(shares(case.update)))
-    raced = {d: math.ceil(round(1.7 * n, 6)) for d, n in policy.quotas.items()}
-    for r in Run(case, policy).rounds():
-        for groups, expected in ((r.trained, policy.quotas), (r.plan, raced)):
+    rule = case.with_shares(data.draw(shares(case.update)))
+    raced = {d: math.ceil(round(1.7 * n, 6)) for d, n in rule.quotas.items()}
+    for r in Run(case, rule).rounds():
+        for groups, expected in ((r.trained, rule.quotas), (r.plan, raced)):
             domains = [g.prompt.columns["domain"] for g in groups]
-            assert {d: domains.count(d) for d in policy.quotas} == expected
+            assert {d: domains.count(d) for d in rule.quotas} == expected
         assert all(g.deferred <= case.max_deferrals for g in r.left)
 
 
@@ -834,7 +829,7 @@ def test_each_domain_has_its_quota_where_losers_go_on(case, data):
 @given(any_cases(spare=12), st.data(), st.integers(2, 4))
 def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, data, useless):
     case = replace(case, useless=useless, whole=8)
-    run = Run(case, domain_policy(case, data.draw(shares(case.update))))
+    run = Run(case, case.with_shares(data.draw(shares(case.update))))
     trained = [g.id for r in run.rounds(8) for g in r.trained]  # asserts what is certain
     assert len(trained) == len(set(trained)) and run.idle
 
@@ -842,7 +837,7 @@ def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, da
 @settings_of(20)
 @given(any_cases(), st.data())
 def test_one_domain_is_none(case, data):
-    run, twin = Run(case), Run(case, domain_policy(case, {"x": 1.0}))
+    run, twin = Run(case), Run(case, case.with_shares({"x": 1.0}))
     for r, t in zip(run.rounds(6), twin.rounds(6), strict=True):
         assert (r.plan, r.trained, r.left) == (t.plan, t.trained, t.left)
 
@@ -854,13 +849,13 @@ def test_a_domain_of_long_completions_keeps_its_share():
             return 15 + drawn if request.id.startswith("b") else 1 + drawn
 
     case = Long(4, 2, 1.5)
-    together = Run(case, DomainTailRound({"a": 0.5, "b": 0.5}, 4, 2, 1.5))
+    together = Run(case, TailRound(4, 2, 1.5, shares={"a": 0.5, "b": 0.5}))
     for r in together.rounds(6):
         assert r.long or [g.prompt.uid[0] for g in r.trained].count("b") == 2
 
 
 def test_a_long_round_has_no_quotas_even_if_nothing_can_be_trained_on_of_what_waited():
-    policy = DomainTailRound({"a": 0.5, "b": 0.5}, 2, 1, 2.0)
+    rule = TailRound(2, 1, 2.0, shares={"a": 0.5, "b": 0.5})
 
     def done(name, dropped=None, deferred=0):
         completion = Completion(0, [5], [-1.0], [(0, 1)], "stop", scores=[1.0], dropped=dropped)
@@ -870,12 +865,12 @@ def test_a_long_round_has_no_quotas_even_if_nothing_can_be_trained_on_of_what_wa
     late = [done("b1", "uninformative", 1), done("b2", "uninformative", 1)]
     instead = [done("a1"), done("a2")]
     state = RoundState([*late, *instead], 4, [*late, *instead], 4, patient=True, final=4)
-    assert policy.done(state) and [g.id for g in policy.final_groups(state)] == ["a1@0", "a2@0"]
-    assert not policy.settle([*late, *instead], state)[1]
+    assert rule.done(state) and [g.id for g in rule.final_groups(state)] == ["a1@0", "a2@0"]
+    assert not rule.settle([*late, *instead], state)[1]
 
 
 def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
-    policy = DomainTailRound({"a": 0.5, "b": 0.5}, 2, 1, 2.0)
+    rule = TailRound(2, 1, 2.0, shares={"a": 0.5, "b": 0.5})
 
     def done(name, dropped=None):
         completion = Completion(0, [5], [-1.0], [(0, 1)], "stop", scores=[1.0], dropped=dropped)
@@ -884,10 +879,10 @@ def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
 
     decoded = [done("a1", "uninformative"), done("b1"), done("b2")]
     state = RoundState(decoded, 4, decoded, 3, patient=True, final=3)
-    assert not policy.done(state) and [g.id for g in policy.final_groups(state)] == ["b1@0"]
+    assert not rule.done(state) and [g.id for g in rule.final_groups(state)] == ["b1@0"]
     state.decoded.append(done("a2"))
-    assert policy.done(state)
-    trained, left = policy.settle(decoded, state)
+    assert rule.done(state)
+    trained, left = rule.settle(decoded, state)
     assert [g.id for g in trained] == ["a1@0", "b1@0", "a2@0"]
     assert [(g.id, g.deferred) for g in left] == [("b2@0", 1)]
 

@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import (
-    Oracle,
-    PromptHistory,
-    SiblingMax,
-    TokenConditioned,
-)
+from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.recorded_lengths import Oracle
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 100

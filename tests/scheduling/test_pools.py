@@ -34,9 +34,9 @@ def flat(lengths):
 @example(([[9], [9], [9], [9]], 2, 12), "partial", "least_attained", "completion", 3)
 def test_bubble_ratio_is_that_of_the_controller(pool, mode, order, unit, slots):
     lengths, update, limit = pool
-    policy = SortedRound(update, len(lengths), len(lengths[0]), unit, mode)
+    rule = SortedRound(update, len(lengths), len(lengths[0]), unit, mode)
     costs = {"step_time_base": 1.0, "per_running": 0, "per_kv_token": 0}
-    drained = decode(lengths, policy, slots, order, limit, **costs)
+    drained = decode(lengths, rule, slots, order, limit, **costs)
     if unit == "completion":
         lengths, update = flat(lengths), update * len(lengths[0])
     ratio = pool_bubble_ratio(lengths, update, slots, mode, order, limit)

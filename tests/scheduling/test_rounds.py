@@ -24,28 +24,28 @@ def names(groups):
 
 
 def test_a_pool_is_loaded_whole_and_only_once_it_is_empty():
-    policy = SortedRound(update_prompts=3, pool_prompts=12, num_generations=4)
+    rule = SortedRound(update_prompts=3, pool_prompts=12, num_generations=4)
     pool = [group(f"{i:02}", None) for i in range(12)]
-    assert policy.fresh_prompts([]) == 12
-    assert {policy.fresh_prompts(pool[:n]) for n in range(1, 13)} == {0}
+    assert rule.fresh_prompts([]) == 12
+    assert {rule.fresh_prompts(pool[:n]) for n in range(1, 13)} == {0}
 
 
 @pytest.mark.parametrize(
     ("oversubscribe", "most"), [(None, 20), (1.0, 4), (1.5, 6), (2.1, 9), (3, 12), (9, 20)]
 )
 def test_the_prompts_that_decode(oversubscribe, most):
-    policy = SortedRound(4, 20, 2, oversubscribe=oversubscribe)
+    rule = SortedRound(4, 20, 2, oversubscribe=oversubscribe)
     pool = [group(f"{i:02}", None, None) for i in range(20)]
-    assert policy.most_prompts() == most
-    assert names(policy.plan(pool)) == names(pool[:most])
-    assert names(policy.plan(pool[:3])) == names(pool[:3])
-    assert policy.ends_early == (most > 4)
+    assert rule.most_prompts() == most
+    assert names(rule.plan(pool)) == names(pool[:most])
+    assert names(rule.plan(pool[:3])) == names(pool[:3])
+    assert rule.ends_early == (most > 4)
 
 
 def test_prompts_trained_on_in_part_make_room_for_others():
-    policy = SortedRound(2, 20, 2, "completion", oversubscribe=1.5)
+    rule = SortedRound(2, 20, 2, "completion", oversubscribe=1.5)
     pool = [group(f"{i:02}", None) for i in range(5)] + [group("05", None, None)] * 3
-    assert len(policy.plan(pool)) == 6
+    assert len(rule.plan(pool)) == 6
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,19 @@ def test_what_the_end_of_a_round_throws_away(unit, groups, completions, discards
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
-def test_a_group_policy_waits_for_groups(mode):
-    policy = SortedRound(2, 8, 3, "group", mode)
-    assert not policy.done(RoundState([A] * 8, 24, decoded=[A] * 1, completions_decoded=20))
-    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 2, completions_decoded=6))
-    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 5, completions_decoded=15))
+def test_a_group_rule_waits_for_groups(mode):
+    rule = SortedRound(2, 8, 3, "group", mode)
+    assert not rule.done(RoundState([A] * 8, 24, decoded=[A] * 1, completions_decoded=20))
+    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 2, completions_decoded=6))
+    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 5, completions_decoded=15))
 
 
-def test_a_completion_policy_counts_completions():
-    policy = SortedRound(2, 8, 3, "completion")
-    assert not policy.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=5))
-    assert not policy.done(RoundState([A] * 8, 24, decoded=[A] * 8, completions_decoded=5))
-    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=6))
-    assert policy.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=9))
+def test_a_completion_rule_counts_completions():
+    rule = SortedRound(2, 8, 3, "completion")
+    assert not rule.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=5))
+    assert not rule.done(RoundState([A] * 8, 24, decoded=[A] * 8, completions_decoded=5))
+    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=6))
+    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=9))
 
 
 def test_the_modes_differ_in_how_old_a_token_may_be():
@@ -133,8 +133,8 @@ def test_settling_is_a_partition_in_order(reasons, unit, mode):
 
 
 def test_a_full_round_keeps_nothing():
-    policy, groups = FullRound(3), [group(name, "stop") for name in "abc"]
-    assert [policy.fresh_prompts([A] * n) for n in (0, 2, 3, 5)] == [3, 1, 0, 0]
-    assert policy.most_prompts() == 3 and policy.plan(groups * 2) == groups
-    assert not policy.done(RoundState([A] * 3, 3, decoded=[A] * 3, completions_decoded=3))
-    assert policy.settle(groups, NOTHING) == (groups, [])
+    rule, groups = FullRound(3), [group(name, "stop") for name in "abc"]
+    assert [rule.fresh_prompts([A] * n) for n in (0, 2, 3, 5)] == [3, 1, 0, 0]
+    assert rule.most_prompts() == 3 and rule.plan(groups * 2) == groups
+    assert not rule.done(RoundState([A] * 3, 3, decoded=[A] * 3, completions_decoded=3))
+    assert rule.settle(groups, NOTHING) == (groups, [])

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_rlsched.engines.sampling import inverse_cdf
 from lit_rlsched.training.speculative import (
     acceptance,
-    draw,
     excess,
     num_accepted,
     prefix_weights,
@@ -183,7 +183,7 @@ def test_draws_have_their_probabilities(weights, place):
     weights = torch.tensor(weights).double()
     if not weights.sum():
         weights[0] = 1.0
-    drawn = torch.tensor([draw(weights, (i + place / 10) / 200) for i in range(200)])
+    drawn = torch.stack([inverse_cdf(weights, (i + place / 10) / 200) for i in range(200)])
     shares = torch.bincount(drawn, minlength=len(weights)).double() / 200
     torch.testing.assert_close(shares, weights / weights.sum(), rtol=0, atol=0.0051)
     assert (weights[drawn] > 0).all()
@@ -191,4 +191,4 @@ def test_draws_have_their_probabilities(weights, place):
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [0.5, 0.5, 0.0], [1e-12, 1 - 1e-12, 0.0]])
 def test_the_largest_noise_draws_no_token_without_probability(weights):
-    assert weights[draw(torch.tensor(weights).double(), 1 - 2**-53)] > 0
+    assert weights[inverse_cdf(torch.tensor(weights).double(), 1 - 2**-53)] > 0

@@ -2,8 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_rlsched.scheduling.racing import PATIENCE
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -65,43 +67,43 @@ def names(groups):
     ],
 )
 def test_a_ratio_is_rounded_up_and_float_noise_is_not(ratio, update, raced):
-    policy = TailRound(update, 2, prompt_ratio=ratio)
-    assert policy.most_prompts() == policy.fresh_prompts([]) == raced
-    assert policy.ends_early == (raced > update)
-    assert policy.most_deferred == (update - 1 if raced > update else 0)
+    rule = TailRound(update, 2, prompt_ratio=ratio)
+    assert rule.most_prompts() == rule.fresh_prompts([]) == raced
+    assert rule.ends_early == (raced > update)
+    assert rule.most_deferred == (update - 1 if raced > update else 0)
     by_completion = TailRound(4, update, completion_ratio=ratio, race="completion")
     assert by_completion.launched(update) == raced
     assert TailRound(4, update, completion_ratio=ratio).launched(update) == update
 
 
 def test_a_short_round_takes_fresh_prompts_whatever_has_lost():
-    policy = TailRound(4, 2)
-    assert [policy.fresh_prompts(lost(n)) for n in range(4)] == [5, 5, 5, 5]
-    assert names(policy.plan([*lost(3), *fresh(5)])) == names(fresh(5))
+    rule = TailRound(4, 2)
+    assert [rule.fresh_prompts(lost(n)) for n in range(4)] == [5, 5, 5, 5]
+    assert names(rule.plan([*lost(3), *fresh(5)])) == names(fresh(5))
 
 
 def test_a_long_round_takes_no_fresh_prompts():
-    policy = TailRound(4, 2)
-    assert [policy.fresh_prompts(lost(n)) for n in (4, 5, 9)] == [0, 0, 0]
-    assert policy.fresh_prompts([*fresh(2), *lost(4)]) == 0
-    assert names(policy.plan([*lost(4), *fresh(3)])) == names(lost(4))
+    rule = TailRound(4, 2)
+    assert [rule.fresh_prompts(lost(n)) for n in (4, 5, 9)] == [0, 0, 0]
+    assert rule.fresh_prompts([*fresh(2), *lost(4)]) == 0
+    assert names(rule.plan([*lost(4), *fresh(3)])) == names(lost(4))
 
 
 def test_what_a_round_that_was_cut_short_has_drawn_is_taken_first():
-    policy = TailRound(4, 2)
-    assert [policy.fresh_prompts(fresh(n)) for n in (1, 4, 5, 7)] == [4, 1, 0, 0]
-    assert policy.fresh_prompts([*lost(3), *fresh(2)]) == 3
+    rule = TailRound(4, 2)
+    assert [rule.fresh_prompts(fresh(n)) for n in (1, 4, 5, 7)] == [4, 1, 0, 0]
+    assert rule.fresh_prompts([*lost(3), *fresh(2)]) == 3
     pool = [*fresh(3), *lost(2), *fresh(7)[3:]]
-    assert names(policy.plan(pool)) == names(fresh(7)[:5])
+    assert names(rule.plan(pool)) == names(fresh(7)[:5])
 
 
 def test_the_oldest_that_lost_come_first():
-    policy = TailRound(3, 2)
+    rule = TailRound(3, 2)
     pool = [*fresh(1), *lost(5)]
-    assert names(policy.plan(pool)) == "l00l01l02"
-    assert names(policy.plan(pool[4:] + pool[1:4])) == "l03l04l00"  # the order of the pool
-    assert policy.is_long(policy.plan(pool)) and not policy.is_long(policy.plan(pool[:3]))
-    assert not policy.is_long([])
+    assert names(rule.plan(pool)) == "l00l01l02"
+    assert names(rule.plan(pool[4:] + pool[1:4])) == "l03l04l00"  # the order of the pool
+    assert rule.is_long(rule.plan(pool)) and not rule.is_long(rule.plan(pool[:3]))
+    assert not rule.is_long([])
 
 
 def test_how_often_a_prompt_lost_changes_nothing():
@@ -110,186 +112,186 @@ def test_how_often_a_prompt_lost_changes_nothing():
 
 
 def test_with_a_limit_of_deferrals_losers_race_again():
-    policy = TailRound(3, 2, 1.5, reuse="drafts", max_deferrals=3)
+    rule = DeferringTailRound(3, 2, 1.5, max_deferrals=3)
     pool = [*lost(2), *fresh(3)]  # one has lost once, the other twice
-    assert names(policy.plan(pool)) == "l00l01f00f01f02"
-    assert policy.fresh_prompts(pool) == 0 and policy.fresh_prompts(lost(2)) == 3
-    assert policy.most_deferred == 0 and policy.ends_cycle(pool, lost(2))
-    assert not policy.is_long(lost(2)) and policy.is_long(lost(3))
-    policy.check_enough(5)
+    assert names(rule.plan(pool)) == "l00l01f00f01f02"
+    assert rule.fresh_prompts(pool) == 0 and rule.fresh_prompts(lost(2)) == 3
+    assert rule.most_deferred == 0 and rule.ends_cycle(pool, lost(2))
+    assert not rule.is_long(lost(2)) and rule.is_long(lost(3))
+    rule.check_enough(5)
     with pytest.raises(ValueError, match="has 5 prompts in a race, and `train_data` holds 4"):
-        policy.check_enough(4)
+        rule.check_enough(4)
 
 
 def test_all_that_lost_has_a_place_where_one_has_lost_too_often():
-    policy = TailRound(3, 2, 2.0, reuse="drafts", max_deferrals=2)
+    rule = DeferringTailRound(3, 2, 2.0, max_deferrals=2)
     late, again = ready(["late"], deferred=2) + ready(["again"], deferred=1)
     first, second = ready("ab")
     planned = [late, again, first, second, *fresh(2)]
     state = RoundState(planned, 12, [first, second], 4, patient=True, final=2)
-    assert not policy.done(state) and policy.final_groups(state) == [first]
+    assert not rule.done(state) and rule.final_groups(state) == [first]
     state.decoded.append(late)
-    assert not policy.done(state)
+    assert not rule.done(state)
     state.decoded.append(again)
     state.final = 4
-    assert policy.done(state) and policy.final_groups(state) == [first, late, again]
-    trained, left = policy.settle(planned, state)
+    assert rule.done(state) and rule.final_groups(state) == [first, late, again]
+    trained, left = rule.settle(planned, state)
     assert names(trained) == "lateagaina"
     assert [(g.prompt.uid, g.deferred) for g in left] == [("b", 1), ("f00", 1), ("f01", 1)]
     late.deferred = 1  # none too often: a race like any other
     state = RoundState(planned, 12, [first, second, late], 6, patient=True, final=3)
-    assert policy.done(state) and policy.final_groups(state) == [first, second, late]
+    assert rule.done(state) and rule.final_groups(state) == [first, second, late]
 
 
 @pytest.mark.parametrize("race", ["prompt", "completion"])
 def test_a_race_waits_for_no_scores_that_change_nothing(race):
     """Of prompts that go on there are no more completions than are trained on."""
-    policy = TailRound(2, 2, 2.0, 2.0, race, reuse="drafts", max_deferrals=8)
+    rule = DeferringTailRound(2, 2, 2.0, 2.0, race, max_deferrals=8)
     went_on, fast = group("on", None, None, deferred=1), group("a", None, None, None, None)
     finished = {went_on.id: went_on.completions}
     state = RoundState([went_on, fast], 6, [went_on], 2, finished, patient=True)
-    assert not policy.awaits(state)
+    assert not rule.awaits(state)
     finished[fast.id] = fast.completions[:2]
-    assert policy.awaits(state) == (race == "completion")
+    assert rule.awaits(state) == (race == "completion")
     for c in fast.completions[:2]:
         c.scores = [1.0]
-    assert not policy.awaits(state)
+    assert not rule.awaits(state)
     fast.completions = fast.completions[:2]  # it had enough
     fast.completions[0].dropped = "uninformative"
     finished[fast.id] = group("a", 1.0, 1.0, None, None).completions
-    assert not policy.awaits(state)
+    assert not rule.awaits(state)
 
 
 def test_a_place_that_nothing_can_be_trained_on_is_free_again():
-    policy = TailRound(2, 2, 2.0, reuse="drafts", max_deferrals=1)
+    rule = DeferringTailRound(2, 2, 2.0, max_deferrals=1)
     (late,) = ready(["late"], deferred=1, dropped=(0, 1))
     decoded = [late, *ready("ab")]
     state = RoundState([late, *decoded[1:]], 6, decoded, 6, patient=True, final=3)
-    assert policy.done(state) and names(policy.final_groups(state)) == "ab"
+    assert rule.done(state) and names(rule.final_groups(state)) == "ab"
 
 
 def test_a_cycle_ends_with_a_long_round():
-    policy = TailRound(2, 2)
-    assert policy.ends_cycle(lost(2), lost(1))
-    assert policy.ends_cycle(fresh(3), [])
-    assert not policy.ends_cycle(fresh(3), lost(1))
+    rule = TailRound(2, 2)
+    assert rule.ends_cycle(lost(2), lost(1))
+    assert rule.ends_cycle(fresh(3), [])
+    assert not rule.ends_cycle(fresh(3), lost(1))
 
 
 def test_only_a_race_throws_something_away():
-    policy = TailRound(4, 2)
-    assert policy.discards(RoundState(fresh(5), 10))
-    assert not policy.discards(RoundState(fresh(4), 8))
-    assert policy.max_staleness == 0 and not policy.off_policy
-    assert policy.patience == PATIENCE > 0
+    rule = TailRound(4, 2)
+    assert rule.discards(RoundState(fresh(5), 10))
+    assert not rule.discards(RoundState(fresh(4), 8))
+    assert rule.max_staleness == 0 and not rule.off_policy
+    assert rule.patience == PATIENCE > 0
 
 
 @pytest.mark.parametrize(("prompts", "ratio", "fits"), [(8, 1.25, True), (7, 1.25, False)])
 def test_prompts_that_wait_and_those_that_race_must_be_there(prompts, ratio, fits):
-    policy = TailRound(4, 2, ratio)
+    rule = TailRound(4, 2, ratio)
     if fits:
-        return policy.check_enough(prompts)
+        return rule.check_enough(prompts)
     message = (
         r"up to 3 prompts waiting for a long round and 5 prompts in a race, and `train_data` "
         r"holds 7\. "
         r"Use a lower `prompts_per_round` or `prompt_ratio`\."
     )
     with pytest.raises(ValueError, match=message):
-        policy.check_enough(prompts)
+        rule.check_enough(prompts)
 
 
 def test_without_a_race_a_round_of_prompts_is_enough():
-    policy = TailRound(4, 2, prompt_ratio=1)
-    policy.check_enough(4)
+    rule = TailRound(4, 2, prompt_ratio=1)
+    rule.check_enough(4)
     with pytest.raises(ValueError, match=r"`prompts_per_round=4` is more than .* 3 prompts\. Use"):
-        policy.check_enough(3)
+        rule.check_enough(3)
 
 
 # Who wins.
 
 
 def test_a_round_is_over_once_an_update_is_scored():
-    policy = TailRound(2, 2)
-    assert not policy.done(state_of(ready("a")))
-    assert policy.done(state_of(ready("ab")))
-    assert policy.done(state_of(ready("abcd")))
-    assert not policy.done(state_of([]))
+    rule = TailRound(2, 2)
+    assert not rule.done(state_of(ready("a")))
+    assert rule.done(state_of(ready("ab")))
+    assert rule.done(state_of(ready("abcd")))
+    assert not rule.done(state_of([]))
 
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_of_more_than_are_needed_those_that_were_decoded_first_win(patient):
-    policy, groups = TailRound(2, 2), ready("abcde")
+    rule, groups = TailRound(2, 2), ready("abcde")
     a, b, c, d, e = groups
     state = state_of([d, b, e, a, c], patient)
-    trained, left = policy.settle(groups, state)
+    trained, left = rule.settle(groups, state)
     assert names(trained) == "bd" and names(left) == "ace"  # each in the order of the round
     assert trained[0] is b and trained[1] is d
     assert [g.deferred for g in trained] == [0, 0] and [g.deferred for g in left] == [1, 1, 1]
 
 
 def test_what_lost_again_counts_it():
-    policy = TailRound(1, 2)
+    rule = TailRound(1, 2)
     a, b = group("a", 1.0, 0.0, deferred=3), group("b", None, None, deferred=2)
-    _, left = policy.settle([a, b], state_of([a]))
+    _, left = rule.settle([a, b], state_of([a]))
     assert [(g.prompt.uid, g.deferred) for g in left] == [("b", 3)]
     assert b.deferred == 2  # a copy
 
 
 def test_a_round_with_patience_waits_for_those_that_are_ahead():
-    policy = TailRound(2, 2)
+    rule = TailRound(2, 2)
     slow, a, b = group("s", 1.0, None), *ready("ab")
     state = state_of([slow, a, b])
-    assert not policy.done(state) and policy.awaits(state)
+    assert not rule.done(state) and rule.awaits(state)
     slow.completions[1].scores = [0.0]
-    assert policy.done(state) and not policy.awaits(state)
-    trained, left = policy.settle([a, b, slow], state)
+    assert rule.done(state) and not rule.awaits(state)
+    trained, left = rule.settle([a, b, slow], state)
     assert names(trained) == "as" and names(left) == "b"
 
 
 def test_without_patience_whoever_is_scored_overtakes():
-    policy = TailRound(2, 2)
+    rule = TailRound(2, 2)
     slow, a, b = group("s", 1.0, None), *ready("ab")
     state = state_of([slow, a, b], patient=False)
-    assert policy.done(state) and not policy.awaits(state)
-    trained, left = policy.settle([slow, a, b], state)
+    assert rule.done(state) and not rule.awaits(state)
+    trained, left = rule.settle([slow, a, b], state)
     assert names(trained) == "ab" and names(left) == "s"
-    assert not policy.done(state_of([slow, a], patient=False))
+    assert not rule.done(state_of([slow, a], patient=False))
 
 
 def test_a_round_that_is_not_over_awaits_nothing():
-    policy = TailRound(2, 2)
-    assert not policy.awaits(state_of([group("s", None, None)]))
-    assert not policy.awaits(state_of([]))
-    assert policy.awaits(state_of([group("s", None, None), group("t", 1.0, None)]))
+    rule = TailRound(2, 2)
+    assert not rule.awaits(state_of([group("s", None, None)]))
+    assert not rule.awaits(state_of([]))
+    assert rule.awaits(state_of([group("s", None, None), group("t", 1.0, None)]))
 
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_a_group_of_which_nothing_is_left_makes_room_for_another(patient):
-    policy = TailRound(2, 2)
+    rule = TailRound(2, 2)
     bad, a, b = group("x", 1.0, 0.0, dropped=(0, 1)), *ready("ab")
-    assert not policy.done(state_of([bad, a], patient))
+    assert not rule.done(state_of([bad, a], patient))
     state = state_of([bad, a, b], patient)
-    assert policy.done(state)
-    trained, left = policy.settle([a, b, bad], state)
+    assert rule.done(state)
+    trained, left = rule.settle([a, b, bad], state)
     assert names(trained) == "abx" and left == []  # it is not drawn again, and is no part of two
 
 
 def test_a_group_of_which_something_is_left_counts():
-    policy, half = TailRound(1, 2), group("h", 1.0, 0.0, dropped=(0,))
-    assert policy.done(state_of([half]))
-    assert names(policy.settle([half], state_of([half]))[0]) == "h"
+    rule, half = TailRound(1, 2), group("h", 1.0, 0.0, dropped=(0,))
+    assert rule.done(state_of([half]))
+    assert names(rule.settle([half], state_of([half]))[0]) == "h"
 
 
 def test_a_group_is_not_useless_before_its_last_score():
     """Its scores may yet say why it is dropped."""
-    policy, half = TailRound(1, 2), group("h", 1.0, None, dropped=(0, 1))
+    rule, half = TailRound(1, 2), group("h", 1.0, None, dropped=(0, 1))
     state = state_of([half, *ready("a")])
-    assert policy.awaits(state) and not policy.done(state)
+    assert rule.awaits(state) and not rule.done(state)
 
 
 def test_a_round_that_runs_dry_trains_on_what_there_is():
-    policy, groups = TailRound(3, 2), ready("ab")
+    rule, groups = TailRound(3, 2), ready("ab")
     late = group("s", 1.0, None)
-    trained, left = policy.settle([*groups, late], state_of([*groups, late], patient=False))
+    trained, left = rule.settle([*groups, late], state_of([*groups, late], patient=False))
     assert names(trained) == "ab" and names(left) == "s"
 
 
@@ -301,48 +303,48 @@ def race(update=2, size=2, **settings):
 
 
 def test_the_first_that_finished_are_enough_and_stand_in_their_places():
-    policy, a = race(size=3), group("a", *[1.0] * 6)
+    rule, a = race(size=3), group("a", *[1.0] * 6)
     state = state_of([], finished={"a@0": [a.completions[i] for i in (4, 1)]})
-    assert policy.enough(a, state) is None
+    assert rule.enough(a, state) is None
     state.finished["a@0"] += [a.completions[0], a.completions[5]]
-    assert [c.index for c in policy.enough(a, state)] == [0, 1, 4]
-    assert policy.enough(group("b", 1.0), state) is None
+    assert [c.index for c in rule.enough(a, state)] == [0, 1, 4]
+    assert rule.enough(group("b", 1.0), state) is None
 
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_bad_completions_do_not_race(patient):
-    policy, a = race(), group("a", *[1.0] * 4, dropped=(2, 3))
+    rule, a = race(), group("a", *[1.0] * 4, dropped=(2, 3))
     finished = {"a@0": [a.completions[i] for i in (3, 1, 2)]}
-    assert policy.enough(a, state_of([], patient, finished)) is None
+    assert rule.enough(a, state_of([], patient, finished)) is None
     finished["a@0"].append(a.completions[0])
-    assert [c.index for c in policy.enough(a, state_of([], patient, finished))] == [0, 1]
+    assert [c.index for c in rule.enough(a, state_of([], patient, finished))] == [0, 1]
 
 
 def test_patience_with_single_completions():
-    policy, a = race(), group("a", 1.0, None, 1.0, 1.0)
+    rule, a = race(), group("a", 1.0, None, 1.0, 1.0)
     patient = state_of([], True, {"a@0": [a.completions[i] for i in (1, 3, 0)]})
     hasty = state_of([], False, patient.finished)
     patient.planned = hasty.planned = [a]
-    assert policy.enough(a, patient) is None and policy.awaits(patient)
-    assert [c.index for c in policy.enough(a, hasty)] == [0, 3]
-    assert not policy.awaits(hasty)
+    assert rule.enough(a, patient) is None and rule.awaits(patient)
+    assert [c.index for c in rule.enough(a, hasty)] == [0, 3]
+    assert not rule.awaits(hasty)
     a.completions[1].scores = [0.0]
-    assert [c.index for c in policy.enough(a, patient)] == [1, 3]
-    assert not policy.awaits(patient)
+    assert [c.index for c in rule.enough(a, patient)] == [1, 3]
+    assert not rule.awaits(patient)
 
 
 def test_where_whole_prompts_race_a_group_needs_all_of_its_completions():
-    for policy in (TailRound(2, 2), TailRound(2, 2, completion_ratio=1, race="completion")):
+    for rule in (TailRound(2, 2), TailRound(2, 2, completion_ratio=1, race="completion")):
         a = group("a", 1.0, 1.0)
         state = state_of([], finished={"a@0": a.completions})
-        assert policy.enough(a, state) is None and not policy.awaits(state)
+        assert rule.enough(a, state) is None and not rule.awaits(state)
 
 
 def test_what_lost_keeps_as_many_completions_as_are_trained_on():
-    policy = race(update=1, size=2)
+    rule = race(update=1, size=2)
     a, b = group("a", 1.0, 0.0), group("b", None, None, None, None)
     b.completions = b.completions[1:]
-    trained, left = policy.settle([a, b], state_of([a]))
+    trained, left = rule.settle([a, b], state_of([a]))
     assert names(trained) == "a" and [c.index for c in left[0].completions] == [1, 2]
     assert len(b.completions) == 3
 
@@ -362,8 +364,8 @@ def test_settling_is_a_partition(kinds, random, update, patient):
     }
     groups = [made[kind](str(i)) for i, kind in enumerate(kinds)]
     decoded = random.sample(groups, random.randint(0, len(groups)))
-    policy, state = TailRound(update, 2), state_of(decoded, patient, groups=len(groups))
-    trained, left = policy.settle(groups, state)
+    rule, state = TailRound(update, 2), state_of(decoded, patient, groups=len(groups))
+    trained, left = rule.settle(groups, state)
     assert sorted(names(trained) + names(left)) == sorted(names(groups))
     assert names(trained) == "".join(sorted(names(trained)))
     assert names(left) == "".join(sorted(names(left)))
@@ -372,11 +374,11 @@ def test_settling_is_a_partition(kinds, random, update, patient):
     assert all(g.deferred == 1 for g in left) and not any(g.deferred for g in trained)
     of_value = [g for g in decoded if kinds[int(g.prompt.uid)] != "useless"]
     if patient:
-        assert policy.done(state) == (
+        assert rule.done(state) == (
             len(of_value) >= update and all(g.complete for g in of_value[:update])
         )
     else:
-        assert policy.done(state) == (sum(g.complete for g in of_value) >= update)
-    if policy.done(state):
+        assert rule.done(state) == (sum(g.complete for g in of_value) >= update)
+    if rule.done(state):
         first = [g for g in of_value if patient or g.complete][:update]
         assert sorted(names(useful)) == sorted(names(first))

@@ -2,38 +2,22 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import Group, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """When gradients are computed during a round.
-
-    Args:
-        start: Share of the update's prompts that are ready before the first is.
-    """
-
-    start: float = 0.2
+from lit_rlsched.types import Group
 
 
 class GradientStream:
     """Takes a round's groups as they become ready and has their gradients computed.
 
-    What goes into one micro-batch follows from the order in which groups are decoded, not from when
-    their scores arrive or how far the trainer has come: a run that is repeated is the same bit for
-    bit.
-
     Args:
         streaming: When to begin.
-        update: Values groups, once each; its learner computes gradients. Groups are taken together
-            until they have as many tokens as a micro-batch.
+        update: Gives groups advantages, once each; its learner computes gradients.
         number: The round's.
         version: The round's.
         divisor: See `OptimizerStep`.
@@ -57,27 +41,17 @@ class GradientStream:
         self._version = version
         self._divisor = divisor
         self._meanwhile = meanwhile
-        self._first = streaming.start * update.rule.update_prompts
+        self._ready = Parts(streaming, update.rule.update_prompts, update.micro_batch_tokens).ready
         self._parts: list[OptimizerStep] = []
-        self._taken: set[str] = set()
-        self._pending: list[Group] = []
         self._valued: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
         """Compute what is ready; the trace takes down when."""
-        for group in self._update.rule.final_groups(state):
-            if group.id in self._taken:
-                continue
-            if not group.complete:
-                return  # who comes after it may share its micro-batch
-            self._taken.add(group.id)
-            self._pending.append(group)
-            most = self._update.micro_batch_tokens
-            if len(self._taken) >= self._first and _tokens(self._pending) >= most:
-                began = time.monotonic()
-                self._accumulate()
-                trace.worked(began, time.monotonic())
-                self._meanwhile()
+        for groups in self._ready(self._update.rule.final_groups(state)):
+            began = time.monotonic()
+            self._accumulate(groups)
+            trace.worked(began, time.monotonic())
+            self._meanwhile()
 
     def finish(self, round: Round) -> None:
         """Write what was made of its groups into the round, and `streamed_training/*`."""
@@ -88,13 +62,12 @@ class GradientStream:
                 completion.ref_logprobs = valued.ref_logprobs
         round.accumulated = self._parts
         assert round.trace is not None
-        rows = sum(len(part.rows) for part in self._parts)
-        round.metrics["streamed_training/streamed_share"] = rows / len(round.completions)
+        streamed = sum(len(part.rows) for part in self._parts)
+        round.metrics["streamed_training/streamed_share"] = streamed / len(round.completions)
         round.metrics["streamed_training/gradient_seconds"] = round.trace.work_seconds
         round.metrics["streamed_training/overlap_seconds"] = round.trace.overlap_seconds
 
-    def _accumulate(self) -> None:
-        groups, self._pending = self._pending, []
+    def _accumulate(self, groups: Sequence[Group]) -> None:
         # copies: what a selection drops must not look useless to a race that goes on
         copies = [group.copy() for group in groups]
         valued = Round(self._number, self._version, copies)
@@ -104,7 +77,3 @@ class GradientStream:
         self._parts.append(part)
         self._valued += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(Sample(g, c)) for g in groups for c in g.completions)

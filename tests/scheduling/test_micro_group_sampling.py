@@ -7,9 +7,13 @@ import torch
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.process import ProcessEngine
-from lit_rlsched.rollout.slots import SlotSettings
+from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))
+
+
+def admission_of(settings, engine, spec=SPEC):
+    return settings.admission(engine.kv_cache(spec, 4), spec.slots, 160, "fifo")
 
 
 def test_the_default_order_needs_a_prediction():
@@ -24,7 +28,7 @@ def test_the_default_order_needs_a_prediction():
 
 def test_slots_of_an_engine():
     def slots(settings, engine, most=1000):
-        return settings.engine_slots(engine, SPEC, token_bytes=4, most=most, shortest=40)
+        return settings.engine_slots(engine.kv_cache(SPEC, 4), most, shortest=40)
 
     paged, fixed = SimulatedEngine(kv_block=16), SimulatedEngine(kv_block=None)
     assert slots(SlotSettings(), paged) == 256
@@ -52,10 +56,10 @@ def test_slots_by_default_are_vllms(monkeypatch, name, gib, slots):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     spec = replace(SPEC, device=torch.device("cuda"))
     for engine in (VLLMEngine(), ProcessEngine(VLLMEngine())):
-        assert SlotSettings().engine_slots(engine, spec, 4, 2000, 40) == slots
-        assert SlotSettings().engine_slots(engine, SPEC, 4, 2000, 40) == 256
-        budget = SlotSettings(memory_budget=2**20)
-        assert budget.engine_slots(engine, spec, 4, 2000, 40) == slots
+        assert engine.most_slots(spec) == slots and engine.most_slots(SPEC) == 256
+        cache = engine.kv_cache(spec, 4)
+        for settings in (SlotSettings(), SlotSettings(memory_budget=2**20)):
+            assert settings.engine_slots(cache, 2000, 40, engine.most_slots(spec)) == slots
     monkeypatch.undo()
     assert VLLMEngine().most_slots(spec) == 256  # an estimate for a GPU elsewhere
 
@@ -67,9 +71,9 @@ def test_slots_by_default_follow_from_the_cache(capacity, slots):
     """What it holds of completions half as long as they may get, 200 tokens, and 256 at least."""
     spec = replace(SPEC, slots=1024)
     engine = SimulatedEngine(kv_block=1, kv_capacity=capacity)
-    assert SlotSettings().admission(engine, spec, 4, 160, "fifo").slots == slots
+    assert admission_of(SlotSettings(), engine, spec).slots == slots
     if capacity is None or capacity > 1024 * 200:  # what was asked for is kept, or refused
-        assert SlotSettings(slots=1024).admission(engine, spec, 4, 160, "fifo").slots == 1024
+        assert admission_of(SlotSettings(slots=1024), engine, spec).slots == 1024
 
 
 @pytest.mark.parametrize(
@@ -77,14 +81,14 @@ def test_slots_by_default_follow_from_the_cache(capacity, slots):
 )
 def test_a_budget_is_the_smaller_of_the_users_and_the_engines(capacity, tokens):
     engine = SimulatedEngine(kv_block=1, kv_capacity=capacity)
-    admission = SlotSettings(memory_budget=1600).admission(engine, SPEC, 4, 160, "fifo")
+    admission = admission_of(SlotSettings(memory_budget=1600), engine)
     assert admission.budget.tokens == tokens
     assert admission.budget.lease == 20
 
 
 def test_a_budget_for_fixed_slots():
     engine = SimulatedEngine(kv_block=None)
-    admission = SlotSettings(memory_budget=1600).admission(engine, SPEC, 4, 160, "fifo")
+    admission = admission_of(SlotSettings(memory_budget=1600), engine)
     assert admission.budget is None and admission.slots == SPEC.slots
 
 
@@ -93,12 +97,12 @@ def test_a_budget_for_fixed_slots():
 def test_more_than_the_engine_has_room_for(settings, capacity, advice):
     engine = SimulatedEngine(kv_block=None, kv_capacity=capacity)
     with pytest.raises(ValueError, match=advice):
-        settings.admission(engine, SPEC, 4, 160, "fifo")
+        admission_of(settings, engine)
 
 
 def test_nobody_who_asks_for_nothing_is_refused():
     engine = SimulatedEngine(kv_capacity=450)  # vLLM then makes room by preemption
-    assert SlotSettings().admission(engine, SPEC, 4, 160, "fifo").slots == 8
+    assert admission_of(SlotSettings(), engine).slots == 8
 
 
 def test_precision_of_the_cache(tiny_policy):

@@ -1,0 +1,60 @@
+"""vLLM's errors, with what to do about them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+from lit_rlsched.engines.base import EngineBroken, EngineSpec
+from lit_rlsched.types import FinishReason
+
+ENDS = get_args(FinishReason)
+
+
+@contextmanager
+def naming_dead_workers(llm_engine: Any, size: int) -> Iterator[None]:
+    """Say that a worker process is gone, where vLLM names what was called of it.
+
+    Raises:
+        EngineBroken: one is gone, or does not answer.
+    """
+    try:
+        yield
+    except Exception as error:
+        executor = llm_engine.engine_core.engine_core.model_executor
+        hangs = isinstance(error, TimeoutError)
+        if not (hangs or getattr(executor, "is_failed", False)):
+            raise
+        what = "does not answer" if hangs else "has died"
+        raise EngineBroken(
+            f"A worker process of `VLLMEngine(tensor_parallel_size={size})` {what}, and the "
+            "requests are lost. If it was killed for its memory, lower `kv_cache_gib` or "
+            "`gpu_memory_utilization`. `ProcessEngine` replaces such an engine; without it, "
+            "resume from the last checkpoint."
+        ) from error
+
+
+@contextmanager
+def naming_the_budget(spec: EngineSpec) -> Iterator[None]:
+    """Say where a cache that is too small comes from: vLLM would blame `gpu_memory_utilization`."""
+    try:
+        yield
+    except ValueError as error:
+        if spec.kv_cache_bytes is None:
+            raise
+        raise ValueError(
+            f"vLLM does not start within the run's {spec.kv_cache_bytes} bytes for the key-value "
+            f"cache. If they hold no full context of {spec.max_model_len} tokens, raise that "
+            f"budget or shorten prompts and completions. vLLM says: {error}"
+        ) from error
+
+
+def unusable(request_id: str, token_ids: Sequence[int], reason: object) -> RuntimeError:
+    """The error for an output of vLLM that is no draw, or has no log-probs."""
+    if reason is not None and str(reason) not in ENDS:
+        what = f"ended request {request_id!r} with `{reason}` before its completion was whole"
+    else:
+        what = f"returned {len(token_ids)} tokens of request {request_id!r} without log-probs"
+    return RuntimeError(
+        f"vLLM {what}: nothing of it can be trained on. Its own log says more with "
+        "`VLLM_LOGGING_LEVEL=INFO`; if `engine_kwargs` are set, try without them."
+    )
