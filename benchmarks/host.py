@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks import models, results
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound

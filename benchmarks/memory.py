@@ -56,8 +56,8 @@ def measure(
     from transformers import AutoConfig
 
     from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
+    from lit_rlsched.engines.rollout_worker import RolloutWorker
     from lit_rlsched.engines.vllm import VLLMEngine
-    from lit_rlsched.engines.worker import RolloutWorker
     from lit_rlsched.rollout.controller import RolloutController
     from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
     from lit_rlsched.scheduling.round_rule import FullRound

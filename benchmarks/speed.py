@@ -28,8 +28,8 @@ from benchmarks.models import make_model
 from benchmarks.record import read_recording, record
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor

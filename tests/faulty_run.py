@@ -31,7 +31,11 @@ STEPS = 8
 STOPPED = 1
 """Seconds that the trainer is stopped for."""
 REWARD_TIMEOUT = 5
-MARKS = {"engine": "engines._child", "reward": "rewards/worker.py", "worker": "Worker_TP1"}
+MARKS = {
+    "engine": "engines._engine_server",
+    "reward": "rewards/reward_worker.py",
+    "worker": "Worker_TP1",
+}
 """Of command lines or names."""
 
 

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_rlsched.engines.process import ProcessEngine
+    from lit_rlsched.engines.process_engine import ProcessEngine
     from lit_rlsched.engines.simulated import SimulatedEngine
     from lit_rlsched.engines.transformers import TransformersEngine
     from lit_rlsched.engines.vllm import VLLMEngine
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["ProcessEngine", "SimulatedEngine", "TransformersEngine", "VLLMEngine"]
 
 _HOMES = {
-    "ProcessEngine": "process",
+    "ProcessEngine": "process_engine",
     "SimulatedEngine": "simulated",
     "TransformersEngine": "transformers",
     "VLLMEngine": "vllm",

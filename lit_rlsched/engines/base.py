@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.engines.footprint import Footprint, Sizes
-from lit_rlsched.engines.worker import RolloutWorker, Worker
+from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
 from lit_rlsched.types import Event, Request

@@ -11,7 +11,8 @@ from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
-    from lit_rlsched.engines.process import Child, ProcessEngine
+    from lit_rlsched.engines.child import Child
+    from lit_rlsched.engines.process_engine import ProcessEngine
 
 
 class RemoteWorker:

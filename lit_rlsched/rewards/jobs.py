@@ -10,7 +10,7 @@ from lit_rlsched.rewards.failures import FAILURE_KINDS, kind_of
 
 
 class BadMessage(Exception):
-    """What came from a reward worker cannot be what `worker.py` sends."""
+    """What came from a reward worker cannot be what `reward_worker.py` sends."""
 
 
 class Result(NamedTuple):

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from lit_rlsched.rewards.jobs import Job, Result
-from lit_rlsched.rewards.process import STARTUP_TIMEOUT, WorkerProcess, kill_strays
+from lit_rlsched.rewards.worker_process import STARTUP_TIMEOUT, WorkerProcess, kill_strays
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from lit_rlsched.rewards.jobs import (
 )
 from lit_rlsched.rewards.memory import MemoryWatch, machine_memory, warn_of_no_limit
 from lit_rlsched.rewards.pool import WorkerPool
-from lit_rlsched.rewards.process import WorkerProcess, kill_strays
 from lit_rlsched.rewards.settings import check_env_vars, check_memory_limit, check_timeout
 from lit_rlsched.rewards.signatures import (
     check_reward_function,
@@ -38,6 +37,7 @@ from lit_rlsched.rewards.signatures import (
     unique_names,
     unwrap,
 )
+from lit_rlsched.rewards.worker_process import WorkerProcess, kill_strays
 from lit_rlsched.settings import check_finite
 
 MAX_MESSAGE = 64 << 20

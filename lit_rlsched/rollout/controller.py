@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lit_rlsched.engines.worker import Worker
+from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState

@@ -131,7 +131,7 @@ def test_what_forked_children_share_counts_once() -> None:
 def test_a_capability_that_is_dropped_is_gone_for_children_too() -> None:
     code = """
 import os, re, subprocess
-from lit_rlsched.rewards.worker import drop_capability
+from lit_rlsched.rewards.reward_worker import drop_capability
 NUMBER = 23  # CAP_SYS_NICE, which root mostly has, in a container too
 def holds(name, text):
     return int(re.search(name + r":\\s+(\\S+)", text)[1], 16) >> NUMBER & 1

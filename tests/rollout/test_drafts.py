@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.worker import RolloutWorker
+from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound

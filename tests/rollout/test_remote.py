@@ -14,9 +14,9 @@ import torch
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
 from lit_rlsched.engines._watch import Watch
 from lit_rlsched.engines.base import EngineBroken, EngineSpec
-from lit_rlsched.engines.process import MAX_DEATHS
+from lit_rlsched.engines.process_engine import MAX_DEATHS
 from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.worker import RolloutWorker
+from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import Feedback, RolloutController
@@ -413,7 +413,7 @@ def test_one_that_hangs_when_it_is_closed_is_killed(monkeypatch):
         def close(self):
             time.sleep(1000)
 
-    monkeypatch.setattr("lit_rlsched.engines.process.SHUTDOWN", 0.2)
+    monkeypatch.setattr("lit_rlsched.engines.child.SHUTDOWN", 0.2)
     engine = ProcessEngine(Hanging())
     engine.start(SPEC)
     pid = engine.pid
@@ -501,7 +501,7 @@ def alive(pid):
 
 def test_the_process_imports_neither_lightning_nor_transformers():
     """They take seconds of each start; an engine imports what it needs."""
-    code = "import sys, lit_rlsched.engines._child as _; print(*sys.modules)"
+    code = "import sys, lit_rlsched.engines._engine_server as _; print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.engines.worker import RolloutWorker
 from lit_rlsched.rewards.jobs import Job, Result, parse_message, scored
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.scheduling.admission import Admission
@@ -21,7 +21,7 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 OURS = (
     "rollout/controller.py",
-    "engines/worker.py",
+    "engines/rollout_worker.py",
     "scheduling/trace.py",
     "types.py",
     "rollout/scoring.py",

@@ -6,7 +6,7 @@ import torch
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.process import ProcessEngine
+from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))

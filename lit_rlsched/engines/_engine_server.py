@@ -13,7 +13,7 @@ import cloudpickle
 
 from lit_rlsched._environment import hide_environment
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.engines.worker import RolloutWorker
+from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.processes import die_with
 from lit_rlsched.refusals import is_refusal
 from lit_rlsched.scheduling.admission import Admission

@@ -33,12 +33,12 @@ PIPE_TIMEOUT = 30.0
 
 _MARK = "LIT_RLSCHED_REWARD_WORKER"
 """Environment variable that tells, of any process, which worker it comes from."""
-_SCRIPT = Path(__file__).with_name("worker.py")
+_SCRIPT = Path(__file__).with_name("reward_worker.py")
 
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One process of `worker.py`.
+    """One process of `reward_worker.py`.
 
     It runs the sync calls of its batch in order, so the first one unanswered is the one that runs;
     then all coroutines of the batch together.
