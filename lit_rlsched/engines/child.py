@@ -23,7 +23,7 @@ SHUTDOWN = 10.0
 
 
 class Child:
-    """Asks an engine in another process, and kills it where it hangs."""
+    """An engine in another process: asked over a pipe, killed where it hangs."""
 
     def __init__(self, engine: RolloutEngine, timeouts: AnswerTimeouts) -> None:
         try:
