@@ -1,5 +1,7 @@
 """docs/architecture.md is what the code is."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -31,17 +33,49 @@ def test_pairs(pair):
     check_pairs(names - {pair.first})
 
 
+def systems() -> list[list[str]]:
+    return [line.split("|")[3:-1] for line in section("systems").splitlines()[2:]]
+
+
 def test_every_file_that_the_table_of_systems_names_exists():
-    rows = [line.split("|")[3:-1] for line in section("systems").splitlines()[2:]]
-    assert len(rows) >= 10
-    for pure, callback, config, page, tests in rows:
-        for path in re.findall(r"`([\w/]+\.py)`", pure):
+    assert len(systems()) >= 10
+    for pure, helpers, callback, config, page, tests in systems():
+        for path in re.findall(r"`([\w/]+\.py)`", pure + helpers):
             assert (ROOT / "lit_rlsched" / path).exists(), path
         for name in re.findall(r"`(\w+)`", callback):
             assert name in callbacks.__all__, name
         for folder, cell in (("configs", config), ("docs", page), (".", tests)):
             for path in re.findall(r"`([\w/.]+)`", cell):
                 assert (ROOT / folder / path).exists(), path
+
+
+def test_a_system_is_a_pure_file_and_a_callback_of_its_name():
+    """Both short, so that with two helpers at most it is read in one go."""
+    for pure, helpers, callback, *_ in systems():
+        (path,) = re.findall(r"`([\w/]+\.py)`", pure)
+        assert len((ROOT / "lit_rlsched" / path).read_text().splitlines()) <= 200, path
+        assert helpers.count(".py") <= 2, path
+        for name in re.findall(r"`(\w+)`", callback):
+            file = Path(inspect.getfile(getattr(callbacks, name)))
+            assert file.name == Path(path).name
+            assert code_lines(file) <= 80, file
+
+
+def code_lines(path: Path) -> int:
+    """Lines of code, without docstrings, comments and empty lines."""
+    text = path.read_text()
+    told: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            told |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = enumerate(text.splitlines(), start=1)
+    code = (n for n, line in lines if line.strip() and not line.strip().startswith("#"))
+    return len(set(code) - told)
+
+
+def test_no_file_of_the_package_is_above_400_lines():
+    for path in (ROOT / "lit_rlsched").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 400, path
 
 
 def test_the_layers_are_those_that_are_tested():

@@ -6,16 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
 from lit_rlsched.scheduling.down_sampling import RULES, Rule, random
+from lit_rlsched.scheduling.dynamic_sampling import informative
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.types import Group, stable_hash
-
-SPREAD = 1e-8
-"""Standard deviation below which rewards count as equal, as in `frac_reward_zero_std`."""
-
 
 Reason = Literal[
     "unscored", "too_few_scores", "uninformative", "down_sampled", "nonfinite_advantage"
@@ -42,14 +38,6 @@ def count_drops(round: Round) -> Counter[str]:
     """How many completions were left out of the update, by reason: `dropped/*`."""
     reasons = [c.dropped for c in round.completions if c.dropped in get_args(Reason)]
     return Counter(f"dropped/{why}" for why in reasons)
-
-
-def informative(rewards: ArrayLike) -> bool:
-    """Whether completions with these rewards have an advantage over each other."""
-    scored = np.asarray(rewards)
-    scored = scored[~np.isnan(scored)]
-    with np.errstate(over="ignore"):  # infinite is a spread as well
-        return len(scored) > 1 and bool(scored.std(ddof=1) >= SPREAD)
 
 
 def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:

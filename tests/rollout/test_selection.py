@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_rlsched.scheduling.dynamic_sampling import informative
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import (
     Selection,
     Stop,
     count_drops,
-    informative,
     is_uninformative,
 )
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
