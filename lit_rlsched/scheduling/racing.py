@@ -67,6 +67,8 @@ class RacingRound(RoundRule):
         self._raced_of = {domain: at_least(prompt_ratio, n) for domain, n in self.quotas.items()}
         self._raced = sum(self._raced_of.values())
         self.ends_early = self._raced > update_prompts
+        # those that lost, until they fill a round of their own
+        self.most_deferred = update_prompts - 1 if self.ends_early else 0
 
     def domain_of(self, prompt: Prompt) -> str | None:
         """Its column `domain`, where domains race for themselves."""

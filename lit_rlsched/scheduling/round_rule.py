@@ -41,6 +41,8 @@ class RoundRule(ABC):
     max_staleness: int | None = 0
     """Policy versions that may lie between a completion's first token and the round: an older one
     is begun anew. 0: every token of a round is of one version; `None`: no limit."""
+    most_deferred = 0
+    """Prompts that may wait in the pool beside those of a round."""
     ends_early = False
     """Whether rounds end before all that they may decode is decoded."""
     stops_groups = False
@@ -50,11 +52,6 @@ class RoundRule(ABC):
     patience: float | None = None
     """Seconds of a round for which it waits, when it could be over, for the scores of what is
     decoded; then others may overtake. `None`: scores do not count until it is over."""
-
-    @property
-    def most_deferred(self) -> int:
-        """Prompts that may wait in the pool beside those of a round."""
-        return 0
 
     @property
     def off_policy(self) -> bool:

@@ -21,11 +21,6 @@ class TailRound(RacingRound):
     long rounds take the oldest, whatever their domain. Its arguments are those of `RacingRound`.
     """
 
-    @property
-    def most_deferred(self) -> int:
-        """One less than a long round takes, where there is a race."""
-        return self.update_prompts - 1 if self.ends_early else 0
-
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
         """Those that a race lacks; none before a round of what lost."""
         return sum(n for _, n in self.draws(pool))

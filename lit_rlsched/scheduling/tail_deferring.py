@@ -27,11 +27,7 @@ class DeferringTailRound(TailRound):
         super().__init__(*args, **settings)
         self.max_deferrals = max_deferrals
         self.keeps_drafts = True
-
-    @property
-    def most_deferred(self) -> int:
-        """None: what lost takes the place of fresh prompts."""
-        return 0
+        self.most_deferred = 0  # what lost takes the place of fresh prompts
 
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
         """After each round: what waits is never used up."""
