@@ -5,16 +5,71 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.text import printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt
 
+if TYPE_CHECKING:
+    import wandb
+
 RENAMED = "renamed"
 """Key of the row under which stands what had to be renamed; not a column."""
+
+
+class CompletionsTable:
+    """Completions as rows, in a JSONL file and at W&B.
+
+    Args:
+        num_completions: Of a round, the first ones in the order of the plan.
+    """
+
+    def __init__(self, num_completions: int) -> None:
+        self.num_completions = num_completions
+        self._renamed: set[str] = set()
+        self._tables: dict[Any, wandb.Table] = {}
+
+    def add(self, round: Round, names: Sequence[str], path: Path, loggers: Iterable[Any]) -> None:
+        """Write a round's rows.
+
+        Args:
+            round: Drawn and scored.
+            names: Of the reward functions.
+            path: Of the file.
+            loggers: The Trainer's.
+        """
+        rows = self._rows(round, names)
+        append_rows(path, rows)
+        for logger in loggers:
+            if isinstance(logger, WandbLogger) and rows:
+                table = self._table(logger, [*rows[0]])
+                for row in rows:
+                    table.add_data(*(row.get(str(column)) for column in table.columns))
+                logger.log_metrics({"completions": table}, step=round.version)  # type: ignore[dict-item]
+
+    def _rows(self, round: Round, names: Sequence[str]) -> list[dict[str, Any]]:
+        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
+        rows = [completion_row(round, group, completion, names) for group, completion in pairs]
+        if renamed := {key for row in rows for key in row.pop(RENAMED)} - self._renamed:
+            self._renamed |= renamed
+            rank_zero_warn(
+                f"In the table of completions, what reward functions log as {sorted(renamed)} is "
+                "called `reward/...`: these names are columns of every table."
+            )
+        return rows
+
+    def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":
+        """The run's one table: W&B shows only the last of several under the same key."""
+        import wandb
+
+        run = logger.experiment
+        if run not in self._tables:
+            self._tables[run] = wandb.Table(columns=columns, log_mode="INCREMENTAL")
+        return self._tables[run]
 
 
 def completion_row(

@@ -1,4 +1,4 @@
-"""Pictures of a run and of a round: plain values in, matplotlib figures out."""
+"""Pictures of a run, as matplotlib figures, and who gets them."""
 
 import math
 import statistics
@@ -9,6 +9,8 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from lightning import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
@@ -17,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from lit_rlsched.callbacks.run_curve import RunCurve
+from lit_rlsched.run_folder import folder_of
 from lit_rlsched.training.round import Round
 
 # Okabe and Ito's colours, which colour-blind readers tell apart
@@ -44,6 +48,30 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 10,
     "savefig.dpi": 130,
 }
+
+
+def draw(curve: RunCurve) -> dict[str, Figure]:
+    """All pictures that there is something for, by name."""
+    figures, last = {}, curve.last
+    if curve.rounds:
+        figures["learning"] = learning_curve(curve.rounds, curve.validations)
+    if last is not None:
+        figures["lengths"] = length_histogram(last)
+        if last.trace is not None and last.trace.steps:
+            figures["timeline"] = slot_timeline(last)
+    return figures
+
+
+def publish(figures: Mapping[str, Figure], trainer: Trainer) -> None:
+    """Save pictures in the run's folder, and hand them to W&B and TensorBoard."""
+    for name, figure in figures.items():
+        path, step = folder_of(trainer) / f"{name}.png", trainer.global_step
+        figure.savefig(path)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image(f"pictures/{name}", [str(path)], step=step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(f"pictures/{name}", figure, step)
 
 
 def learning_curve(

@@ -148,7 +148,7 @@ def test_resumed_run_replaces_the_rounds_it_redoes(tmp_path):
     run(resumed, make_trainer(tmp_path), [2, 3, 4])
     assert (tmp_path / "completions.jsonl").read_text().startswith(whole)
     assert [r["round"] for r in read_rows(tmp_path)] == [n for n in range(5) for _ in range(4)]
-    assert [r["round"] for r in resumed.rounds] == [0, 1, 2, 3, 4]
+    assert [r["round"] for r in resumed.curve.rounds] == [0, 1, 2, 3, 4]
 
 
 def test_half_a_surrogate_pair_is_escaped(tmp_path):
@@ -243,7 +243,7 @@ def test_wandb_gets_each_rounds_rows_and_the_pictures(tmp_path):
     trainer = make_trainer(tmp_path, logger)
     callback = RolloutLogger(num_completions=4, pictures_every_n_rounds=2)
     run(callback, trainer, [0, 1, 2])
-    assert callback._tables[logger.experiment].log_mode == "INCREMENTAL"
+    assert callback.table._tables[logger.experiment].log_mode == "INCREMENTAL"
     folder = Path(logger.experiment.dir)
     wandb.finish()
     tables = [json.loads(p.read_text()) for p in folder.glob("media/table/*.table.json")]
@@ -290,8 +290,10 @@ def test_pictures_are_drawn_at_the_end_and_without_a_trace(tmp_path):
 def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path / "quickstart")
     run(callback, trainer, [0, 1])
-    callback.validations = [{"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))]
-    callback._seconds, callback._started = 213.7, None
+    callback.curve.validations = [
+        {"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))
+    ]
+    callback.curve._seconds, callback.curve._started = 213.7, None
     assert callback.summary(trainer) == (
         "quickstart: held-out accuracy 0.39 -> 0.86 (2 rounds, 24 completions, 214 s); "
         f"pictures and metrics in {tmp_path / 'quickstart'}"
@@ -301,15 +303,17 @@ def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
 def test_summary_claims_no_start_that_was_not_measured(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
     run(callback, trainer, [0, 1])
-    callback.validations = [{"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))]
+    callback.curve.validations = [
+        {"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))
+    ]
     assert callback.summary(trainer).startswith("run: held-out accuracy 0.89 (2 rounds")
-    figure = pictures.learning_curve(callback.rounds, callback.validations)
+    figure = pictures.learning_curve(callback.curve.rounds, callback.curve.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.89 at the end"
-    callback.validations = [{"step": 0, "val/accuracy": 0.42}]
+    callback.curve.validations = [{"step": 0, "val/accuracy": 0.42}]
     assert "run: held-out accuracy 0.42 before training, reward 0.00 -> 0.10 (2 rounds" in (
         callback.summary(trainer)
     )
-    figure = pictures.learning_curve(callback.rounds, callback.validations)
+    figure = pictures.learning_curve(callback.curve.rounds, callback.curve.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.42 before training"
 
 
@@ -317,8 +321,8 @@ def test_summary_of_a_fast_dev_run_claims_nothing(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path)
     trainer.fast_dev_run = 1
     run(callback, trainer, [0])
-    callback.validations = [{"step": 1, "val/accuracy": 1.0}]
-    callback._seconds, callback._started = 3.0, None
+    callback.curve.validations = [{"step": 1, "val/accuracy": 1.0}]
+    callback.curve._seconds, callback.curve._started = 3.0, None
     assert callback.summary(trainer) == (
         "fast_dev_run: everything ran once (1 round, 24 completions, 3 s); "
         "nothing was measured or written"
@@ -346,7 +350,7 @@ def test_time_adds_up_over_resumes(tmp_path, monkeypatch):
     now[0] += 3
     resumed.on_fit_end(trainer, None)
     now[0] += 50
-    assert resumed.seconds == 10
+    assert resumed.curve.seconds == 10
 
 
 # With Lightning.
@@ -410,17 +414,17 @@ def test_validations_are_kept_from_the_baseline_on_and_over_a_resume(tmp_path, n
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     resumed = RolloutLogger()
     fit(tmp_path, resumed, epochs=3, ckpt=str(tmp_path / "run.ckpt"))
-    assert [v["step"] for v in resumed.validations] == [0, 1, 2, 3]
-    accuracies = [v["val/accuracy"] for v in resumed.validations]
+    assert [v["step"] for v in resumed.curve.validations] == [0, 1, 2, 3]
+    accuracies = [v["val/accuracy"] for v in resumed.curve.validations]
     assert accuracies == pytest.approx([0.5, 0.6, 0.7, 0.8])
-    assert resumed.seconds > callback.seconds > 0
+    assert resumed.curve.seconds > callback.curve.seconds > 0
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_sanity_check_on_a_part_is_no_baseline(tmp_path, no_rollouts):
     callback = RolloutLogger()
     fit(tmp_path, callback, epochs=1, sanity=2)
-    assert [v["step"] for v in callback.validations] == [1]
+    assert [v["step"] for v in callback.curve.validations] == [1]
 
 
 @pytest.mark.filterwarnings("ignore")
