@@ -7,7 +7,8 @@ import pytest
 import reward_cases as cases
 from harness import alive, collect, score, submit, wait_until
 
-from lit_rlsched.rewards import RewardScheduler, process
+from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.rewards import worker_process as process
 from lit_rlsched.rewards.cgroup import PREFIX, remove_leftovers, writable_cgroup
 
 GOOD = ["a" * n for n in range(1, 11)]

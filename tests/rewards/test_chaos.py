@@ -13,7 +13,8 @@ import pytest
 import reward_cases as cases
 from harness import alive, collect, score, submit, wait_until
 
-from lit_rlsched.rewards import RewardScheduler, pool, process
+from lit_rlsched.rewards import RewardScheduler, pool
+from lit_rlsched.rewards import worker_process as process
 
 GOOD = ["a" * n for n in range(1, 11)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits and /proc")
