@@ -90,7 +90,7 @@ class Rounds:
     def _heed(self) -> None:
         self.steps += 1
         if self.steps == SKIPPED + 1:
-            self.begun()
+            self.begun()  # type: ignore[no-untyped-call]
 
     def run(self, version: int, begun: Callable[[], None]) -> int:
         """A round, with a call when all have begun; the decode steps after it."""

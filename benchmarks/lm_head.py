@@ -41,7 +41,7 @@ class Kernels(TorchDispatchMode):
     """Counts operations that are no views, and the bytes they read and write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -66,7 +66,7 @@ def make_trainer_class(
                 for _ in range(setting.generations)
             ]
             assert [list(ids) for ids in prompt_ids] == wanted, "the sides have different prompts"
-            output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            output = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[no-untyped-call]
             lengths = [len(ids) for ids in output[0]]
             counts.completions += len(lengths)
             counts.tokens += sum(lengths)
@@ -85,7 +85,7 @@ def make_trainer_class(
             positions = prompt.numel() + completion.numel()
             counts.positions += positions
             counts.padding += positions - tokens - int(prompt.sum())
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs)  # type: ignore[no-untyped-call]
 
     return Counted
 

@@ -129,7 +129,7 @@ class RolloutCLI(LightningCLI):
             kwargs["device"] = self._device
         return kwargs
 
-    def _instantiate_on_cpu(self, config: dict) -> None:
+    def _instantiate_on_cpu(self, config: dict[str, Any]) -> None:
         """Let a machine without the run's GPU estimate it."""
         accelerator, devices = config["accelerator"], config["devices"]
         gpu = accelerator in ("gpu", "cuda")
@@ -138,7 +138,7 @@ class RolloutCLI(LightningCLI):
         config["devices"] = len(devices) if isinstance(devices, list) else devices
         config["accelerator"], config["logger"] = "cpu", False
 
-    def _instantiate_trainer(self, config: dict, callbacks: list[Callback]) -> Trainer:
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if self.subcommand == "estimate":
             self._instantiate_on_cpu(config)
         given = config["callbacks"] or []

@@ -42,7 +42,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
-def _unknown_option(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_option(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     given = match[1].split()[0]
     name = given.partition("=")[0]
     if not name.startswith("-"):
@@ -51,14 +51,14 @@ def _unknown_option(match: re.Match, message: str, parser: argparse.ArgumentPars
     return f"There is no option `{name}`.{did_you_mean(name, _options(parser))}"
 
 
-def _unknown_key(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_key(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     names = [option.removeprefix("--") for option in _options(parser)]
     where = "".join(f"`{path}`: " for path, file in _files(parser) if _has(file, match[1]))
     there = "there" if where else "There"
     return f"{where}{there} is no setting `{match[1]}`.{did_you_mean(match[1], names)}"
 
 
-def _unknown_argument(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_argument(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     path, name = match[1], match[2]
     where, owner = _key(message), path.rpartition(".")[2]
     prefix = f"{where}." if where else ""
@@ -66,13 +66,13 @@ def _unknown_argument(match: re.Match, message: str, parser: argparse.ArgumentPa
     return f"There is no setting `{prefix}{name}` of `{owner}`.{near}"
 
 
-def _unknown_class(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_class(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     given = match[1]
     name = given.rpartition(".")[2]
     return f"`{_key(message)}={given}`: there is no such class.{did_you_mean(name, _classes())}"
 
 
-def _bad_value(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _bad_value(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     expected, given = match[1], match[2].strip()
     choices = re.findall(r"'([^']*)'", expected) if "Literal" in expected else []
     if choices:
@@ -81,21 +81,21 @@ def _bad_value(match: re.Match, message: str, parser: argparse.ArgumentParser) -
     return f"`{_key(message)}={given}`: must be {_type(expected)}."
 
 
-def _bad_union(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _bad_union(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     given = message.rpartition("Given value: ")[2].strip()
     types = " or ".join(_type(t) for t in match[1].split(", "))
     return f"`{_key(message)}={given}`: must be {types}."
 
 
-def _no_function(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _no_function(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     return f"`{_key(message)}={match[2].strip()}`: {match[1].strip()}."
 
 
-def _no_file(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _no_file(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     return f"`--config {match[1]}`: there is no such file."
 
 
-def _no_yaml(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _no_yaml(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     for path, file in _files(parser):
         try:
             yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -105,18 +105,18 @@ def _no_yaml(match: re.Match, message: str, parser: argparse.ArgumentParser) -> 
     return message
 
 
-def _missing(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _missing(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     names = [name.partition(".")[2] or name for name in match[1].split(", ")]
     listed = ", ".join(f"`{name}`" for name in names)
     return f"{listed} must be given: in a file (`--config run.yaml`) or as `--{names[0]}=...`."
 
 
-def _command(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _command(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     choices = re.findall(r"[a-z]+", match[2])
     return f"`{match[1]}` is no command: use {', '.join(choices)}.{did_you_mean(match[1], choices)}"
 
 
-def _no_command(match: re.Match, message: str, parser: argparse.ArgumentParser) -> str:
+def _no_command(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
     return f"Which command? Use {', '.join(match[1].split(','))}."
 
 

@@ -88,7 +88,7 @@ class RolloutDataModule(LightningDataModule):
     def __init__(
         self,
         train_data: Rows,
-        reward_funcs: list[Callable],
+        reward_funcs: list[Callable[..., Any]],
         *,
         val_data: Rows | None = None,
         test_data: Rows | None = None,
@@ -221,11 +221,11 @@ class RolloutDataModule(LightningDataModule):
             return MicroBatches(self)
         return Rounds(self)
 
-    def val_dataloader(self) -> Evaluation | list:
+    def val_dataloader(self) -> Evaluation | list[Any]:
         """Held-out prompts with their completions."""
         return Evaluation(self, "val") if self.val_data is not None else []
 
-    def test_dataloader(self) -> Evaluation | list:
+    def test_dataloader(self) -> Evaluation | list[Any]:
         """Test prompts with their completions."""
         return Evaluation(self, "test") if self.test_data is not None else []
 

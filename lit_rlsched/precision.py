@@ -45,7 +45,7 @@ class KeepsFloat32(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         to = fn(torch.empty(0)).dtype
         with keeping_float32(self, to):
-            return super()._apply(fn, recurse)
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def to_like(model: nn.Module, like: Tensor) -> nn.Module:

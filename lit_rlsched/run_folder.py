@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from weakref import WeakKeyDictionary
 
 from lightning import Trainer
@@ -149,7 +149,7 @@ def _warn(
     rank_zero_warn(f"{why} Instead, {begun}: {lost} discarded, to be drawn again.")
 
 
-def _rounds_over(checkpoint: dict) -> int | None:
+def _rounds_over(checkpoint: dict[str, Any]) -> int | None:
     """How many rounds a run that goes on from there has behind it; None: it cannot."""
     if "optimizer_states" not in checkpoint:
         return None

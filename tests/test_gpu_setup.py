@@ -83,9 +83,9 @@ def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
     machine("nvidia-smi", "echo 535.104.05")
     monkeypatch.chdir(Path(gpu_setup.__file__).parents[1])
     folder = f"--trainer.default_root_dir={tmp_path}/run"
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         main(["fit", "-c", "configs/quickstart.yaml", "--trainer.accelerator=gpu", folder])
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     assert "PyTorch sees none" in capsys.readouterr().err
 
 

@@ -41,9 +41,9 @@ def windows(monkeypatch):
 
 
 def test_windows_is_refused_by_the_command_line(windows, capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         main(["fit", "--help"])
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("error: `lit-rlsched` cannot run on Windows: Linux or macOS is needed.")
     assert "Traceback" not in said

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-import lit_rlsched.callbacks as callbacks
-import lit_rlsched.engines as engines
-from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched.data import tasks
 from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.scheduling.length_prediction import PromptHistory

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_check.decoding import MEAN_GAP, MEAN_GAP_BF16
 from benchmarks.gpu_check.findings import Findings
@@ -182,7 +183,7 @@ def kill_when_saved(command: list[str], folder: Path) -> bool:
     return process.wait() == -signal.SIGKILL
 
 
-def state_of(folder: Path) -> dict:
+def state_of(folder: Path) -> dict[str, Any]:
     """The newest checkpoint of a run."""
     path = newest_checkpoint(folder)
     assert path is not None, f"{folder} has no checkpoint"

@@ -118,7 +118,7 @@ class DownSampling(RolloutCallback):
             self.keep, self.rule, self.advantage_scope == "full", self.drop_uninformative
         )
 
-    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list) -> None:
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:
         """Let groups stop early, unless the last round was too short for it."""
         assert self._selection is not None
         stops = self.early_stop and not self._guarded

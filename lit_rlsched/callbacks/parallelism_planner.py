@@ -86,7 +86,7 @@ class ParallelismPlanner(RolloutCallback):
             planner.load_state_dict(known)
         self.planner, self._resumed = planner, None
 
-    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list) -> None:
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:
         """Start the engine anew if rounds of this kind want another size."""
         session = rollout_datamodule(trainer, self).session
         assert self.planner is not None and session is not None

@@ -268,7 +268,7 @@ def _bar(slot: int, start: float, end: float) -> list[tuple[float, float]]:
     return [(start, top), (end, top), (end, bottom), (start, bottom)]
 
 
-def _every_second(spans: Mapping[str, Sequence]) -> list[bool]:
+def _every_second(spans: Mapping[str, Sequence[Any]]) -> list[bool]:
     """Whether a span is its slot's second, fourth, ...: neighbours get another shade."""
     seen: Counter[int] = Counter()
     flags = []

@@ -57,7 +57,8 @@ def _hash_uid(row: Row, number: int) -> str:
     columns = {str(name): value for name, value in row.items() if name != "uid"}
 
     def plain(value: Any) -> str:
-        if type(value).__repr__ is object.__repr__:
+        own: Any = type(value).__repr__
+        if own is object.__repr__:
             raise ValueError(
                 f"Row {number} has a {type(value).__name__} in its columns, which looks different "
                 "in every run, so that no stable name can be made from the row. Add a column `uid`."

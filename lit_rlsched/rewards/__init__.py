@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lit_rlsched.rewards.jobs import ScoredJob
 from lit_rlsched.rewards.judge import JudgeReward
-from lit_rlsched.rewards.scheduler import RewardScheduler, ScoredJob
+from lit_rlsched.rewards.scheduler import RewardScheduler
 
 if TYPE_CHECKING:
     from lit_rlsched.rewards.engine_judge import EngineJudgeReward

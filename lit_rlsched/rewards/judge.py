@@ -88,7 +88,7 @@ class Judge(ABC):
         completions: Sequence[Completion],
         *,
         log_failure: Callable[[str, str], None] | None = None,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
         reward_timeout: float = 60.0,
         **columns: Sequence[Any],
     ) -> list[float | None]:

@@ -100,7 +100,7 @@ def _drafts(state: dict[str, Any]) -> list[Draft | None]:
     ]
 
 
-def _offsets(lists: Iterable[Sequence]) -> torch.Tensor:
+def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:
     return torch.tensor([0, *(len(x) for x in lists)]).cumsum(0)
 
 
@@ -120,7 +120,7 @@ def _optional(
     )
 
 
-def _slices(values: list, offsets: torch.Tensor) -> list[list]:
+def _slices(values: list[Any], offsets: torch.Tensor) -> list[list[Any]]:
     return [values[a:b] for a, b in pairwise(offsets.tolist())]
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.types import Event
 
@@ -60,7 +60,7 @@ class RolloutTrace:
         self.peak_running = 0
         self.steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
         """One row for each time the engine was stepped; a simulated one may jump over steps."""
-        self.spans: dict[str, list] = {name: [] for name in SPAN_COLUMNS}
+        self.spans: dict[str, list[Any]] = {name: [] for name in SPAN_COLUMNS}
         """One row for each stay of a request: it left finished, paused or aborted."""
         self.decode_steps = 0
         """Decode steps the engine took."""

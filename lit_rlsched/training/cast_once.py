@@ -36,7 +36,7 @@ def cast_once(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     def call(states: Tensor) -> Tensor:
         if not low:  # not before the first call: the body's pass needs the memory
             low.update((name, p.detach().to(dtype)) for name, p in parameters.items())
-        used = {name: _Cast.apply(p, low[name]) for name, p in parameters.items()}
+        used = {name: _Cast.apply(p, low[name]) for name, p in parameters.items()}  # type: ignore[no-untyped-call]
         return functional_call(layer, used, (states,))
 
     return call

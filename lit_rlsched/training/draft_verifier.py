@@ -122,7 +122,7 @@ class Drafts:
         salt: str,
         eos_token_ids: Sequence[int],
         micro_batch_tokens: int,
-        forward_context: Callable[[], AbstractContextManager],
+        forward_context: Callable[[], AbstractContextManager[Any]],
     ) -> DraftAudit:
         """Turn the drafts of `groups` into completions of `policy`, as far as they go.
 

@@ -135,7 +135,7 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (or zeros): `[n, H]` and `[n]` to `[n]`, `[n]`."""
     logits = head(states)
-    logp, log_normalizer = _TokenLogprob.apply(logits, targets)
+    logp, log_normalizer = _TokenLogprob.apply(logits, targets)  # type: ignore[no-untyped-call]
     if not entropy:
         return logp, torch.zeros_like(logp)
     with torch.no_grad():

@@ -122,7 +122,7 @@ def score_round(
     round: Round,
     learner: Learner,
     micro_batch_tokens: int,
-    forward_context: Callable[[], AbstractContextManager],
+    forward_context: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """Take the log-probs that must be taken before the weights move."""
     everything = OptimizerStep(round.samples, micro_batch_tokens, row_cost=learner.row_cost)

@@ -176,7 +176,7 @@ class Sharing:
         model: nn.Module,
         rows: Sequence[Sample],
         micro_batch_tokens: int,
-        forward_context: Callable[[], AbstractContextManager],
+        forward_context: Callable[[], AbstractContextManager[Any]],
     ) -> RowCost | None:
         """By what cost completions share a prompt, or `None`: they do not.
 
@@ -199,7 +199,7 @@ class Sharing:
 def _gets_it_right(
     model: nn.Module,
     rows: Sequence[Sample],
-    forward_context: Callable[[], AbstractContextManager],
+    forward_context: Callable[[], AbstractContextManager[Any]],
 ) -> bool:
     """Whether log-probs and gradients are those of separate rows; warns where they are not."""
     try:

@@ -7,6 +7,7 @@ in half precision.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class SyncProbe:
         policy: nn.Module,
         prompts: Sequence[Prompt],
         temperature: float,
-        forward_context: Callable[[], AbstractContextManager],
+        forward_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._engine, self._spec, self._policy = engine, spec, policy
         self._prompts = prompts

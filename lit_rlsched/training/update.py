@@ -35,7 +35,7 @@ class Update:
     """Whether completions cut at the limit are left out of the loss."""
     mask_stale: bool
     """Whether tokens of earlier policy versions are."""
-    forward_context: Callable[[], AbstractContextManager]
+    forward_context: Callable[[], AbstractContextManager[Any]]
     """The Trainer's precision context."""
 
     @property

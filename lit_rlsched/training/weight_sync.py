@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 from torch import nn
 
@@ -32,7 +33,7 @@ class WeightSync:
         *,
         probe: Sequence[Prompt] = (),
         probe_temperature: float = 1.0,
-        forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._engine, self._policy = engine, policy
         probed = list(probe)[: spec.slots]
