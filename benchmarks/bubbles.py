@@ -100,7 +100,7 @@ def draw_lengths(seed: int, median: float, sigma: float) -> list[int]:
 
 def decode(
     lengths: Sequence[Sequence[int]],
-    policy: RoundRule,
+    rule: RoundRule,
     slots: int,
     order: PoolOrder = "fifo",
     limit: int = LIMIT,
@@ -110,7 +110,7 @@ def decode(
 
     Args:
         lengths: Of each prompt's completions, of which all have as many.
-        policy: When rounds end, and how many prompts it takes at a time.
+        rule: When rounds end, and how many prompts it takes at a time.
         slots: Most completions that decode at once.
         order: In which they are let in.
         limit: Most tokens of a completion.
@@ -121,7 +121,7 @@ def decode(
     session = simulated_session(engine, slots, limit + 1, lambda: Admission(slots, order=order))
     visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in range(len(lengths)))
     drawn_rounds = simulated_rounds(
-        session, visits, Sampling(limit), len(lengths[0]), lambda number: policy
+        session, visits, Sampling(limit), len(lengths[0]), lambda number: rule
     )
     audit = PoolAudit()
     traces: list[RolloutTrace] = []
@@ -151,7 +151,7 @@ class Method(NamedTuple):
     order: PoolOrder = "fifo"
 
     @property
-    def policy(self) -> RoundRule:
+    def rule(self) -> RoundRule:
         """When a round ends."""
         if self.mode is None:
             return FullRound(UPDATE)
@@ -159,9 +159,7 @@ class Method(NamedTuple):
 
     def draw(self, pools: Sequence[Sequence[int]], slots: int) -> list[Drained]:
         """Each pool, from its first round until it is empty."""
-        return [
-            decode([[n] for n in pool], self.policy, slots, self.order, LIMIT) for pool in pools
-        ]
+        return [decode([[n] for n in pool], self.rule, slots, self.order, LIMIT) for pool in pools]
 
 
 METHODS = (

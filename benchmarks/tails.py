@@ -214,7 +214,7 @@ class Figures(NamedTuple):
 
 
 def rounds(
-    policy: RoundRule, shared: float, slots: int, n: int, distance: float = 0.003
+    rule: RoundRule, shared: float, slots: int, n: int, distance: float = 0.003
 ) -> list[Figures]:
     """The first rounds of a run."""
     lengths = Lengths(shared)
@@ -228,9 +228,9 @@ def rounds(
     verifier = Verifier(lengths, distance)
     visits = (Visit(Prompt(str(p), "", (1 + p,)), str(p)) for p in count())
     drawn = simulated_rounds(
-        session, visits, Sampling(LIMIT), GENERATIONS, lambda number: policy, verifier
+        session, visits, Sampling(LIMIT), GENERATIONS, lambda number: rule, verifier
     )
-    return [Figures.of(d, policy.is_long(d.planned), verifier) for d in islice(drawn, n)]
+    return [Figures.of(d, rule.is_long(d.planned), verifier) for d in islice(drawn, n)]
 
 
 def row(
@@ -282,9 +282,9 @@ def recovered(drawn: Sequence[Figures]) -> float:
 
 def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[float]) -> str:
     """What is kept of drafts, by their age and how far apart successive policies are."""
-    policies = methods(prompts)
+    rules = methods(prompts)
     plain, waits, goes_on = (
-        policies[name]
+        rules[name]
         for name in ("synchronous", "prompts race, drafts", "prompts race, 1.5, losers go on")
     )
     steps = fmean(d.steps for d in rounds(plain, shared, slots, n))
@@ -295,9 +295,9 @@ def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[f
     ]
     for distance in distances:
         cells = [f"{distance}"]
-        for policy in (waits, goes_on):
-            drawn = rounds(policy, shared, slots, n, distance)
-            if policy is waits:
+        for rule in (waits, goes_on):
+            drawn = rounds(rule, shared, slots, n, distance)
+            if rule is waits:
                 ages = [
                     sum((d.ages.get(age, DraftAudit()) for d in drawn), DraftAudit())
                     for age in range(1, 5)
@@ -306,9 +306,7 @@ def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[f
                 cells.append(" / ".join(shares))
             ratio = steps / fmean(d.steps for d in drawn)
             figures = {"recovered": recovered(drawn), "fewer_decode_steps": ratio}
-            results.add(
-                f"curve at {distance}, {'waits' if policy is waits else 'goes on'}", figures
-            )
+            results.add(f"curve at {distance}, {'waits' if rule is waits else 'goes on'}", figures)
             cells += [f"{recovered(drawn):.0%}", f"{ratio:.2f}x"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -326,10 +324,10 @@ def table(
     ]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     plain: list[Figures] = []
-    for name, policy in methods(prompts).items():
+    for name, rule in methods(prompts).items():
         if plain and only and not name.endswith(tuple(only)):
             continue
-        drawn = rounds(policy, shared, slots, n, distance)
+        drawn = rounds(rule, shared, slots, n, distance)
         if not plain:
             plain = drawn
             spread = fmean(max(d.lengths) / median(d.lengths) for d in drawn)
