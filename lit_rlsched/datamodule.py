@@ -200,8 +200,8 @@ class RolloutDataModule(LightningDataModule):
             data = getattr(self, f"{name}_data")
             if data is None:
                 checks.check_data_set(name, stage)
-            elif name not in self.rows:
-                self.rows[name] = load_rows(data)
+            else:
+                self.rows[name] = self.rows[name] if name in self.rows else load_rows(data)
                 self._check_columns(name)
 
     def _check_columns(self, name: str) -> None:

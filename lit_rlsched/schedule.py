@@ -64,7 +64,7 @@ class RunFacts:
     engine: RolloutEngine
     learner: Learner
     callbacks: frozenset[str]
-    """Names of the classes of the Trainer's callbacks."""
+    """Names of the classes of the Trainer's callbacks, and of those that they inherit from."""
 
     @classmethod
     def of(cls, data: "RolloutDataModule") -> "RunFacts":
@@ -79,7 +79,7 @@ class RunFacts:
             data.sampling,
             data.engine,
             data.run.learner,
-            frozenset(type(c).__name__ for c in callbacks),
+            frozenset(of.__name__ for c in callbacks for of in type(c).__mro__),
         )
 
 

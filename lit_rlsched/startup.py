@@ -30,6 +30,7 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.trainer_state import trainer_state
 from lit_rlsched.training.weight_sync import WeightSync
+from lit_rlsched.types import Prompt
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -61,7 +62,7 @@ class Startup:
             chat_template_kwargs=data.chat_template_kwargs,
         )
         check_lengths(self.prompts.longest, limit, data.micro_batch_tokens)
-        data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in self.prompts.all)
+        data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in self._scored)
         schedule = data.schedule
         if train := self.prompts.train:
             schedule.rule.check_enough(len(train))
@@ -80,6 +81,12 @@ class Startup:
     def _trainer(self) -> Trainer:
         assert self._data.trainer is not None
         return self._data.trainer
+
+    @property
+    def _scored(self) -> list[Prompt]:
+        """Prompts whose columns reward functions will be given."""
+        left_out = set() if self._data.has_rewards and self._trainer.predicting else {"predict"}
+        return self.prompts.besides(left_out)
 
     @property
     def policy(self) -> nn.Module:

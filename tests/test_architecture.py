@@ -4,11 +4,12 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lit_rlsched import callbacks
-from lit_rlsched.schedule import PAIRS, check_pairs, pairs_as_markdown
+from lit_rlsched.schedule import PAIRS, RunFacts, check_pairs, pairs_as_markdown
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -35,6 +36,20 @@ def test_pairs(pair):
 
 def systems() -> list[list[str]]:
     return [line.split("|")[3:-1] for line in section("systems").splitlines()[2:]]
+
+
+def test_a_callback_that_inherits_from_another_counts_as_one():
+    class Mine(callbacks.SortedBatching):
+        pass
+
+    data = SimpleNamespace(
+        **dict.fromkeys(("prompts_per_round", "num_generations", "steps_per_round"), 1),
+        **dict.fromkeys(("num_iterations", "sampling", "engine"), 1),
+        run=SimpleNamespace(learner=None),
+        trainer=SimpleNamespace(callbacks=[Mine(), callbacks.DynamicSampling()]),
+    )
+    with pytest.raises(ValueError, match="`DynamicSampling` with `SortedBatching`"):
+        check_pairs(RunFacts.of(data).callbacks)
 
 
 def test_every_file_that_the_table_of_systems_names_exists():

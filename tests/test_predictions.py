@@ -58,6 +58,22 @@ def test_parquet_and_rows_without_the_columns_of_rewards(predict, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_second_time_without_the_columns_of_rewards(tmp_path, tiny_model, digits):
+    data = RolloutDataModule(
+        [{"prompt": "1+1=", "answer": "2"}],
+        [digits],
+        predict_data=[{"prompt": "1+1="}],
+        engine=TransformersEngine(),
+        max_completion_length=4,
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    for _ in range(2):
+        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        with pytest.warns(UserWarning, match="No rewards are computed: .*answer"):
+            ((rows,),) = [trainer.predict(GRPOModule(tiny_model), datamodule=data)]
+        assert rows[0]["digits"] is None
+
+
 def test_another_ending_is_refused():
     with pytest.raises(ValueError, match=r"CompletionWriter\(path='x.csv'\)`: use a name in"):
         CompletionWriter("x.csv")

@@ -1,6 +1,6 @@
 """All prompts of a run, tokenised."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,12 @@ class PromptSets:
     @property
     def all(self) -> list[Prompt]:
         """Every prompt, those of training first."""
-        return [*self.train, *(p for prompts in self.held_out.values() for p in prompts)]
+        return self.besides(())
+
+    def besides(self, stages: Collection[str]) -> list[Prompt]:
+        """All but what is held out for these stages."""
+        held_out = (p for stage, ps in self.held_out.items() if stage not in stages for p in ps)
+        return [*self.train, *held_out]
 
     @property
     def longest(self) -> int:

@@ -283,7 +283,8 @@ class Noise:
     """Lets a request that comes back go on with the noise where it stopped.
 
     vLLM's first model runner draws with a generator per request, which it drops when the request
-    leaves: `KeptNoise` keeps it beside the model, under a key, and here is whose the key is. The
+    leaves: `KeptNoise`, beside the model, keeps generators by key; this class knows which request
+    has which key. The
     second one (`vllm.v1.worker.gpu`, the default of recent builds for CUDA) hashes the seed and the
     position, so that there is nothing to keep.
 

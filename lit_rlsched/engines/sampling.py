@@ -8,6 +8,7 @@ def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     """Uniform numbers in [0, 1), as float64: number `counters[i]` of the stream `seeds[i]`.
 
     A stream has no state to keep or to restore: splitmix64 hashes its name and the position.
+    `scheduling.noise.counter_uniform` is the same in NumPy.
     """
     mixed = _splitmix64(_splitmix64(seeds) + counters)
     return _shift_right(mixed, 11).double() * 2.0**-53

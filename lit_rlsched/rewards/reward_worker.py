@@ -17,8 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2]))  # until the parent sends its own
+# first, and for this import only: the copy that the parent runs, whichever is installed beside it
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from lit_rlsched.processes import die_with
+
+del sys.path[0]
 
 CAP_SYS_RESOURCE = 24
 """With it a process may raise the limits that are set for it."""

@@ -83,7 +83,12 @@ class WorkerProcess:
             # the same hash order in every worker: what walks through a set (sympy) scores the same
             {"PYTHONHASHSEED": "0", **self.environment, _MARK: self.mark},
         )
-        limit_blocking(self.connection, PIPE_TIMEOUT)
+        try:
+            limit_blocking(self.connection, PIPE_TIMEOUT)
+        except OSError:
+            self.child.kill_group()  # nobody else knows of it yet
+            self.child.close()
+            raise
         self.group = new_group(self.process.pid, self.mark)
         setup = {
             "sys_path": [path or os.getcwd() for path in sys.path],

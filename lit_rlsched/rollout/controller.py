@@ -133,8 +133,9 @@ class RolloutController:
         A completion that the end of the round leaves unfinished has the tokens drawn until then.
 
         Args:
-            groups: The round's groups; completions with tokens are resumed after those, before
-                others are begun, and finished ones are scored unless they are.
+            groups: The round's groups. A completion that has tokens goes on from them, and is
+                submitted before those that have none. A finished one is not decoded; it is scored
+                if it has no scores yet.
             rule: Says when the round is over; what is unfinished then is aborted.
             version: Policy version of the engine's weights.
             salt: Keeps the seeds of another use of the same prompts (validation) apart.

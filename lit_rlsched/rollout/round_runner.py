@@ -44,7 +44,7 @@ Prepare = Callable[[list[Group]], Watchers]
 
 @dataclass(slots=True)
 class DrawnRound:
-    """A round that is drawn and scored. The pool is as it was before, until `commit`."""
+    """A round that is drawn and scored; its prompts are in the pool until `commit`."""
 
     number: int
     """Rounds before this one."""
@@ -64,9 +64,10 @@ class DrawnRound:
 class RoundRunner:
     """Draws rounds from the prompts that wait, and keeps the figures of the pool.
 
-    A round has two phases. `run` draws and scores it; it changes neither the pool nor, but through
-    `Watchers`, anything of the training. `commit` then settles what becomes of its prompts. A round
-    that is interrupted before `commit` is drawn again as a whole.
+    A round has two phases. `run` draws and scores it: it may add fresh prompts to the pool, and
+    takes none out nor changes one; of the training it changes only what `Watchers` do. `commit`
+    then settles what becomes of its prompts. A round that is interrupted before `commit` is drawn
+    again as a whole.
 
     Args:
         planner: Chooses the prompts of each round.

@@ -16,6 +16,7 @@ def counter_uniform(seeds: ArrayLike, counters: ArrayLike) -> NDArray[np.float64
     """Uniform numbers in [0, 1): number `counters[i]` of the stream `seeds[i]`.
 
     A stream has no state to keep or to restore: splitmix64 hashes its name and the position.
+    `engines.sampling.counter_uniform` is the same for tensors.
 
     Args:
         seeds: Integers of 64 bits, signed or not; broadcast with `counters`.

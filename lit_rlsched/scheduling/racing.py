@@ -19,10 +19,11 @@ PATIENCE = 5.0
 class RacingRound(RoundRule):
     """The race of a round: who is ahead, when it is over, what becomes of those who lost.
 
-    Prompts are ahead in the order in which all of them is decoded. The round is over once those
-    that are ahead, an update's worth, are scored; while `patience` lasts others do not overtake
-    them, however late their scores come. The others stay in the pool. With `race="completion"` the
-    completions of a prompt race in the same way: the first `num_generations` of more are kept.
+    Prompts are ahead in the order in which their last completion is decoded. The round is over once
+    those that are ahead, an update's worth, are scored; while `patience` lasts others do not
+    overtake them, however late their scores come. The others stay in the pool. With
+    `race="completion"` the completions of a prompt race in the same way: the first
+    `num_generations` of more are kept.
 
     With `shares` each domain races for itself: it has a quota of each update, and more prompts than
     that are begun of it.
@@ -119,8 +120,9 @@ class RacingRound(RoundRule):
         )
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        """An update's worth of those that were ready first, and what nothing can be trained on of.
+        """Trained on: the groups that were ready first, as many as an update has.
 
+        Groups whose completions are all dropped go with them, so that they leave the pool.
         The others stay in the pool, with as many completions as are trained on.
         """
         won = {group.id for group in self._ahead(state) if group.complete}

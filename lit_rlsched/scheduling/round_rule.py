@@ -133,8 +133,8 @@ class RoundRule(ABC):
     def final_groups(self, state: RoundState) -> Sequence[Group]:
         """What is decoded and will be trained on in this round, whatever comes: in that order.
 
-        Where scores are awaited, one may yet drop out, if nothing can be trained on of it; none
-        comes in before another that was here when all before it were scored.
+        A group may still leave the list: its scores may show that nothing of it can be trained on.
+        Once every group before a given one is scored, no new group can come in before that one.
         """
         return state.decoded[: state.final]
 

@@ -128,7 +128,10 @@ class SortedRound(RoundRule):
             )
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """Those of a round; of prompts that were trained on in part, as many as make up for it."""
+        """Groups in the order of the pool, until they hold a round's worth of completions.
+
+        Groups that were trained on in part count for what is left of them, so more of them fit.
+        """
         sizes = [len(group.completions) for group in pool]
         most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
         return [group for group, n in zip(pool, before, strict=False) if n < most]

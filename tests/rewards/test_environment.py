@@ -16,7 +16,7 @@ from lit_rlsched import RolloutDataModule
 from lit_rlsched._environment import hide_environment, worker_environment
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.rewards import JudgeReward, RewardScheduler
+from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -214,3 +214,12 @@ def test_names_that_cannot_be_passed_are_refused() -> None:
     function.env_vars = "JUDGE_KEY"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="Make it a tuple of names of environment variables"):
         RewardScheduler([function])
+
+
+def test_a_worker_runs_the_copy_of_the_package_that_its_parent_runs(tmp_path):
+    (tmp_path / "lit_rlsched").mkdir()
+    (tmp_path / "lit_rlsched" / "__init__.py").touch()  # another copy, first on the path
+    script = [sys.executable, "-P", reward_worker.__file__]
+    environment = {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert "main() missing 3 required" in run.stderr, run.stderr
