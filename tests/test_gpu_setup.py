@@ -91,7 +91,7 @@ def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
 
 def test_every_run_looks(fit, monkeypatch):
     devices = []
-    monkeypatch.setattr("lit_rlsched.datamodule.warn_of_unseen_gpu", devices.append)
+    monkeypatch.setattr("lit_rlsched.startup.warn_of_unseen_gpu", devices.append)
     fit(trainer={"max_epochs": 1})
     assert devices == ["cpu"]
 

@@ -61,18 +61,26 @@ def test_nothing_else_that_is_private_is_touched() -> None:
 def private_names(tree: ast.Module) -> set[str]:
     """Private names imported from Lightning, or reached through a trainer or a base class."""
     names = set()
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if str(node.module).split(".")[0] == "lightning"]
+    roots = ("trainer", "super()") if imports else ("trainer",)  # other classes have bases, too
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning"):
+        if node in imports:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute):
             root = ast.unparse(node.value).removeprefix("self.").split(".")[0]
-            names |= {node.attr} if root in ("trainer", "super()") else set()
+            names |= {node.attr} if root in roots else set()
     return {name for name in names if name.startswith("_") and not name.endswith("__")}
 
 
 @pytest.mark.parametrize(
     "code",
-    ["from lightning.fabric.x import _secret", "trainer.fit_loop._secret", "self.trainer._secret"],
+    [
+        "from lightning.fabric.x import _secret",
+        "trainer.fit_loop._secret",
+        "self.trainer._secret",
+        "from lightning import Callback\nsuper()._secret",
+    ],
 )
 def test_private_names_are_seen(code: str) -> None:
     assert private_names(ast.parse(code)) == {"_secret"}
