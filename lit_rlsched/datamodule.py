@@ -88,7 +88,7 @@ class RolloutDataModule(LightningDataModule):
     def __init__(
         self,
         train_data: Rows,
-        reward_funcs: list[Callable[..., Any]],
+        reward_funcs: list[Callable],  # type: ignore[type-arg]  # as jsonargparse reads it
         *,
         val_data: Rows | None = None,
         test_data: Rows | None = None,

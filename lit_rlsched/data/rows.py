@@ -11,7 +11,7 @@ from lit_rlsched.data.tasks import HubDataset, PromptTask
 Row = dict[str, Any]
 
 # Not `dict[str, Any]`: jsonargparse (4.53) would turn the answer "2" of a row in a config into 2.
-Rows = PromptTask | list[dict[str, Any]] | str | Path
+Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
