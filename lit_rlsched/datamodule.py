@@ -170,7 +170,6 @@ class RolloutDataModule(LightningDataModule):
 
         self.schedule = Schedule(FullRound(prompts_per_round))
         """What callbacks have set for this run."""
-
         self.run = TrainingRun(self)
         """Where the run is."""
         self.rows: dict[str, list[dict[str, Any]]] = {}
@@ -200,9 +199,10 @@ class RolloutDataModule(LightningDataModule):
             data = getattr(self, f"{name}_data")
             if data is None:
                 checks.check_data_set(name, stage)
-            else:
-                self.rows[name] = self.rows[name] if name in self.rows else load_rows(data)
-                self._check_columns(name)
+                continue
+            if name not in self.rows:
+                self.rows[name] = load_rows(data)
+            self._check_columns(name)
 
     def _check_columns(self, name: str) -> None:
         try:
