@@ -1,100 +1,52 @@
-"""What formulas of names stand for: polynomials, and functions with their derivatives."""
+"""Formulas with names: polynomials, and functions with their derivatives."""
 
 import cmath
-import operator
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from lit_rlsched.rewards.formulas import (
-    MAX_POWER,
+    PYTHON_OPERATORS,
     Algebra,
+    bounded_power,
     decimal,
-    power_of,
-    sized,
     work_out,
 )
 
-MAX_TERMS = 1000
-"""Of a polynomial."""
 
-Monomial = tuple[tuple[str, int], ...]
-"""Names with their powers, in order."""
-Polynomial = dict[Monomial, Fraction]
+@functools.cache
+def polynomials() -> Algebra:
+    """Formulas as SymPy expressions, made without SymPy's parser.
 
+    Two are equal only if both are multiplied out, as SymPy multiplies out nothing but a number and
+    a sum.
+    """
+    import sympy
 
-def _polynomial(terms: Mapping[Monomial, Fraction]) -> Polynomial:
-    if len(terms) > MAX_TERMS:
-        raise ValueError(f"a polynomial of more than {MAX_TERMS} terms")
-    return {names: factor for names, factor in terms.items() if factor}
+    def number(text: str) -> Any:
+        value = decimal(text)
+        return sympy.Rational(value.numerator, value.denominator)
 
+    def quotient(left: Any, right: Any) -> Any:
+        if right == 0:
+            raise ZeroDivisionError("a division by zero")
+        return left / right
 
-def _sum(left: Polynomial, right: Polynomial, sign: int = 1) -> Polynomial:
-    terms = dict(left)
-    for names, factor in right.items():
-        terms[names] = sized(terms.get(names, Fraction(0)) + sign * factor)
-    return _polynomial(terms)
+    def power(base: Any, exponent: Any) -> Any:
+        if not exponent.is_Integer:
+            raise ValueError("a power that is not a whole number")
+        factor, _ = base.as_coeff_Mul()
+        bounded_power(Fraction(int(factor.p), int(factor.q)), Fraction(int(exponent)))
+        return base**exponent
 
-
-def _product(left: Polynomial, right: Polynomial) -> Polynomial:
-    if len(left) < len(right):
-        left, right = right, left
-    # multiplying out is the exercise: only a number may stand before a sum
-    if len(right) > 1 or (len(left) > 1 and any(right)):
-        raise ValueError("a product that is not multiplied out")
-    terms = {
-        _times(names, others, 1): sized(factor * other)
-        for names, factor in left.items()
-        for others, other in right.items()
-    }
-    return _polynomial(terms)
-
-
-def _times(names: Monomial, others: Monomial, sign: int) -> Monomial:
-    powers = dict(names)
-    for name, power in others:
-        powers[name] = powers.get(name, 0) + sign * power
-        if abs(powers[name]) > MAX_POWER:
-            raise ValueError(f"a power of {powers[name]}")
-    return tuple(sorted((name, power) for name, power in powers.items() if power))
-
-
-def _quotient(left: Polynomial, right: Polynomial) -> Polynomial:
-    if len(right) != 1:
-        raise ValueError("a division by a sum, or by zero")
-    ((names, factor),) = right.items()
-    return _product(left, {_times((), names, -1): 1 / factor})
-
-
-def _polynomial_power(base: Polynomial, exponent: Polynomial) -> Polynomial:
-    if exponent.keys() - {()} or exponent.get((), Fraction(0)).denominator != 1:
-        raise ValueError("a power that is no whole number")
-    power = int(exponent.get((), 0))
-    if len(base) != 1:
-        raise ValueError("a power that is not multiplied out")
-    ((names, factor),) = base.items()
-    raised = tuple((name, of * power) for name, of in names)
-    return {_times((), raised, 1): power_of(factor, Fraction(power))}
-
-
-POLYNOMIALS = Algebra(
-    lambda text: _polynomial({(): decimal(text)}),
-    {
-        "+": _sum,
-        "-": lambda left, right: _sum(left, right, -1),
-        "*": _product,
-        "/": _quotient,
-        "**": _polynomial_power,
-    },
-    lambda name: {((name, 1),): Fraction(1)},
-)
-"""Sums of terms; what is not multiplied out raises, so that it never equals what is."""
+    return Algebra(number, PYTHON_OPERATORS | {"/": quotient, "**": power}, sympy.Symbol)
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """A value, and how fast it changes with the variable."""
+    """Value of a function and its derivative at one point (a dual number)."""
 
     value: complex
     slope: complex = 0
@@ -151,50 +103,45 @@ _FUNCTIONS: dict[str, Callable[[Slope], Slope]] = {
 }
 _CONSTANTS = {"pi": cmath.pi, "E": cmath.e, "I": 1j}
 _POINTS = (0.73 + 0.31j, -1.27 + 0.58j, 1.91 - 0.83j, -0.44 - 1.13j, 2.62 + 1.71j, -2.35 - 0.37j)
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "**": operator.pow,
-}
 
 
-def slopes(text: str, variable: str, points: tuple[complex, ...] = _POINTS) -> list[Slope]:
-    """A formula of one variable and its derivative, at points of the complex plane.
+def slopes(text: str, variable: str) -> list[Slope]:
+    """Return the values and derivatives of a formula at six points of the complex plane.
 
-    Other letters, `C` and `C1`, are constants.
+    Letters other than the variable, such as `C` and `C1`, are constants.
 
     Raises:
-        ValueError: it is no formula, or has no value at one of the points.
+        ValueError: `text` is not a formula, or has no finite value at one of the points.
     """
+    return [_slope(text, variable, point) for point in _POINTS]
 
-    def at(point: complex) -> Slope:
-        def named(name: str) -> Slope:
-            if name == variable:
-                return Slope(point, 1)
-            if name in _CONSTANTS:
-                return Slope(_CONSTANTS[name])
-            if name[1:].isalpha():
-                raise ValueError(f"there is no `{name[:20]}`")
-            return Slope(complex(1 + ord(name[0]) / 100, 0.3))
 
-        algebra = Algebra(lambda t: Slope(complex(decimal(t))), _OPERATORS, named, _FUNCTIONS)
-        found = work_out(text, algebra)
-        if not (cmath.isfinite(found.value) and cmath.isfinite(found.slope)):
-            raise ValueError(f"{text[:80]!r} has no finite value")
-        return found
+def _slope(text: str, variable: str, point: complex) -> Slope:
+    def named(name: str) -> Slope:
+        if name == variable:
+            return Slope(point, 1)
+        if name in _CONSTANTS:
+            return Slope(_CONSTANTS[name])
+        if name[1:].isalpha():
+            raise ValueError(f"there is no `{name[:20]}`")
+        return Slope(complex(1 + ord(name[0]) / 100, 0.3))
 
-    return [at(point) for point in points]
+    def number(digits: str) -> Slope:
+        return Slope(complex(decimal(digits)))
+
+    found: Slope = work_out(text, Algebra(number, PYTHON_OPERATORS, named, _FUNCTIONS))
+    if not (cmath.isfinite(found.value) and cmath.isfinite(found.slope)):
+        raise ValueError(f"{text[:80]!r} has no finite value")
+    return found
 
 
 def is_integral(answer: str, integrand: str, variable: str) -> bool:
-    """Whether the derivative of `answer` is `integrand`, as functions of a complex variable.
+    """Return whether the derivative of `answer` equals `integrand`.
 
     Both are compared at points where two different formulas of this size do not agree by chance.
 
     Raises:
-        ValueError: one of them is no formula.
+        ValueError: one of them is not a formula.
     """
     wanted = [at.value for at in slopes(integrand, variable)]
     given = [at.slope for at in slopes(answer, variable)]

@@ -1,45 +1,24 @@
-"""Reward functions ready to use, called as TRL calls them. Verifiers are imported on first use."""
+"""Ready-made reward functions with TRL's signature. Verifiers are imported on first use."""
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lit_rlsched.rewards.answers import checked_entry, import_reasoning_gym, score_entry
 
 Completion = str | list[dict[str, str]]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def warmed_up_by(warm_up: Callable[[], object]) -> Callable[[Function], Function]:
-    """Mark a reward function: each worker calls `warm_up` before the first time-out counts."""
-
-    def mark(function: Function) -> Function:
-        function.warm_up = warm_up  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
-def checks_rows_by(check: Callable[[Mapping[str, Any]], object]) -> Callable[[Function], Function]:
-    """Mark a reward function: `check` sees each row's columns before anything is started."""
-
-    def mark(function: Function) -> Function:
-        function.check_row = check  # type: ignore[attr-defined]
-        return function
-
-    return mark
 
 
 def text_of(completion: Completion) -> str:
-    """The completion as a string, whether the prompt was one or chat messages."""
+    """Return the text of a completion that may be chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def extract_answer(completion: Completion) -> str | None:
-    """What stands in the last `<answer>...</answer>`, as reasoning-gym finds it.
+    """Return the content of the last `<answer>...</answer>`, as reasoning-gym finds it.
 
-    Its own regular expression takes quadratic time where many are opened and none is closed.
+    The library's regular expression takes quadratic time if many tags are opened and none closed.
     """
     text, answer, at = text_of(completion), None, 0
     while (start := text.find("<answer>", at)) >= 0:
@@ -50,22 +29,6 @@ def extract_answer(completion: Completion) -> str | None:
     return answer
 
 
-def check_reasoning_gym_row(columns: Mapping[str, Any]) -> None:
-    """Refuse a row that `reasoning_gym_reward` would not score.
-
-    Raises:
-        ValueError: its data set was not reviewed, or a column is not what it must be.
-    """
-    if missing := {"task", "metadata"} - columns.keys():
-        raise ValueError(
-            f"there is no column {sorted(missing)}. `reasoning_gym_reward` needs `task` (the data "
-            "set's name), `metadata` and `answer`, as `ReasoningGym` makes them."
-        )
-    checked_entry(columns["task"], columns["metadata"], columns.get("answer"), None)
-
-
-@checks_rows_by(check_reasoning_gym_row)
-@warmed_up_by(import_reasoning_gym)
 def reasoning_gym_reward(
     completions: Sequence[Completion],
     *,
@@ -75,11 +38,11 @@ def reasoning_gym_reward(
     question: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[float]:
-    """The score the reasoning-gym data set itself gives to what stands in `<answer>...</answer>`.
+    """Score the content of `<answer>...</answer>` as the reasoning-gym data set does.
 
-    Nothing that a model or a row wrote is run: where the data set's verifier would evaluate it, one
-    of ours reads it instead (`lit_rlsched.rewards.answers`). An answer that is not of the data
-    set's kind is scored as if it were missing.
+    No text of a model or a row is run: data sets whose own verifier would do so are scored by
+    verifiers of this package (`lit_rlsched.rewards.answers`). An answer of the wrong form scores
+    like a missing one.
 
     Args:
         completions: Completions, as text or chat messages.
@@ -106,6 +69,24 @@ def reasoning_gym_reward(
     ]
 
 
+def check_reasoning_gym_row(columns: Mapping[str, Any]) -> None:
+    """Refuse a row that `reasoning_gym_reward` would not score.
+
+    Raises:
+        ValueError: the data set was not reviewed, or a column is not what it must be.
+    """
+    if missing := {"task", "metadata"} - columns.keys():
+        raise ValueError(
+            f"there is no column {sorted(missing)}. `reasoning_gym_reward` needs `task` (the data "
+            "set's name), `metadata` and `answer`, as `ReasoningGym` makes them."
+        )
+    checked_entry(columns["task"], columns["metadata"], columns.get("answer"), None)
+
+
+reasoning_gym_reward.warm_up = import_reasoning_gym  # type: ignore[attr-defined]
+reasoning_gym_reward.check_row = check_reasoning_gym_row  # type: ignore[attr-defined]
+
+
 def countdown_reward(
     completions: Sequence[Completion],
     *,
@@ -113,10 +94,10 @@ def countdown_reward(
     finish_reasons: Sequence[str | None] | None = None,
     **kwargs: Any,
 ) -> list[float]:
-    """1 where `<answer>` is arithmetic that uses all numbers once and hits the target, else 0.
+    """Return 1 if `<answer>` is arithmetic that uses each number once and hits the target, else 0.
 
     Args:
-        completions: Completions, as text or chat messages. One cut at the limit scores 0.
+        completions: Completions, as text or chat messages. One cut at the length limit scores 0.
         metadata: `metadata` of reasoning-gym's countdown entry: `numbers` and `target`.
         finish_reasons: `length` for a completion cut at the limit.
         **kwargs: Ignored.
@@ -141,7 +122,6 @@ def import_math_verify() -> Any:
     return math_verify
 
 
-@warmed_up_by(import_math_verify)
 def math_verify_reward(
     completions: Sequence[Completion],
     *,
@@ -149,19 +129,19 @@ def math_verify_reward(
     solution: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1 where math-verify finds the completion equal to the gold answer, else 0.
+    """Return 1 if math-verify finds the completion equal to the gold answer, else 0.
 
     Args:
-        completions: Completions, as text or chat messages; what is boxed counts first.
-        answer: Gold answers. None is returned for one that cannot be parsed.
-        solution: The same under TRL's name, where there is no column `answer`.
+        completions: Completions, as text or chat messages; a boxed answer takes precedence.
+        answer: Gold answers. The score is None if a gold answer cannot be parsed.
+        solution: Gold answers under TRL's name, used if there is no column `answer`.
         **kwargs: Ignored.
     """
     golds = answer if answer is not None else solution
     if golds is None:
         raise ValueError("`math_verify_reward` needs a column `answer` or `solution`.")
     mv = import_math_verify()
-    # its own limits are alarm signals, which only the main thread can have
+    # math-verify's time limits are alarm signals, which only the main thread may use
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
     scores: list[float | None] = []
@@ -175,12 +155,15 @@ def math_verify_reward(
     return scores
 
 
+math_verify_reward.warm_up = import_math_verify  # type: ignore[attr-defined]
+
+
 class SoftOverlongPunishment:
-    """DAPO's length penalty (eq. 13): 0, falling linearly to -1 over the last tokens allowed.
+    """DAPO's length penalty (eq. 13): 0 for short completions, falling linearly to -1.
 
     Args:
-        max_completion_length: Length at which the penalty reaches -1.
-        soft_punish_cache: Number of tokens before that over which it falls.
+        max_completion_length: Number of tokens at which the penalty reaches -1.
+        soft_punish_cache: Number of tokens before that limit over which the penalty falls.
     """
 
     __name__ = "soft_overlong_punishment_reward"

@@ -1,6 +1,6 @@
-"""Verifiers of ours, for reasoning-gym data sets whose own evaluate text, and checks of columns.
+"""Verifiers that replace those of reasoning-gym which run text, and checks of a row's columns.
 
-Each takes the answer and the row's entry, and gives the scores that the data set's own gives.
+Each verifier takes an answer and the row's entry, and gives the scores of the data set's own.
 """
 
 import json
@@ -8,31 +8,31 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from lit_rlsched.rewards.algebra import POLYNOMIALS, is_integral, slopes
-from lit_rlsched.rewards.formulas import ARITHMETIC, BITWISE, work_out
+from lit_rlsched.rewards.algebra import is_integral, polynomials, slopes
+from lit_rlsched.rewards.formulas import work_out
 
 Entry = dict[str, Any]
-"""`answer` and `metadata` of a row, and its `question`."""
+"""`answer`, `metadata` and `question` of a row."""
 
 FRACTION = r"[-+0-9., /]{0,200}(?:[eE][-+]?[0-9]{1,3})?\s*"
-"""`Fraction` makes numbers of as many digits as an exponent says."""
+"""`Fraction` builds a number with as many digits as its exponent says."""
 LOGIC = r"(?!.*[A-Z]\s*[A-Z])[A-Z()\u00ac\u2227\u2228\u2192\u2194\s]*"
-"""Letters and not, and, or, implies, if and only if."""
+"""Letters and the symbols for not, and, or, implies, if and only if."""
 NO_LONG_NUMBERS = r"(?!.*\d{2}).*"
 """A move is repeated as often as the number after it says."""
 
 
 def countdown(answer: str, entry: Entry) -> float:
     target, numbers = entry["metadata"]["target"], entry["metadata"]["numbers"]
-    value = float(work_out(answer, ARITHMETIC))
+    value = float(work_out(answer))
     if _whole_numbers(answer) != sorted(numbers):
         return 0.05
     return 1.0 if abs(value - target) <= 1e-6 + 1e-5 * abs(target) else 0.05
 
 
 def puzzle24(answer: str, entry: Entry) -> float:
-    # theirs takes any four numbers, those of another puzzle too, and 24.9 for 24
-    solved = work_out(answer, ARITHMETIC) == 24
+    # the library's accepts any four numbers, even those of another puzzle, and 24.9 for 24
+    solved = work_out(answer) == 24
     all_used = _whole_numbers(answer) == sorted(entry["metadata"]["numbers"])
     return 1.0 if solved and all_used else 0.01
 
@@ -47,64 +47,71 @@ def integration(answer: str, entry: Entry) -> float:
 
 
 def polynomial_multiplication(answer: str, entry: Entry) -> float:
-    gold = work_out(entry["answer"], POLYNOMIALS)
-    return float(work_out(answer, POLYNOMIALS) == gold)
+    return float(work_out(answer, polynomials()) == work_out(entry["answer"], polynomials()))
 
 
 def bitwise_arithmetic(answer: str, entry: Entry) -> float:
-    return float(work_out(entry["metadata"]["problem"], BITWISE) == int(answer, 0))
+    return float(work_out(entry["metadata"]["problem"]) == int(answer, 0))
 
 
 def number_sorting(answer: str, entry: Entry) -> float:
-    given = [float(number) for number in listed(answer)]
-    gold = [float(number) for number in listed(entry["answer"])]
+    given, gold = listed_numbers(answer), listed_numbers(entry["answer"])
     descending = entry["metadata"]["direction"] != "ascending"
     if len(given) != len(gold) or given != sorted(given, reverse=descending):
         return 0.0
     return float(all(abs(a - b) <= 1 for a, b in zip(given, gold, strict=True)))
 
 
+def n_queens(answer: str, entry: Entry) -> float:
+    return _as_text_or_list(answer, entry["metadata"]["valid_answers"], _grid, as_list=0.5)
+
+
 def binary_matrix(answer: str, entry: Entry) -> float:
-    if answer == entry["answer"]:
-        return 1.0
-    rows = [" ".join(str(cell) for cell in row) for row in listed(answer)]
-    return 0.1 if "\n".join(rows) == entry["answer"] else 0.0
+    return _as_text_or_list(answer, [entry["answer"]], _grid)
 
 
 def spiral_matrix(answer: str, entry: Entry) -> float:
-    if answer == entry["answer"].strip():
-        return 1.0
-    cells = " ".join(str(cell) for cell in listed(answer))
-    return 0.1 if cells == entry["answer"].strip() else 0.0
+    return _as_text_or_list(answer, [entry["answer"].strip()], _words)
 
 
 def string_insertion(answer: str, entry: Entry) -> float:
-    if answer == entry["answer"]:
-        return 1.0
-    return 0.1 if "".join(listed(answer)) == entry["answer"] else 0.0
+    return _as_text_or_list(answer, [entry["answer"]], "".join)
 
 
-def n_queens(answer: str, entry: Entry) -> float:
-    boards = entry["metadata"]["valid_answers"]
-    if answer in boards:
+def _as_text_or_list(
+    answer: str, golds: list[str], join: Callable[[list[Any]], str], as_list: float = 0.1
+) -> float:
+    """Return 1 for a gold answer, and `as_list` for one that is written as a list."""
+    if answer in golds:
         return 1.0
-    return 0.5 if "\n".join(" ".join(row) for row in listed(answer)) in boards else 0.0
+    return as_list if join(listed(answer)) in golds else 0.0
+
+
+def _words(cells: list[Any]) -> str:
+    return " ".join(map(str, cells))
+
+
+def _grid(rows: list[list[Any]]) -> str:
+    return "\n".join(map(_words, rows))
 
 
 def game_of_life_halting(answer: str, entry: Entry) -> float:
-    # theirs gives 1 to every answer that is not empty
     return float(answer.strip().lower() == entry["answer"].strip().lower())
 
 
 def listed(text: str) -> list[Any]:
-    """A list as Python or JSON writes it."""
+    """Read a list in Python's or JSON's notation."""
     found = json.loads(text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"}))
     if not isinstance(found, list):
         raise ValueError(f"{text[:80]!r} is not a list")
     return found
 
 
-# What columns must be.
+def listed_numbers(text: str) -> list[float]:
+    return [float(number) for number in listed(text)]
+
+
+# Checks of columns. Each raises an error where a column is not what the verifier expects.
 
 
 def check_integrand(entry: Entry) -> None:
@@ -125,18 +132,21 @@ def check_numbers(*names: str) -> Callable[[Entry], None]:
     return check
 
 
-def check_sizes(entry: Entry, *names: str, most: int) -> None:
-    for name in names:
-        if not 1 <= entry["metadata"][name] <= most:
-            value = entry["metadata"][name]
-            raise ValueError(f"`metadata.{name}={value!r:.80}` is not from 1 to {most}")
+def check_hanoi(entry: Entry) -> None:
+    for name in ("num_disks", "num_pegs"):
+        _check_size(entry, name, most=100)
 
 
 def check_cube(entry: Entry) -> None:
-    check_sizes(entry, "cube_size", most=20)
+    _check_size(entry, "cube_size", most=20)
     moves = entry["metadata"]["scramble_moves"]
     if len(moves) > 2000 or not re.fullmatch(NO_LONG_NUMBERS, moves, re.DOTALL):
         raise ValueError(f"`metadata.scramble_moves={moves!r:.80}` are not moves")
+
+
+def _check_size(entry: Entry, name: str, most: int) -> None:
+    if not 1 <= (size := entry["metadata"][name]) <= most:
+        raise ValueError(f"`metadata.{name}={size!r:.80}` is not from 1 to {most}")
 
 
 def check_lock(entry: Entry) -> None:
@@ -151,10 +161,10 @@ def check_premises(entry: Entry) -> None:
     if len(facts["variables"]) > 10:
         raise ValueError(f"`metadata.variables={facts['variables']!r:.80}`: 10 are the most")
     if set(re.findall("[A-Z]", "".join(facts["premises"]))) - set(facts["variables"]):
-        raise ValueError("`metadata.premises` have letters that `metadata.variables` has not")
+        raise ValueError("`metadata.premises` has letters that `metadata.variables` does not list")
     for premise in facts["premises"]:
         if len(premise) > 500 or not re.fullmatch(LOGIC, premise, re.DOTALL):
-            raise ValueError(f"`metadata.premises` has {premise!r:.80}, which is no formula")
+            raise ValueError(f"`metadata.premises` has {premise!r:.80}, which is not a formula")
 
 
 def check_fraction(entry: Entry) -> None:
@@ -163,6 +173,6 @@ def check_fraction(entry: Entry) -> None:
 
 
 def check_grid(entry: Entry) -> None:
-    # compared with tuples; JSON and Parquet have lists
+    """Turn the lists of JSON and Parquet into tuples, with which the library compares."""
     facts = entry["metadata"]
     facts["output"] = tuple(tuple(row) for row in facts["output"])
