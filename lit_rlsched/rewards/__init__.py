@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lit_rlsched.rewards.endpoint_judge import JudgeReward
 from lit_rlsched.rewards.jobs import ScoredJob
-from lit_rlsched.rewards.judge import JudgeReward
 from lit_rlsched.rewards.scheduler import RewardScheduler
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ __all__ = ["EngineJudgeReward", "JudgeReward", "RewardScheduler", "ScoredJob"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the judge with an engine on first use: with it comes torch, which workers avoid."""
+    """Import `EngineJudgeReward` on first use, as it imports torch, which workers avoid."""
     if name == "EngineJudgeReward":
         from lit_rlsched.rewards.engine_judge import EngineJudgeReward
 

@@ -1,45 +1,44 @@
-"""A judge model as a reward, decoded by an engine of its own inside the reward worker."""
+"""Rewards from a judge model that an engine in the reward worker decodes."""
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.rewards.judge import Judge, NoAnswer
-from lit_rlsched.rewards.judge_grade import Unparsed
+from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
 from lit_rlsched.types import Request, Sampling
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A question that waits for its answer."""
-
+class _Question:
     request: Request
     answer: "asyncio.Future[tuple[list[int], str]]"
-    """Its tokens and why it ended."""
-    token_ids: list[int]
+    """Token ids of the answer, and its finish reason."""
+    token_ids: list[int] = field(default_factory=list)
 
 
 class EngineJudgeReward(Judge):
-    """Reward from a judge model that a second engine decodes, with no server to run.
+    """Reward from a judge model that a second engine decodes, without a server.
 
-    Each reward worker loads the model once, before time-outs count, and decodes the questions that
-    are open together, greedily. A worker that is killed, because of a function beside this one that
-    hung or crashed, takes its engine along, and its successor loads the model anew.
+    Each reward worker loads the model once, before time-outs count, and decodes all open questions
+    together, greedily. If a worker is killed because a function beside the judge hangs or crashes,
+    its engine is lost, and the worker that replaces it loads the model again.
 
     Args:
         model: Folder or hub name of a chat model with its tokenizer.
-        engine: An engine of its own; by default `VLLMEngine()`. On a GPU it takes its
-            `gpu_memory_utilization` beside that of the policy's engine and the trainer's share.
-        slots: Questions that are decoded at once; a worker has 32 open at most.
-        max_model_len: Question plus answer, in tokens. A longer one gets no answer, and is counted.
-        device: Such as `cuda:1` or `cpu`; by default the first GPU, where there is one.
-        chat_template_kwargs: More arguments for the chat template, such as
+        engine: Engine that is not used elsewhere; by default `VLLMEngine()`. On a GPU its
+            `gpu_memory_utilization` comes on top of that of the policy's engine and of what the
+            trainer takes.
+        slots: Maximum number of questions decoded at once. A worker has at most 32 open.
+        max_model_len: Maximum length of question and answer together, in tokens. A longer question
+            gets no answer, which is counted.
+        device: Device such as `cuda:1` or `cpu`; by default the first GPU, if there is one.
+        chat_template_kwargs: More arguments of the chat template, such as
             `{"enable_thinking": False}`.
-        **kwargs: Those of `Judge`.
+        **kwargs: Arguments of `Judge`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -81,17 +80,17 @@ class EngineJudgeReward(Judge):
         self.chat_template_kwargs = chat_template_kwargs or {}
         self._tokenizer: Any = None
         self._asked = 0
-        self._waiting: dict[str, _Asked] = {}
-        self._running: dict[str, _Asked] = {}
+        self._waiting: dict[str, _Question] = {}
+        self._running: dict[str, _Question] = {}
         self._driver: asyncio.Task[None] | None = None
 
     @property
     def env_vars(self) -> tuple[str, ...]:
-        """For a model that the hub gives to some only; its workers alone see it."""
+        """Environment variables that only this judge's workers see: the token for gated models."""
         return ("HF_TOKEN",)
 
     def warm_up(self) -> None:
-        """Load tokenizer and model.
+        """Load the tokenizer and the model.
 
         Raises:
             ValueError: the tokenizer has no chat template.
@@ -122,14 +121,14 @@ class EngineJudgeReward(Judge):
 
         try:
             configured = GenerationConfig.from_pretrained(self.model).eos_token_id
-        except OSError:  # the checkpoint has none
+        except OSError:  # the checkpoint has no generation config
             configured = getattr(config.get_text_config(), "eos_token_id", None)
         more = configured if isinstance(configured, list) else [configured]
         ids = dict.fromkeys([self._tokenizer.eos_token_id, *more])
         return tuple(token for token in ids if token is not None)
 
     def control_tokens(self) -> Collection[str]:
-        """Those of the tokenizer, which would end the judge's turn."""
+        """Return the tokenizer's special tokens, which would end the judge's turn."""
         if self._tokenizer is None:
             self.warm_up()
         added = self._tokenizer.added_tokens_decoder.values()
@@ -148,8 +147,8 @@ class EngineJudgeReward(Judge):
         )["input_ids"]
         if len(prompt_ids) + self.max_tokens > self.max_model_len:
             raise NoAnswer(
-                f"max_model_len={self.max_model_len} holds no question of {len(prompt_ids)} tokens "
-                f"and max_tokens={self.max_tokens}"
+                f"max_model_len={self.max_model_len} is too little for a question of "
+                f"{len(prompt_ids)} tokens and max_tokens={self.max_tokens}"
             )
         token_ids, reason = await self._decode(prompt_ids)
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -161,38 +160,38 @@ class EngineJudgeReward(Judge):
         self._asked += 1
         sampling = Sampling(self.max_tokens, temperature=0.0)
         request = Request(str(self._asked), prompt_ids, seed=0, sampling=sampling)
-        asked = _Asked(request, asyncio.get_running_loop().create_future(), [])
-        self._waiting[request.id] = asked
+        question = _Question(request, asyncio.get_running_loop().create_future())
+        self._waiting[request.id] = question
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
-            return await asked.answer
-        finally:  # also where its time is up
+            return await question.answer
+        finally:  # the task may have been cancelled
             self._waiting.pop(request.id, None)
             if self._running.pop(request.id, None):
                 self.engine.abort([request.id])
 
     async def _drive(self) -> None:
-        """Step the engine until every question has its answer; between steps others ask."""
+        """Step the engine until every question has its answer."""
         try:
             while self._waiting or self._running:
                 self._step()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # other coroutines may ask
         except Exception as error:
-            for asked in (*self._waiting.values(), *self._running.values()):
-                if not asked.answer.done():
-                    asked.answer.set_exception(error)
+            for question in (*self._waiting.values(), *self._running.values()):
+                if not question.answer.done():
+                    question.answer.set_exception(error)
 
     def _step(self) -> None:
         free = self.slots - len(self._running)
         for request_id in list(self._waiting)[:free]:
-            asked = self._waiting.pop(request_id)
-            self._running[request_id] = asked
-            self.engine.submit([asked.request])
+            question = self._waiting.pop(request_id)
+            self._running[request_id] = question
+            self.engine.submit([question.request])
         for event in self.engine.step():
-            asked = self._running[event.request_id]
-            asked.token_ids += event.token_ids
+            question = self._running[event.request_id]
+            question.token_ids += event.token_ids
             if event.finish_reason is not None:
                 del self._running[event.request_id]
-                if not asked.answer.done():
-                    asked.answer.set_result((asked.token_ids, event.finish_reason))
+                if not question.answer.done():
+                    question.answer.set_result((question.token_ids, event.finish_reason))

@@ -1,4 +1,4 @@
-"""Text of others in a judge's question, and secrets in what is said about an endpoint."""
+"""Quoting of texts in a judge's question, and redaction of secrets in what is logged."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,18 +8,18 @@ from typing import Any
 CONTROL_TOKENS = re.compile(
     r"<\|[^<>\n]{1,40}\|>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>|<[|\uff5c][^<>\n]{1,40}>"
 )
-"""What chat templates put between turns."""
-SECRETS = re.compile(
+"""Tokens that chat templates put between turns."""
+KEYS = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:sk|pk|rk|hf|gsk|xai|key|api|token)[-_][\w*.-]{6,}"
 )
-"""What keys look like, cut ones (`sk-ab***yz`) included."""
+"""Strings that look like keys, shortened ones (`sk-ab***yz`) included."""
 REDACTED = "[redacted]"
 CLOSERS = set("\"'`)]}>")
-"""Single characters that end what they enclose; others only separate."""
+"""Single characters that end what they enclose; other single characters only separate."""
 
 
 def closing_delimiters(template: str) -> dict[str, str]:
-    """What ends each field of a template: the first words after it, on one line."""
+    """Return, for each field of a template, the words after it that mark its end."""
     parts = list(Formatter().parse(template))
     after = [literal.strip().split("\n")[0].strip() for literal, *_ in parts[1:]] + [""]
     return {
@@ -30,31 +30,31 @@ def closing_delimiters(template: str) -> dict[str, str]:
 
 
 def quoted(value: Any, delimiter: str = "", tokens: Iterable[str] = ()) -> Any:
-    """A value to put into a question, in which neither the delimiter nor a control token stands.
+    """Return a value for a question, without its closing delimiter and without control tokens.
 
-    Each is spelled out, its letters apart, so that the judge still sees what was written.
+    Each of these is spelled out with spaces between its letters, so that the judge still sees it.
 
     Args:
-        value: Text; numbers are left as they are, for a template may format them.
-        delimiter: What ends it in the question.
-        tokens: Control tokens of the judge's tokenizer, beside the usual ones.
+        value: Text. Numbers are returned unchanged, as a template may format them.
+        delimiter: Words that mark the end of the value in the question.
+        tokens: Control tokens of the judge's tokenizer, besides the usual ones.
     """
     if isinstance(value, int | float):
         return value
-    text = CONTROL_TOKENS.sub(_apart, str(value))
+    text = CONTROL_TOKENS.sub(_spelled_out, str(value))
     for token in tokens:
         text = text.replace(token, " ".join(token)) if len(token) > 1 else text
     words = [re.escape(word) for word in delimiter.split()]
-    return re.sub(r"\s+".join(words), _apart, text, flags=re.IGNORECASE) if words else text
+    return re.sub(r"\s+".join(words), _spelled_out, text, flags=re.I) if words else text
 
 
-def _apart(found: re.Match[str]) -> str:
+def _spelled_out(found: re.Match[str]) -> str:
     text = "".join(found[0].split())
     return " ".join(text) if len(text) > 1 else f"\\{text}"
 
 
 def secrets_in(key: str, base_url: str, request: Mapping[str, Any]) -> list[str]:
-    """What must not be told: the key, a password in the address, texts in extra headers."""
+    """Return the key, the user and password in the address, and the values of extra headers."""
     user = re.match(r"https?://([^/@]+)@", base_url)
     found = [key, *(user[1].split(":") if user else [])]
     for name in ("extra_headers", "extra_query"):
@@ -63,7 +63,7 @@ def secrets_in(key: str, base_url: str, request: Mapping[str, Any]) -> list[str]
 
 
 def redact(text: str, secrets: Iterable[str]) -> str:
-    """The text without these, and without what else looks like a key."""
+    """Return the text without these secrets and without anything else that looks like a key."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return SECRETS.sub(REDACTED, text)
+    return KEYS.sub(REDACTED, text)

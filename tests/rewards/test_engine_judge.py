@@ -50,7 +50,9 @@ def test_a_second_vllm_engine_judges_many_at_once() -> None:
         jobs = collect(scheduler, 120.0)
         counters = scheduler.counters()
     too_long = jobs.pop(questions[-1])
-    assert str(too_long.failures[0]).startswith("no_answer: max_model_len=400 holds no question")
+    assert str(too_long.failures[0]).startswith(
+        "no_answer: max_model_len=400 is too little for a question"
+    )
     assert counters.pop("rewards/judge/no_answers") == 1
     scores = [job.scores[0] for job in jobs.values()]
     assert counters.pop("rewards/judge/unparsed") == scores.count(None) < len(scores) / 2

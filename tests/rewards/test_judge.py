@@ -24,9 +24,9 @@ import pytest
 from harness import collect, score, submit
 
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards.engine_judge import EngineJudgeReward
-from lit_rlsched.rewards.judge import Judge, JudgeReward
+from lit_rlsched.rewards.judge import Judge
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "countdown" / "model")
@@ -330,7 +330,7 @@ def test_in_trl_s_hands_a_judge_scores_whole_batches(
             {"template": "{completion}", "rubric": "x"},
             "rubric='x'\\)`: the template has no",
         ),
-        ({"score_pattern": "(a"}, "is no regular expression"),
+        ({"score_pattern": "(a"}, "is not a regular expression"),
         ({"score_pattern": r"(\d)/(\d)"}, "has 2 groups: exactly one"),
         ({"score_range": (5, 1)}, r"score_range=\(5, 1\)\)`: the first must be less"),
         ({"max_tokens": 0}, "`JudgeReward\\(max_tokens=0\\)`: use 1 or more"),
