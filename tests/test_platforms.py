@@ -70,7 +70,7 @@ def test_macos_has_no_vllm(monkeypatch):
 
 def test_macos_is_told_that_memory_has_no_limit(monkeypatch, one, recwarn):
     monkeypatch.setattr(sys, "platform", "darwin")
-    said = r"`reward_memory_limit=1024MiB` does not hold here: .* Linux only, and this is `darwin`"
+    said = r"`reward_memory_limit=1024MiB` has no effect: .* Linux only, and this is `darwin`"
     rewards = RewardScheduler([one], memory_limit="1GiB")
     with pytest.warns(UserWarning, match=said), rewards:
         rewards.submit("a", prompt="1+1=", completion="2", completion_ids=[4], columns={})

@@ -1,20 +1,44 @@
-"""One completion on its way through the reward functions, and what becomes of it."""
+"""Completions on their way through the reward functions, their results, and failure counts."""
 
 import json
-from collections.abc import Collection, Hashable, Iterable
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
-from lit_rlsched.rewards.failures import FAILURE_KINDS, kind_of
+logger = logging.getLogger(__name__)
+
+FAILURE_KINDS = {
+    "raised": "raised",
+    "timeout": "timeouts",
+    "crashed": "crashes",
+    "out_of_memory": "out_of_memory",
+    "bad_return": "bad_returns",
+    "no_answer": "no_answers",
+    "unparsed": "unparsed",
+}
+"""First word of a failure -> last part of its metric key."""
+LOGGED_KINDS = ("no_answer", "unparsed")
+"""Kinds that a function reports itself, with `log_failure`."""
+MESSAGES: dict[str, list[type]] = {
+    "loading": [int],
+    "unloadable": [int, str],
+    "ready": [],
+    "begun": [float],
+    "score": [int, int, float],
+}
+"""Kind of a worker's message -> types of its first fields."""
 
 
 class BadMessage(Exception):
-    """What came from a reward worker cannot be what `reward_worker.py` sends."""
+    """A reward worker sent something that `reward_worker.py` never sends."""
 
 
 class Result(NamedTuple):
-    """The outcome of one call of one function, as the worker sends it."""
+    """Outcome of one call of one function."""
 
     seconds: float | None
     score: float | None
@@ -24,12 +48,12 @@ class Result(NamedTuple):
 
     @classmethod
     def received(cls, seconds: Any, score: Any, failure: Any, extra: Any, metrics: Any) -> "Result":
-        """Check what a worker sent: reward functions run there, and may write to its pipe.
+        """Check the fields that a worker sent: reward functions may write to its pipe.
 
         Raises:
-            BadMessage: a part is of another type, or the score is not finite.
+            BadMessage: a field has another type, or the score is not finite.
         """
-        if (  # `type`, as all comes from JSON; one expression, as this is done for each score
+        if (  # one expression that compares types, as this is done for each score
             (score is None or (type(score) is float and isfinite(score)))
             and (seconds is None or (type(seconds) is float and isfinite(seconds)))
             and (failure is None or (type(failure) is str and kind_of(failure) in FAILURE_KINDS))
@@ -44,11 +68,15 @@ def _are_lists_of_numbers(values: Iterable[object]) -> bool:
     return all(type(each) is list and all(type(x) is float for x in each) for each in values)
 
 
+def kind_of(failure: str) -> str:
+    return failure.partition(":")[0]
+
+
 def parse_message(data: bytes) -> tuple[str, list[Any]]:
-    """The kind of a worker's message, and what comes with it.
+    """Return the kind and the fields of a worker's message.
 
     Raises:
-        BadMessage: it is no such message.
+        BadMessage: a worker sends no such message.
     """
     try:
         message = json.loads(data.decode())
@@ -63,16 +91,6 @@ def parse_message(data: bytes) -> tuple[str, list[Any]]:
     return kind, message
 
 
-MESSAGES: dict[str, list[type]] = {
-    "loading": [int],
-    "unloadable": [int, str],
-    "ready": [],
-    "begun": [float],
-    "score": [int, int, float],
-}
-"""Each kind of message, with the types that it begins with."""
-
-
 @dataclass(slots=True)
 class Job:
     """One completion on its way through the functions."""
@@ -83,19 +101,20 @@ class Job:
     timeout: float
     results: list[Result | None]
     alone: bool = False
-    """Not to be sent together with others."""
+    """Whether it is sent to a worker without other jobs."""
+    cancelled: bool = False
 
     @property
     def complete(self) -> bool:
         return None not in self.results
 
     def todo(self, functions: Collection[int]) -> list[int]:
-        """Which of these functions it has no result of."""
+        """Return those of `functions` that have not scored it."""
         return [index for index in functions if self.results[index] is None]
 
 
 class ScoredJob(NamedTuple):
-    """What the reward functions said about one completion; every list is in their order."""
+    """Results of one completion. Every list is in the order of the reward functions."""
 
     job_id: Hashable
     scores: list[float | None]
@@ -103,11 +122,11 @@ class ScoredJob(NamedTuple):
     failures: list[str | None]
     """`raised: ...`, `timeout: ...`, or another of `FAILURE_KINDS`."""
     seconds: list[float | None]
-    """What each call took. None: it never came to an end."""
+    """Duration of each call; None if it never ended."""
     extra: dict[str, Any]
-    """What the functions gave to `log_extra`, by column."""
+    """Column -> value that the functions passed to `log_extra`."""
     metrics: dict[str, list[float]]
-    """What the functions gave to `log_metric`, by name."""
+    """Name -> values that the functions passed to `log_metric`."""
 
 
 def scored(job: Job) -> ScoredJob:
@@ -121,3 +140,36 @@ def scored(job: Job) -> ScoredJob:
         for name, values in each.items():
             metrics.setdefault(name, []).extend(values)
     return ScoredJob(job.id, scores, failures, seconds, extra, metrics)
+
+
+class FailureCounts:
+    """Counts of failures. The 1st, 10th, 100th ... of each kind is logged.
+
+    Args:
+        names: Names of the reward functions.
+        log_failures: Whether each function calls `log_failure`.
+    """
+
+    def __init__(self, names: Sequence[str], log_failures: Sequence[bool]) -> None:
+        self._counts: Counter[str] = Counter()
+        self._keys = [
+            f"rewards/{name}/{plural}"
+            for name, logs in zip(names, log_failures, strict=True)
+            for kind, plural in FAILURE_KINDS.items()
+            if logs or kind not in LOGGED_KINDS
+        ]
+
+    def add(self, name: str, failure: str) -> None:
+        plural = FAILURE_KINDS[kind_of(failure)]
+        key = f"rewards/{name}/{plural}"
+        self._counts[key] += 1
+        count = self._counts[key]
+        if math.log10(count).is_integer():
+            logger.warning(
+                "reward function `%s` gave no score for a completion: %s [%s no. %d]",
+                *(name, failure, plural, count),
+            )
+
+    def by_key(self) -> dict[str, int]:
+        """Return the number of failures by metric key, zeros included."""
+        return {key: self._counts[key] for key in self._keys}

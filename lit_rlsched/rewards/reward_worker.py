@@ -1,4 +1,4 @@
-"""The process that calls reward functions. Run as a script; imports the standard library only."""
+"""Process that calls reward functions. Run as a script; imports the standard library only."""
 
 import asyncio
 import contextlib
@@ -12,48 +12,45 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from inspect import Parameter, signature
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# first, and for this import only: the copy that the parent runs, whichever is installed beside it
+# for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from lit_rlsched.processes import die_with
 
 del sys.path[0]
 
 CAP_SYS_RESOURCE = 24
-"""With it a process may raise the limits that are set for it."""
-NAMED_ONLY = ("log_failure", "reward_timeout")
-"""Keyword arguments that TRL has not: for functions that name them."""
-LOGGED_FAILURES = ("no_answer", "unparsed")
-"""What `log_failure` takes."""
+"""Capability with which a process may raise its own limits."""
+LOGGED_KINDS = ("no_answer", "unparsed")
+"""Kinds of failure that a function may pass to `log_failure`."""
 WITHHELD: set[str] = set()
-"""Environment variables that the trainer has and this process was not given."""
+"""Environment variables that the trainer has and this process does not."""
 
 
 class Worker:
-    """Calls the functions, one completion at a time, and reports every score as it is known."""
+    """Calls the functions for one completion at a time and sends every score at once."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._functions: dict[int, Callable[..., Any]] = {}
         self._is_async: list[bool] = []
-        self._takes: dict[int, set[str]] = {}
-        """Arguments beyond TRL's that each function takes."""
+        self._offered: list[set[str]] = []
+        """Arguments besides TRL's that each function is called with."""
         self._pid = os.getpid()
         self._runner = asyncio.Runner()
-        """One event loop for life: clients that functions keep open are bound to it."""
+        """One event loop for all calls: clients that functions keep open are bound to it."""
 
     def load(self) -> None:
-        """Import the functions, each announced, so that the parent can name one that fails."""
-        # a forked child must not hold the pipe open when this process has died
+        """Import the functions. Each is announced, so that the parent can name one that fails."""
+        # a forked child must not keep the pipe open after this process has died
         os.register_at_fork(after_in_child=self._connection.close)
         setup = pickle.loads(self._connection.recv_bytes())
         sys.path[:] = setup["sys_path"]
         sys.argv[1:] = []
-        self._is_async = setup["is_async"]
+        self._is_async, self._offered = setup["is_async"], setup["offered"]
         WITHHELD.update(setup["withheld"])
         for index, pickled in setup["functions"].items():
             self._send("loading", index)
@@ -64,7 +61,6 @@ class Worker:
                 self._send("unloadable", index, describe(error))
                 raise SystemExit(1) from None
             self._functions[index] = function
-            self._takes[index] = taken_by(function)
         limit_memory(setup["memory_limit"])
         self._send("ready")
 
@@ -79,83 +75,86 @@ class Worker:
             waiting = []
             for key, payload, calls in batch:
                 for index, timeout in calls:
+                    call = Call(key, index, payload, timeout, self._offered[index])
                     if self._is_async[index]:
-                        waiting.append((key, payload, index, timeout))
+                        waiting.append(call)
                     else:
-                        self._score(key, payload, index, timeout)
+                        self._score(call)
             if waiting:
                 self._runner.run(self._score_together(waiting))
 
-    def _score(self, key: int, payload: bytes, index: int, timeout: float) -> None:
-        call = Call(payload, timeout, self._takes[index])
+    def _score(self, call: "Call") -> None:
         with call:
-            call.take(self._functions[index](**call.keywords()))
-        self._report(key, index, call)
+            call.take(self._functions[call.index](**call.keywords()))
+        self._report(call)
 
-    async def _score_together(self, waiting: Sequence[tuple[int, bytes, int, float]]) -> None:
-        await asyncio.gather(*(self._score_async(*item) for item in waiting))
+    async def _score_together(self, waiting: Sequence["Call"]) -> None:
+        await asyncio.gather(*map(self._score_async, waiting))
 
-    async def _score_async(self, key: int, payload: bytes, index: int, timeout: float) -> None:
-        call = Call(payload, timeout, self._takes[index])
+    async def _score_async(self, call: "Call") -> None:
         with call:
-            scope = asyncio.timeout(timeout)
+            scope = asyncio.timeout(call.timeout)
             try:
                 async with scope:
-                    call.take(await self._functions[index](**call.keywords()))
+                    call.take(await self._functions[call.index](**call.keywords()))
             except TimeoutError:
                 if not scope.expired():
                     raise
-                call.failure = f"timeout: no score within {timeout:g} s"
-        self._report(key, index, call)
+                call.failure = f"timeout: no score within {call.timeout:g} s"
+        self._report(call)
 
-    def _report(self, key: int, index: int, call: "Call") -> None:
+    def _report(self, call: "Call") -> None:
         now = time.monotonic()
-        report = ("score", key, index, now, now - call.start, call.score, call.failure)
+        report = ("score", call.key, call.index, now, now - call.start, call.score, call.failure)
         try:
             self._send(*report, call.extra, call.metrics)
-        except (TypeError, ValueError):  # what was logged is no plain data; the score still counts
+        except (TypeError, ValueError):  # what was logged cannot be sent; the score still counts
             self._send(*report, {}, {})
 
     def _send(self, *message: Any) -> None:
-        if os.getpid() != self._pid:  # a child that the function forked came back from it too
+        if os.getpid() != self._pid:  # a child that the function forked has returned from it too
             os._exit(0)
         self._connection.send_bytes(json.dumps(message, default=plain).encode())
 
 
 class Call:
-    """One call of one function for one completion. As a context: nothing it raises gets out."""
+    """One call of one function. As a context manager it turns any exception into a failure."""
 
-    def __init__(self, payload: bytes, timeout: float, takes: set[str]) -> None:
-        self.start = time.monotonic()
+    def __init__(
+        self, key: int, index: int, payload: bytes, timeout: float, offered: set[str]
+    ) -> None:
+        self.key = key
+        self.index = index
+        self.timeout = timeout
+        self.start = 0.0
         self.score: float | None = None
         self.failure: str | None = None
         self.extra: dict[str, Any] = {}
         self.metrics: dict[str, list[float]] = {}
         self._payload = payload
-        self._timeout = timeout
-        self._takes = takes
+        self._offered = offered
 
     def keywords(self) -> dict[str, Any]:
-        """TRL's keyword arguments, each a list of length one; a fresh copy for every call."""
+        """Return TRL's keyword arguments as lists of length one, copied for every call."""
         row = pickle.loads(self._payload)
         trainer_state = row.pop("trainer_state")
         keywords = {name: [value] for name, value in row.items()}
         keywords["completion_ids"] = [row["completion_ids"].tolist()]
-        # TRL has no such column: a function that lists its arguments must still run unchanged
-        if "finish_reasons" not in self._takes:
+        # TRL has no such column: a function that lists its arguments must run unchanged
+        if "finish_reasons" not in self._offered:
             keywords.pop("finish_reasons", None)
-        ours = {"log_failure": self._log_failure, "reward_timeout": self._timeout}
+        ours = {"log_failure": self._log_failure, "reward_timeout": self.timeout}
         return {
             **keywords,
             "trainer_state": trainer_state,
             "log_extra": self._log_extra,
             "log_metric": self._log_metric,
-            **{name: ours[name] for name in NAMED_ONLY if name in self._takes},
+            **{name: value for name, value in ours.items() if name in self._offered},
         }
 
     def take(self, result: Any) -> None:
-        """Accept what the function returned: one number, or one None, in a list or the like."""
-        if self.failure is not None:  # it has said why there is no score
+        """Accept what the function returned: an iterable of one number or None."""
+        if self.failure is not None:  # logged by the function
             return
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__iter__"):
             self.failure = f"bad_return: {type(result).__name__} is not a list of scores"
@@ -176,43 +175,31 @@ class Call:
         self.extra[column] = values[0] if len(values) == 1 else list(values)
 
     def _log_failure(self, kind: str, reason: str) -> None:
-        if kind not in LOGGED_FAILURES:
-            raise ValueError(f"log_failure({kind!r}, ...): use one of {LOGGED_FAILURES}")
+        if kind not in LOGGED_KINDS:
+            raise ValueError(f"log_failure({kind!r}, ...): use one of {LOGGED_KINDS}")
         self.failure = f"{kind}: {reason[:500]}"
 
     def _log_metric(self, name: str, value: float) -> None:
         self.metrics.setdefault(name, []).append(float(value))
 
     def __enter__(self) -> None:
-        pass
+        self.start = time.monotonic()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, MemoryError):
-            traceback.clear_frames(error.__traceback__)  # what it filled: telling takes some
+            traceback.clear_frames(error.__traceback__)  # frees memory for the report
             self.failure = f"out_of_memory: {describe(error)}"
         elif error is not None:
             self.failure = f"raised: {describe(error)}"
         return True
 
 
-def taken_by(function: Callable[..., Any]) -> set[str]:
-    """Which keywords beyond TRL's the function is to be called with."""
-    try:
-        parameters = signature(function).parameters
-    except (TypeError, ValueError):
-        return {"finish_reasons"}
-    taken = {name for name in ("finish_reasons", *NAMED_ONLY) if name in parameters}
-    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-        taken.add("finish_reasons")
-    return taken
-
-
 def limit_memory(more: int) -> None:
-    """Let this process allocate so many bytes on top of what it holds now; beyond, MemoryError.
+    """Let this process allocate so many bytes on top of what it holds; beyond, MemoryError.
 
-    The kernel counts private writable memory (`RLIMIT_DATA`), at the moment it is asked for and
-    also where C code holds the GIL, and each process that a function starts inherits the limit.
-    Address space (`RLIMIT_AS`) would count what CUDA reserves and never touches. Linux only.
+    The kernel counts private writable memory (`RLIMIT_DATA`) when it is requested, also while C
+    code holds the GIL, and each process that a function starts inherits the limit. A limit on
+    address space (`RLIMIT_AS`) would count what CUDA reserves and never touches. Linux only.
     """
     if sys.platform != "linux":
         return
@@ -234,12 +221,12 @@ def drop_capability(number: int) -> None:
     """Give up a capability for good, for this process and all that it starts. Linux only.
 
     Raises:
-        OSError: the kernel does not let it.
+        OSError: the kernel does not allow it.
     """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    # root gets by `exec` whatever is in the bounding set; a process without CAP_SETPCAP is not root
+    # `exec` gives root all capabilities of the bounding set; only root can drop one from the set
     libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: bits 0-31, then 32-63
@@ -252,18 +239,18 @@ def drop_capability(number: int) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The error and the place it comes from, on one line."""
+    """Return the error and the place where it was raised, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     if isinstance(error, KeyError) and str(error.args[:1])[2:-3] in WITHHELD:
         where += (
-            ". Reward workers are not given this environment variable: list it in `reward_env_vars`"
+            ". Reward workers do not see this environment variable: list it in `reward_env_vars`"
         )
     return f"{type(error).__name__}: {str(error)[:500]}{where}"
 
 
 def plain(value: Any) -> Any:
-    """Numbers and arrays of other libraries as Python's own, anything else as text."""
+    """Convert numbers and arrays of other libraries to Python's, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -271,7 +258,7 @@ def main(connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a trainer without a standard output
+        with contextlib.suppress(AttributeError):  # the trainer has no standard output
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     worker = Worker(Connection(connection))
     worker.load()

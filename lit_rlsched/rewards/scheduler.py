@@ -1,4 +1,4 @@
-"""Scores completions as they finish, outside the trainer's process."""
+"""Scoring of completions as they finish, outside the trainer's process."""
 
 import math
 import os
@@ -8,67 +8,58 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import cloudpickle
 
 from lit_rlsched._environment import hide_environment, worker_environment
 from lit_rlsched.platforms import require_posix
-from lit_rlsched.rewards.cgroup import remove_leftovers
-from lit_rlsched.rewards.columns import check_columns
-from lit_rlsched.rewards.failures import FailureCounts
-from lit_rlsched.rewards.jobs import (
-    BadMessage,
-    Job,
-    Result,
-    ScoredJob,
-    parse_message,
-    scored,
-)
-from lit_rlsched.rewards.memory import MemoryWatch, machine_memory, warn_of_no_limit
-from lit_rlsched.rewards.pool import WorkerPool
-from lit_rlsched.rewards.settings import check_env_vars, check_memory_limit, check_timeout
-from lit_rlsched.rewards.signatures import (
+from lit_rlsched.rewards.checks import (
+    check_columns,
+    check_env_vars,
+    check_memory_limit,
     check_reward_function,
+    check_timeout,
     environment_of,
     is_async,
-    names_failures,
+    offered_arguments,
     unique_names,
     unwrap,
 )
+from lit_rlsched.rewards.jobs import BadMessage, FailureCounts, Job, Result, ScoredJob, scored
+from lit_rlsched.rewards.memory import machine_memory, warn_of_no_limit
+from lit_rlsched.rewards.pool import WorkerPool
 from lit_rlsched.rewards.worker_process import WorkerProcess, kill_strays
 from lit_rlsched.settings import check_finite
 
-MAX_MESSAGE = 64 << 20
-"""Bytes that a worker may say at once."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class RewardScheduler:
-    """Calls reward functions in processes of their own, so that they cannot hurt the run.
+    """Calls reward functions in separate processes, so that they cannot harm the run.
 
-    A function that raises, hangs, crashes, takes too much memory or returns nonsense costs the one
-    score it was asked for: None, logged and counted. Functions are called as TRL calls them, with
-    lists of length one: a score never depends on which other completions are scored at the time.
+    If a function raises, hangs, crashes, takes too much memory or returns nonsense, the one score
+    that it was asked for is None, and the failure is logged and counted. Functions are called as
+    TRL calls them, with lists of length one, so that a score never depends on which other
+    completions are scored at the same time.
 
-    Nothing happens between calls: `poll` (or `wait`) is what collects scores, hands out work and
-    kills what is overdue. Call it every engine step.
+    The scheduler does nothing between calls: `poll`, `turn` and `wait` collect scores, send work
+    and kill overdue workers. Call one of them in every decode step.
 
     Args:
         reward_funcs: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
-            sync or async. An attribute `warm_up` is called once in each worker before it counts.
-            An attribute `env_vars` names environment variables that it needs and the others must
-            not see, such as a key: it is then called in workers of its own.
+            sync or async. An attribute `warm_up` is called once in each worker before time-outs
+            count. An attribute `env_vars` names environment variables, such as a key, that only
+            this function may see: it is called in workers of its own.
         reward_weights: Weight of each function in the reward. None: 1 each.
-        workers: Processes that score; as many again for functions with an `env_vars` of their own.
+        workers: Number of worker processes; the same number again for functions with `env_vars`.
         timeout: Seconds one call of one function may take before its process is killed.
-        memory_limit: Memory that calls may take in a worker, such as `4GiB`, beside what it holds
-            once the functions are loaded. What asks for more gets a MemoryError; a worker that
-            with all it started holds more, shared memory included, is ended. None: half of the
-            machine's, shared by the workers. Linux only.
-        env_vars: Names of environment variables that all workers are given, besides the few that
-            Python and its packages need (`docs/rewards.md` lists them).
+        memory_limit: Memory that calls may take in a worker, such as `4GiB`, on top of what the
+            loaded functions hold. A call that allocates more gets a MemoryError. A worker that
+            holds more, child processes and shared memory included, is killed. None: half of the
+            machine's memory, divided among the workers. Linux only.
+        env_vars: Names of environment variables that all workers see, besides those that Python
+            and its packages need (`docs/rewards.md` lists them).
 
     Example:
         >>> from lit_rlsched.rewards.functions import countdown_reward
@@ -103,32 +94,33 @@ class RewardScheduler:
         self.names = unique_names(reward_funcs)
         self.weights = [float(w) for w in reward_weights or [1.0] * len(reward_funcs)]
         self.timeout = timeout
-        """May be changed at any time; holds for what is submitted from then on."""
+        """May be changed at any time; applies to jobs submitted afterwards."""
         self._functions = list(reward_funcs)
         self._is_async = [is_async(function) for function in reward_funcs]
+        self._offered = [offered_arguments(function) for function in reward_funcs]
         self._num_workers = workers
         self._env_vars = check_env_vars(env_vars)
         self._memory_limit = check_memory_limit(memory_limit)
         self._pace = [0.0] * len(reward_funcs)
-        """Seconds a call has taken lately; 0 for coroutines, which do not wait for each other."""
+        """Recent seconds per call; 0 for coroutines, which do not wait for each other."""
         self._pools: list[WorkerPool] = []
-        self._watch: MemoryWatch | None = None
         self._selector = selectors.DefaultSelector()
-        self._keys: dict[Hashable, int] = {}
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[Hashable, Job] = {}
         self._finished: list[Job] = []
         self._submitted = 0
-        says_why = [names_failures(function) for function in reward_funcs]
-        self._failures = FailureCounts(self.names, says_why)
+        self._failures = FailureCounts(self.names, ["log_failure" in o for o in self._offered])
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     @property
     def pending(self) -> int:
-        """Jobs submitted and not yet returned by `poll`."""
+        """Number of jobs submitted and not yet returned by `poll`."""
         return len(self._jobs)
 
     def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Let functions with an attribute `check_row` look at every row, named, before they run.
+        """Pass every row to the functions' attribute `check_row`.
+
+        Args:
+            rows: Name and columns of each row.
 
         Raises:
             ValueError: a function refuses a row.
@@ -143,11 +135,11 @@ class RewardScheduler:
                     raise ValueError(f"`{name}` refuses the row `{uid}`: {error}") from None
 
     def check_columns(self, rows: Sequence[Mapping[str, Any]], data: str) -> None:
-        """Refuse functions that cannot be called for these rows.
+        """Refuse functions that cannot be called with the columns of these rows.
 
         Args:
-            rows: Of the data set, with all columns.
-            data: What it is called.
+            rows: Rows of the data set, with all columns.
+            data: Name of the data set's setting.
 
         Raises:
             ValueError: names function, argument and columns.
@@ -156,7 +148,7 @@ class RewardScheduler:
             check_columns(function, name, rows, data)
 
     def start(self) -> None:
-        """Launch the workers and import the functions there; returns when all can score.
+        """Launch the workers and wait until all have imported the functions.
 
         Raises:
             ValueError: a function cannot be sent to another process.
@@ -168,33 +160,30 @@ class RewardScheduler:
         warn_of_no_limit(self._memory_limit)
         pickled = [self._pickle(index) for index in range(len(self._functions))]
         hide_environment()
-        kinds = self._kinds()
+        kinds = self._functions_by_environment()
         memory = self._memory_limit or machine_memory() // 2 // (self._num_workers * len(kinds))
         for variables, indices in kinds.items():
+            setup = {
+                "functions": {index: pickled[index] for index in indices},
+                "is_async": self._is_async,
+                "offered": self._offered,
+                "memory_limit": memory,
+            }
+            environment = worker_environment(variables)
             self._pools.append(
-                WorkerPool(
-                    {index: pickled[index] for index in indices},
-                    self.names,
-                    self._is_async,
-                    worker_environment(variables),
-                    self._num_workers,
-                    memory,
-                    self._selector,
-                )
+                WorkerPool(setup, self.names, environment, self._num_workers, self._selector)
             )
-        remove_leftovers()
-        self._watch = MemoryWatch(partial(_workers_of, self._pools))
         try:
             for pool in self._pools:
                 pool.start()
             while not all(pool.ready for pool in self._pools):
-                self._turn(1.0)
+                self.turn(1.0)
         except BaseException:
             self.close()
             raise
 
-    def _kinds(self) -> dict[frozenset[str], list[int]]:
-        """Which functions share workers: those that are given the same variables."""
+    def _functions_by_environment(self) -> dict[frozenset[str], list[int]]:
+        """Group the functions by the environment variables that they may see."""
         common = worker_environment(self._env_vars)
         kinds: dict[frozenset[str], list[int]] = {}
         for index, function in enumerate(self._functions):
@@ -204,7 +193,7 @@ class RewardScheduler:
 
     @property
     def _workers(self) -> list[WorkerProcess]:
-        return _workers_of(self._pools) or []
+        return [worker for pool in self._pools for worker in pool.workers]
 
     def submit(
         self,
@@ -220,15 +209,18 @@ class RewardScheduler:
         """Queue a completion for scoring; the next `poll` sends it.
 
         Args:
-            job_id: Comes back with the scores.
+            job_id: Identifies the job in what `poll` returns.
             prompt: A string, or chat messages.
             completion: A string, or for chat messages a list of one assistant message.
-            completion_ids: Its tokens.
-            columns: The row's other columns, and `finish_reasons` (for this completion alone).
-            timeout: Seconds for each call, instead of the scheduler's own.
-            trainer_state: Handed to the functions as it is.
+            completion_ids: Token ids of the completion.
+            columns: Other columns of the row, and this completion's `finish_reasons`.
+            timeout: Seconds for each call, instead of the scheduler's own time-out.
+            trainer_state: Passed to the functions.
+
+        Raises:
+            ValueError: the job is still being scored, or the time-out is not a positive number.
         """
-        if job_id in self._keys:
+        if job_id in self._jobs:
             raise ValueError(f"job {job_id!r} is still being scored. Use another `job_id`.")
         if timeout is not None:
             check_timeout(timeout)
@@ -240,7 +232,7 @@ class RewardScheduler:
             completion_ids=array("q", completion_ids),
             trainer_state=trainer_state,
         )
-        job = Job(
+        job = self._jobs[job_id] = Job(
             key=self._submitted,
             id=job_id,
             payload=pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL),
@@ -248,51 +240,67 @@ class RewardScheduler:
             results=[None] * len(self.names),
         )
         self._submitted += 1
-        self._keys[job_id] = job.key
-        self._jobs[job.key] = job
         for pool in self._pools:
             pool.queue.append(job)
 
     def poll(self) -> list[ScoredJob]:
-        """All jobs finished since the last call, in the order they were submitted."""
-        self._turn(0.0)
+        """Return all jobs finished since the last call, in the order of submission."""
+        self.turn(0.0)
         finished, self._finished = self._finished, []
         for job in finished:
-            self._forget(job)
+            del self._jobs[job.id]
         return [scored(job) for job in sorted(finished, key=lambda job: job.key)]
 
-    def turn(self) -> None:
-        """Collect scores and hand out work, as `poll` does, and return nothing yet."""
-        self._turn(0.0)
+    def turn(self, seconds: float = 0.0) -> None:
+        """Send work, receive scores and kill overdue workers, but return nothing yet.
+
+        Args:
+            seconds: Maximum time to wait for a score.
+        """
+        self._feed()
+        block = min([seconds, *(worker.time_left() for worker in self._workers)])
+        while ready := self._selector.select(max(0.0, block)):
+            block = 0.0
+            for key, _ in ready:
+                self._receive(*key.data)
+        for pool in self._pools:
+            for worker in list(pool.workers):
+                if worker.time_left() <= 0:
+                    self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
+        self._feed()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until `poll` has something to return; False if nothing came, or nothing can."""
+        """Block until `poll` has something to return.
+
+        Args:
+            timeout: Maximum number of seconds to wait.
+
+        Returns:
+            False if nothing has finished in time, or nothing is pending.
+        """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._jobs and not self._finished and (left := end - time.monotonic()) > 0:
-            self._turn(min(left, 1.0))
+            self.turn(min(left, 1.0))
         return bool(self._finished)
 
     def cancel(self, job_ids: Iterable[Hashable]) -> None:
-        """Forget these jobs. A call that is running goes on, and nobody hears of it."""
+        """Forget these jobs. A running call continues, and its score is ignored."""
         for job_id in job_ids:
-            if job_id in self._keys:
-                self._forget(self._jobs[self._keys[job_id]])
+            if job_id in self._jobs:
+                self._jobs.pop(job_id).cancelled = True
         for pool in self._pools:
-            pool.drop(self._jobs)
-        self._finished = [job for job in self._finished if job.key in self._jobs]
+            pool.drop_cancelled()
+        self._finished = [job for job in self._finished if not job.cancelled]
 
     def counters(self) -> dict[str, int]:
-        """Failures since the scheduler was made, as `rewards/<function>/<kind>`."""
-        return self._failures.by_counter()
+        """Return the failures so far, as `rewards/<function>/<kind>`."""
+        return self._failures.by_key()
 
     def close(self) -> None:
-        """Kill the workers and forget all jobs. The next `submit` starts anew."""
+        """Kill the workers and forget all jobs. The next `submit` starts new workers."""
         for worker in self._workers:
             self._selector.unregister(worker.connection)
-        if self._watch is not None:
-            self._watch.stop()
         _kill_all(self._pools, os.getpid())
-        self._keys.clear()
         self._jobs.clear()
         self._finished.clear()
 
@@ -313,55 +321,32 @@ class RewardScheduler:
                 "what it holds (locks, clients, models) inside the function."
             ) from error
 
-    def _turn(self, seconds: float) -> None:
-        """Send what waits, then receive for up to this long; kill what is overdue."""
-        self._feed()
-        block = min([seconds, *(worker.time_left() for worker in self._workers)])
-        while ready := self._selector.select(max(0.0, block)):
-            block = 0.0
-            for key, _ in ready:
-                self._receive(*key.data)
-        for pool in self._pools:
-            for worker in list(pool.workers):
-                if worker.time_left() <= 0:
-                    self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
-        self._feed()
-
     def _feed(self) -> None:
         for pool in self._pools:
             pool.feed(sum(self._pace[index] for index in pool.functions))
 
     def _receive(self, pool: WorkerPool, worker: WorkerProcess) -> None:
+        was_ready = worker.ready
         try:
-            self._heard(pool, worker, *parse_message(worker.connection.recv_bytes(MAX_MESSAGE)))
+            score = worker.receive()
         except (EOFError, OSError):
             self._replace(pool, worker)
-        except BadMessage as error:  # a function wrote to our pipe
+            return
+        except BadMessage as error:
             self._replace(pool, worker, f"crashed: the worker sent {error}")
-
-    def _heard(self, pool: WorkerPool, worker: WorkerProcess, kind: str, rest: list[Any]) -> None:
-        if kind == "score":
-            key, index, stamp, *result = rest
-            try:
-                outcome = Result.received(*result)
-            except TypeError:
-                raise BadMessage("a score of another length") from None
-            worker.reported(key, index, stamp)
+            return
+        if score is not None:
             pool.scored()
-            self._take(key, index, outcome)
-            if outcome.failure is not None and outcome.failure.startswith("out_of_memory"):
-                worker.begun = False  # what comes next in it is not to blame
-                self._replace(pool, worker)  # it may still hold what was too much
-        elif kind == "begun":
-            worker.began(rest[0])
-        elif kind == "ready":
-            pool.loaded(worker)
-        else:
-            worker.loads(*rest)
+            self._take(*score)
+            failure = score[2].failure
+            if failure is not None and failure.startswith("out_of_memory"):
+                worker.begun = False  # its next call is not to blame
+                self._replace(pool, worker)  # it may still hold the memory
+        elif worker.ready and not was_ready:
+            pool.loaded()
 
-    def _take(self, key: int, index: int, result: Result) -> None:
-        job = self._jobs.get(key)
-        if job is None:  # cancelled
+    def _take(self, job: Job, index: int, result: Result) -> None:
+        if job.cancelled:
             return
         job.results[index] = result
         if not self._is_async[index]:
@@ -373,23 +358,17 @@ class RewardScheduler:
             self._finished.append(job)
 
     def _replace(self, pool: WorkerPool, worker: WorkerProcess, failure: str | None = None) -> None:
-        for key, index, result in pool.replace(worker, failure, self._jobs):
-            self._take(key, index, result)
-
-    def _forget(self, job: Job) -> None:
-        del self._keys[job.id]
-        del self._jobs[job.key]
+        for failed in pool.remove(worker, failure):
+            self._take(*failed)
+        pool.replace(worker)
 
 
 def _kill_all(pools: list[WorkerPool], owner: int) -> None:
+    """Kill all workers. Not a method, as it runs when the scheduler is garbage-collected."""
     if os.getpid() == owner:  # a forked child leaves its parent's workers alone
-        if workers := _workers_of(pools):
-            for worker in workers:
-                worker.kill()
+        workers = [worker for pool in pools for worker in pool.workers]
+        for worker in workers:
+            worker.kill()
+        if workers:
             kill_strays(workers)
         pools.clear()
-
-
-def _workers_of(pools: list[WorkerPool]) -> list[WorkerProcess] | None:
-    """All of them; None once they are killed. Not a method: a thread must not keep us alive."""
-    return [worker for pool in list(pools) for worker in list(pool.workers)] if pools else None

@@ -108,8 +108,7 @@ def test_eating_memory_costs_one_completion(way: str) -> None:
         "eight processes",
     ],
 )
-def test_sharing_memory_costs_one_completion(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "new_group", lambda *of_a_worker: None)  # see test_cgroup.py
+def test_sharing_memory_costs_one_completion(way: str) -> None:
     jobs, counters = score(
         [cases.share], [*GOOD[:5], way, *GOOD[5:]], memory_limit="256MiB", timeout=60.0
     )

@@ -1,0 +1,202 @@
+"""Checks of reward functions and of the reward scheduler's settings before anything starts."""
+
+import asyncio
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import Parameter
+from typing import Any
+
+from lit_rlsched.sizes import parse_bytes
+
+MIN_MEMORY = 64 << 20
+"""Bytes that a worker needs for the rows it receives."""
+GIVEN = (
+    *("prompts", "completions", "completion_ids"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
+"""Arguments with which every function is called besides the columns, as in TRL."""
+OFFERED = ("finish_reasons", "log_failure", "reward_timeout")
+"""Arguments that TRL does not have; only functions that accept them are called with them."""
+NOT_PASSED = ("prompt", "uid", "completion", "completion_ids")
+"""Columns that no function is called with."""
+
+
+def check_timeout(timeout: float) -> None:
+    """Refuse a time-out that is infinite or not positive.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"`timeout={timeout}` must be a positive number of seconds.")
+
+
+def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
+    """Refuse environment variables that are not set.
+
+    Raises:
+        ValueError: names them.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"`reward_env_vars={names!r}`: give a list of names, such as `[{names}]`.")
+    if missing := sorted(set(names) - os.environ.keys()):
+        raise ValueError(
+            f"`reward_env_vars={list(names)}`: {', '.join(missing)} not set in the trainer's "
+            "environment. Set every variable that is listed, or leave it out."
+        )
+    return tuple(names)
+
+
+def check_memory_limit(limit: str | int | None) -> int | None:
+    """Return the limit in bytes.
+
+    Raises:
+        ValueError: it is not a size, or too small for a worker.
+    """
+    if limit is None:
+        return None
+    size = parse_bytes(limit, "memory_limit")
+    if size < MIN_MEMORY:
+        raise ValueError(f"`memory_limit={limit!r}`: use '64MiB' or more.")
+    return size
+
+
+def check_reward_function(index: int, function: object) -> None:
+    """Refuse what is not a function, and reward models, which TRL would load and run.
+
+    Raises:
+        ValueError: names the function.
+    """
+    if not callable(function):
+        raise ValueError(
+            f"`reward_funcs[{index}]={function!r}` is not callable. Give a function, or in a "
+            "config the import path of one."
+        )
+    if any(kind.__module__.startswith("torch.nn.") for kind in type(function).__mro__):
+        raise ValueError(
+            f"`reward_funcs[{index}]` is a torch module ({type(function).__name__}). Reward models "
+            "are not run by the scheduler: wrap yours in a function that returns a list of scores."
+        )
+    environment_of(function)
+
+
+def environment_of(function: Any) -> tuple[str, ...]:
+    """Return the attribute `env_vars`: environment variables that only this function may see.
+
+    Raises:
+        ValueError: the attribute is not a list of names.
+    """
+    names = getattr(function, "env_vars", None)
+    if names is None:
+        names = getattr(unwrap(function), "env_vars", None) or ()
+    if not isinstance(names, tuple | list | set | frozenset) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise ValueError(
+            f"The reward function {unwrap(function)!r} has the attribute `env_vars={names!r}`. "
+            "Make it a tuple of names of environment variables, or give it another name."
+        )
+    return tuple(names)
+
+
+def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call gives a coroutine."""
+    function = unwrap(function)
+    return asyncio.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
+    """Return TRL's names: `__name__` or the class; a repeated name gets `_2`, `_3` and so on."""
+    names: list[str] = []
+    for function in map(unwrap, functions):
+        base = name = str(getattr(function, "__name__", type(function).__name__))
+        number = 2
+        while name in names:
+            name = f"{base}_{number}"
+            number += 1
+        names.append(name)
+    return names
+
+
+def offered_arguments(function: Callable[..., Any]) -> set[str]:
+    """Return which of the `OFFERED` arguments the function is called with.
+
+    `finish_reasons` is also passed to a function with `**kwargs`; the others must be named.
+    """
+    parameters = _parameters(function)
+    offered = parameters.keys() & {*OFFERED}
+    return offered | {"finish_reasons"} if _takes_anything(parameters) else offered
+
+
+def check_columns(
+    function: Callable[..., Any], name: str, rows: Sequence[Mapping[str, Any]], data: str
+) -> None:
+    """Refuse a function that cannot be called with the columns of the data.
+
+    Args:
+        function: Reward function. An attribute `required_columns` names columns that it needs
+            besides its arguments.
+        name: Name of the function.
+        rows: Rows of the data set.
+        data: Name of the data set's setting.
+
+    Raises:
+        ValueError: the function requires an argument that no column provides, or does not accept
+            one that it is called with; names function, argument and columns.
+    """
+    parameters = _parameters(function)
+    anything = _takes_anything(parameters)
+    required = [
+        *(p.name for p in parameters.values() if p.default is p.empty and p.kind not in _VARIADIC),
+        *getattr(function, "required_columns", ()),
+    ]
+    first: dict[tuple[Any, ...], int] = {}
+    for number, row in enumerate(rows):
+        first.setdefault(tuple(row), number)
+    for row_columns, number in first.items():
+        columns = sorted(set(map(str, row_columns)) - {*NOT_PASSED})
+        known = [*columns, *GIVEN, *OFFERED]
+        for argument in required:
+            if argument not in known:
+                near = get_close_matches(argument, known, n=1, cutoff=0.7)
+                raise ValueError(
+                    f"The reward function `{name}` requires `{argument}`, and row {number} of "
+                    f"`{data}` (the first is 0) has no such column. "
+                    f"{f'Did you mean `{near[0]}`? ' if near else ''}Its columns are {columns}. "
+                    "Rename the argument or the column, or give the argument a default."
+                )
+        if odd := [a for a in (*GIVEN, *columns) if not anything and a not in parameters]:
+            raise ValueError(
+                f"The reward function `{name}` does not take {', '.join(f'`{a}`' for a in odd)}. "
+                f"Functions are called as TRL calls them, with {', '.join(GIVEN)} and every column "
+                f"of the row, which are {columns} in row {number} of `{data}`. Add `**kwargs` to "
+                "its arguments."
+            )
+
+
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """Return a function's parameters; an unknown signature, as in C, counts as `**kwargs`."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {"kwargs": Parameter("kwargs", Parameter.VAR_KEYWORD)}
+
+
+def _takes_anything(parameters: Mapping[str, Parameter]) -> bool:
+    return any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
