@@ -12,6 +12,7 @@ from lit_rlsched.training.advantages import (
     group_relative,
     kl_in_reward,
     leave_one_out,
+    standard_deviation,
 )
 
 NAN = torch.nan
@@ -199,3 +200,52 @@ def test_an_absent_completion_changes_nothing_of_the_batch(rewards: Tensor, more
 def test_nothing_to_compare_with_is_no_advantage(rewards: list) -> None:
     advantages = batch_normalized(torch.tensor(rewards, dtype=torch.float64))
     assert advantages.tolist() == [[0.0] * len(row) for row in rewards]
+
+
+def test_standard_deviation_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 3.0, 6.0], [NAN, 1.0, 3.0], [NAN, NAN, 5.0], [NAN, NAN, NAN]])
+    expected = torch.tensor([3.0, 2**0.5, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(standard_deviation(rewards), expected)
+
+
+@given(groups(nan=True), st.sampled_from([1e150, 1e200, 1e300]))
+def test_the_spread_does_not_overflow(rewards: Tensor, unit: float) -> None:
+    torch.testing.assert_close(
+        standard_deviation(rewards * unit), standard_deviation(rewards) * unit
+    )
+
+
+@pytest.mark.parametrize("rule", [*RULES, "reinforce++"])
+def test_huge_rewards_have_the_advantages_of_small_ones(rule: str) -> None:
+    """Where rewards are scaled, the 1e-4 in the denominator no longer counts."""
+    advantage = {**RULES, "reinforce++": batch_normalized}[rule]
+    small = torch.tensor([[0.0, 1.0, 4.0], [2.0, 2.0, 3.0]], dtype=torch.float64)
+    expected = advantage(small * 1e100)
+    for unit in (1e150, 1e152, 1e300):
+        found = advantage(small * unit)
+        if rule in ("none", "rloo"):
+            found = found / (unit / 1e100)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "reinforce++"])
+@pytest.mark.parametrize("infinite", [torch.inf, -torch.inf])
+def test_an_infinite_reward_is_none(rule: str, infinite: float) -> None:
+    advantage = {**RULES, "reinforce++": batch_normalized}[rule]
+    rewards = torch.tensor([[0.0, 1.0, NAN], [2.0, 5.0, 3.0]])
+    torch.testing.assert_close(
+        advantage(rewards.nan_to_num(nan=infinite)), advantage(rewards), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("rule", [*RULES, "reinforce++"])
+def test_equal_rewards_have_no_advantage_but_a_small_difference_has_little(rule: str) -> None:
+    advantage = {**RULES, "reinforce++": batch_normalized}[rule]
+    rewards = torch.tensor([[1.0, 1.0 + 1e-6]], dtype=torch.float64)
+    assert (advantage(rewards[:, :1].expand(1, 2)) == 0).all()
+    assert advantage(rewards).abs().max() < 0.01  # the 1e-4 holds it down
+
+
+def test_no_rewards_at_all() -> None:
+    assert standard_deviation(torch.zeros(0, 3)).shape == (0,)
+    assert group_relative(torch.zeros(0, 3)).shape == (0, 3)

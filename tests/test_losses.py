@@ -11,6 +11,7 @@ from torch import Tensor
 from lit_rlsched.training.losses import (
     LossOutput,
     check_loss_settings,
+    divides_by,
     policy_loss,
     rollout_correction,
 )
@@ -122,6 +123,79 @@ def test_sequence_ratios_by_hand() -> None:
     assert policy_loss(**batch, loss_type="rloo").loss.item() == pytest.approx(exp(0.15))
     sequence = policy_loss(**batch, loss_type="dapo", importance_sampling_level="sequence")
     assert sequence.loss.item() == pytest.approx(exp(0.075))
+
+
+def off_policy(ratios: Tensor, advantages: list[float], **settings: Any) -> LossOutput:
+    """The loss of tokens with these ratios; NaN is padding."""
+    mask = ~ratios.isnan()
+    logp = torch.full_like(ratios, -1.0)
+    given = torch.tensor(advantages, dtype=torch.float64)
+    return policy_loss(logp, given, mask, old_logp=logp - ratios.log(), **settings)
+
+
+NAN = float("nan")
+
+
+def test_clip_metrics_by_hand() -> None:
+    ratios = tensor([1.5, 1.0, 0.5], [0.5, 1.5, NAN], [0.5, 1.5, NAN], [NAN, NAN, NAN])
+    metrics = off_policy(ratios, [1.0, -1.0, 0.0, 9.0]).metrics
+    expected = {"low_mean": 1 / 7, "low_min": 0.0, "high_mean": 1 / 7, "high_max": 1 / 3}
+    for name, value in {**expected, "region_mean": 2 / 7}.items():
+        assert metrics[f"clip_ratio/{name}"].item() == pytest.approx(value), name
+    metrics = off_policy(tensor([0.5, 1.0, 1.0], [0.5, 0.7, 0.9]), [-1.0, -2.0]).metrics
+    assert metrics["clip_ratio/low_min"].item() == pytest.approx(1 / 3)
+    wide = off_policy(tensor([1.25, 0.7, 1.35]), [1.0], epsilon=0.4, epsilon_high=0.3).metrics
+    assert wide["clip_ratio/high_mean"].item() == pytest.approx(1 / 3)
+    sequence = off_policy(tensor([1.5, 1.5], [1.0, NAN]), [1.0, 1.0], loss_type="gspo").metrics
+    assert sequence["clip_ratio/high_mean"].item() == pytest.approx(2 / 3)  # once per token
+    assert sequence["policy_loss"].item() == pytest.approx(-(1.2 * 2 + 1) / 3)
+
+
+def test_a_ratio_at_its_bound_is_not_clipped() -> None:
+    on_policy = off_policy(tensor([1.0], [1.0]), [1.0, -1.0], epsilon=0.0).metrics
+    assert on_policy["clip_ratio/region_mean"].item() == 0
+    on_policy = off_policy(tensor([1.0]), [1.0], loss_type="cispo", epsilon_high=1.0).metrics
+    assert on_policy["cispo_clip_ratio"].item() == 0
+    weight, metrics = rollout_correction(
+        tensor([-1.0]), tensor([-1.0]), tensor([1]).bool(), "sequence_mask", 1.0
+    )
+    assert weight.item() == 1 and metrics[f"{RATIO}/clipped_fraction"].item() == 0
+
+
+def test_cispo_counts_what_it_caps() -> None:
+    ratios = tensor([3.0, 1.0, 3.0, NAN], [3.0, NAN, NAN, NAN], [3.0, NAN, NAN, NAN])
+    metrics = off_policy(ratios, [1.0, -1.0, 0.0], loss_type="cispo", epsilon_high=2.0).metrics
+    assert metrics["cispo_clip_ratio"].item() == pytest.approx(2 / 5)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(2.9, 2.9), (3.1, 0.0)])
+def test_by_default_a_sequence_that_the_engine_drew_from_elsewhere_is_masked(
+    ratio: float, weight: float
+) -> None:
+    logp = tensor([-1.0, -1.0])
+    rollout = logp - log(ratio) / 2
+    output = policy_loss(logp, torch.ones(1).double(), torch.ones(1, 2), rollout_logp=rollout)
+    assert output.loss.item() == pytest.approx(-weight)
+
+
+def test_what_a_loss_is_divided_by() -> None:
+    for loss_type in LOSS_TYPES:
+        settings = extra(loss_type)
+        batch = {name: value[:, None] for name, value in [("logp", -torch.ones(3).double())]}
+        batch |= {"advantages": torch.ones(3).double(), "mask": torch.ones(3, 1)}
+        plain = policy_loss(**batch, **settings, step_sequences=3, step_tokens=3).loss
+        sequences = policy_loss(**batch, **settings, step_sequences=6, step_tokens=3).loss
+        tokens = policy_loss(**batch, **settings, step_sequences=3, step_tokens=6).loss
+        halved = {"sequences": sequences, "tokens": tokens}
+        by = divides_by(loss_type)  # type: ignore[arg-type]
+        torch.testing.assert_close(halved.pop(by), plain / 2)
+        torch.testing.assert_close(*halved.values(), plain)
+
+
+def test_fewer_than_one_token_counts_as_one() -> None:
+    batch = {"logp": tensor([-1.0]), "advantages": tensor(2.0), "mask": tensor([1])}
+    for tokens, loss in ((0, -2.0), (0.5, -2.0), (1, -2.0), (1.5, -2 / 1.5)):
+        assert policy_loss(**batch, step_tokens=tokens).loss.item() == pytest.approx(loss)
 
 
 def test_kl_by_hand() -> None:
@@ -287,6 +361,9 @@ def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "Remove"),
         ({"loss_type": "rloo", "importance_sampling_level": "sequence"}, "Remove"),
         ({"loss_type": "rloo", "importance_sampling_mode": "token_mask"}, "Use 'sequence_mask'"),
+        ({"loss_type": "rloo", "importance_sampling_mode": "token_truncate"}, "'sequence_mask'"),
+        ({"delta": 4.0, "loss_type": "cispo", "epsilon_high": 2.0}, "`loss_type='cispo'`. Remove"),
+        ({"epsilon": -0.1, "epsilon_high": 0.2, "beta": 0.1}, "must not be negative"),
     ],
 )
 def test_refused_settings(settings: dict[str, Any], message: str) -> None:
@@ -308,6 +385,26 @@ def test_refused_settings(settings: dict[str, Any], message: str) -> None:
 def test_missing_arguments(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon": 0.0, "epsilon_high": 0.0, "beta": 0.0},
+        {"loss_type": "cispo", "epsilon_high": 1.0},
+        {"delta": 1.21},
+        {"delta": 1.6, "epsilon_high": 0.5},
+        {"importance_sampling_clip_max": 0.01},
+        {"importance_sampling_level": "sequence", "importance_sampling_mode": None},
+        {"loss_type": "gspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "gspo", "delta": 2.0},
+        {"loss_type": "rloo", "importance_sampling_mode": "sequence_truncate"},
+        {"loss_type": "rloo", "importance_sampling_mode": None},
+        {"importance_sampling_mode": "token_mask"},
+    ],
+)
+def test_settings_at_their_bounds(settings: dict[str, Any]) -> None:
+    check_loss_settings(**{"loss_type": "dapo", **settings})
 
 
 @every_loss

@@ -72,3 +72,55 @@ def test_gradients_of_a_round_that_decoded_nothing():
     trace = RolloutTrace(slots=1)
     trace.worked(1.0, 2.0)
     assert trace.work_seconds == trace.overlap_seconds == 0
+
+
+def test_every_figure_of_a_round_by_hand():
+    trace = RolloutTrace(slots=3, dynamic=True)
+    assert trace.slots == 0 and trace.tokens == trace.pauses == trace.total("preemptions") == 0
+    trace.take(Step(10.0, 11.0, 2, 20, 1, 12, 3, 0, admitted=["a", "b"], left={"a": 4}))
+    trace.take(Step(12.0, 14.0, 1, 15, 5, 0, 0, 2, left={"b": 5}))
+    trace.take(Step(14.0, 14.5, 1, 30, 2, 7, 6, 1, admitted=["a"], left={"a": 2, "nobody": 9}))
+    assert trace.steps == {
+        "start": [0.0, 2.0, 4.0],
+        "end": [1.0, 4.0, 4.5],
+        "running": [2, 1, 1],
+        "kv_tokens": [20, 15, 30],
+        "decode_steps": [1, 5, 2],
+        "prefill_tokens": [12, 0, 7],
+        "cached_tokens": [3, 0, 6],
+        "preemptions": [0, 2, 1],
+    }
+    assert trace.spans == {
+        "request": ["a", "b", "a"],
+        "slot": [0, 1, 0],
+        "start": [0.0, 0.0, 4.0],
+        "end": [1.0, 4.0, 4.5],
+        "start_step": [0, 0, 6],
+        "end_step": [1, 6, 8],
+        "tokens": [4, 5, 2],
+    }
+    assert trace.tokens == 11 and trace.pauses == 1 and trace.seconds == 4.5
+    assert trace.total("preemptions") == 3 and trace.total("cached_tokens") == 9
+    assert trace.slots == trace.peak_running == 2
+    assert trace.slot_steps == 16 and trace.busy_slot_steps == 2 + 5 + 2
+    assert trace.bubble_ratio == (0 + 3 + 0.5) / (4.5 * 2)
+    trace.dynamic = False
+    assert trace.slots == 3 and trace.slot_steps == 24
+
+
+def test_the_lowest_free_slot_is_taken():
+    trace = RolloutTrace(slots=3)
+    trace.take(Step(0.0, 1.0, 3, 0, admitted="abc", left={"c": 1, "a": 1}))
+    trace.take(Step(1.0, 2.0, 2, 0, admitted="d", left={"d": 1, "b": 1}))
+    assert dict(zip(trace.spans["request"], trace.spans["slot"], strict=True)) == {
+        "c": 2,
+        "a": 0,
+        "d": 0,
+        "b": 1,
+    }
+
+
+def test_nothing_leaves_before_anything_came():
+    trace = RolloutTrace(slots=1)
+    with pytest.raises(AssertionError, match="before anything was admitted"):
+        trace.take(Step(0.0, 1.0, 0, 0))

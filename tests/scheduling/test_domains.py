@@ -1,0 +1,78 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling.domains import check_domains, quotas
+from lit_rlsched.types import Prompt
+
+weights = st.lists(st.integers(1, 20), min_size=1, max_size=5)
+
+
+@given(weights, st.integers(1, 60))
+def test_quotas_are_by_largest_remainder(weights, prompts):
+    shares = {f"d{i}": w / sum(weights) for i, w in enumerate(weights)}
+    try:
+        found = quotas(shares, prompts)
+    except ValueError as error:
+        name = re.search(r"no prompt of '(\w+)'", str(error))[1]
+        assert shares[name] * prompts < 1 + 1e-9
+        return
+    assert sum(found.values()) == prompts and found.keys() == shares.keys()
+    rest = {d: shares[d] * prompts - n for d, n in found.items()}
+    assert all(-1 < r < 1 for r in rest.values())
+    up = [r + 1 for r in rest.values() if r < -1e-9]  # the remainders of those rounded up
+    assert min(up, default=1) >= max((r for r in rest.values() if r > 1e-9), default=0) - 1e-9
+
+
+def test_of_equal_remainders_the_first_is_rounded_up():
+    assert quotas({"a": 0.25, "b": 0.5, "c": 0.25}, 6) == {"a": 2, "b": 3, "c": 1}
+    assert quotas({"c": 0.25, "b": 0.5, "a": 0.25}, 6) == {"c": 2, "b": 3, "a": 1}
+
+
+@pytest.mark.parametrize(
+    ("shares", "prompts", "expected"),
+    [
+        ({"a": 0.1, "b": 0.2, "c": 0.7}, 10, {"a": 1, "b": 2, "c": 7}),  # 0.7 * 10 is below 7
+        ({"a": 0.29, "b": 0.71}, 100, {"a": 29, "b": 71}),  # 28.999999999999996
+        ({"a": 0.6, "b": 0.4}, 2, {"a": 1, "b": 1}),
+        (None, 7, {None: 7}),
+    ],
+)
+def test_whole_quotas(shares, prompts, expected):
+    assert quotas(shares, prompts) == expected
+
+
+def test_a_domain_without_a_prompt_is_named():
+    with pytest.raises(ValueError, match=r"no prompt of 'b' in a round of 4\. Raise"):
+        quotas({"a": 0.9, "b": 0.1}, 4)
+
+
+def prompts(**numbers):
+    return [
+        Prompt(f"{d}{i}", "?", (1,), {"domain": d}) for d, n in numbers.items() for i in range(n)
+    ]
+
+
+def test_prompts_that_race_and_wait_must_be_there():
+    check_domains(prompts(x=5, y=4), {"x": 3, "y": 2}, waiting=2)
+    message = (
+        r"up to 4 prompts of 'y' waiting, 2 of them in a short round, and `train_data` holds 3\. "
+    )
+    with pytest.raises(ValueError, match=message):
+        check_domains(prompts(x=5, y=3), {"x": 3, "y": 2}, waiting=2)
+    with pytest.raises(ValueError, match=r"up to 3 prompts of 'x' .* holds 0"):
+        check_domains(prompts(y=5), {"x": 3, "y": 2}, waiting=0)
+
+
+def test_a_domain_may_be_a_number():
+    numbered = [Prompt(str(i), "?", (1,), {"domain": i % 2}) for i in range(4)]
+    check_domains(numbered, {"0": 2, "1": 2}, waiting=0)
+
+
+def test_a_prompt_without_a_share_is_named():
+    with pytest.raises(ValueError, match=r"The prompt z0 is of the domain 'z'.*\['x', 'y'\]"):
+        check_domains(prompts(x=5, y=5, z=1), {"y": 2, "x": 3}, waiting=0)
+    with pytest.raises(ValueError, match=r"needs a column `domain` .* the prompt odd has none"):
+        check_domains([*prompts(x=5), Prompt("odd", "?", (1,))], {"x": 3}, waiting=0)
