@@ -36,7 +36,7 @@ def polynomials() -> Algebra:
 
     def power(base: Any, exponent: Any) -> Any:
         if not exponent.is_Integer:
-            raise ValueError("a power that is not a whole number")
+            raise ValueError(f"the exponent {exponent!s:.40} is not a whole number")
         factor, _ = base.as_coeff_Mul()
         bounded_power(Fraction(int(factor.p), int(factor.q)), Fraction(int(exponent)))
         return base**exponent
@@ -123,7 +123,7 @@ def _slope(text: str, variable: str, point: complex) -> Slope:
         if name in _CONSTANTS:
             return Slope(_CONSTANTS[name])
         if name[1:].isalpha():
-            raise ValueError(f"there is no `{name[:20]}`")
+            raise ValueError(f"unknown name `{name[:20]}`")
         return Slope(complex(1 + ord(name[0]) / 100, 0.3))
 
     def number(digits: str) -> Slope:

@@ -189,7 +189,7 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
     except Exception as error:  # a column of another type may raise anything in the check
         why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"`task={task!r}`: the columns are not those of such an entry: {why}. Give `answer` "
+            f"`task={task!r}`: the columns do not fit this data set: {why}. Give `answer` "
             "and `metadata` as reasoning-gym makes them (`ReasoningGym` does), or drop the row."
         ) from None
     return entry

@@ -45,8 +45,8 @@ def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"`reward_env_vars={names!r}`: give a list of names, such as `[{names}]`.")
     if missing := sorted(set(names) - os.environ.keys()):
         raise ValueError(
-            f"`reward_env_vars={list(names)}`: {', '.join(missing)} not set in the trainer's "
-            "environment. Set every variable that is listed, or leave it out."
+            f"`reward_env_vars={list(names)}`: the trainer's environment does not have "
+            f"{', '.join(missing)}. Set every variable that is listed, or leave it out."
         )
     return tuple(names)
 

@@ -41,7 +41,7 @@ PYTHON_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 def sized(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise ValueError(f"a number of more than {MAX_BITS} bits")
+        raise ValueError(f"a number exceeds {MAX_BITS} bits")
     return value
 
 
@@ -51,15 +51,15 @@ def decimal(text: str) -> Fraction:
 
 def bounded_power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or abs(exponent) > MAX_POWER:
-        raise ValueError(f"a power of {exponent}")
+        raise ValueError(f"the exponent {exponent} is not a whole number up to {MAX_POWER}")
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size * abs(exponent) > MAX_BITS:
-        raise ValueError(f"a number of more than {MAX_BITS} bits")
+        raise ValueError(f"a number exceeds {MAX_BITS} bits")
     return Fraction(base ** int(exponent))
 
 
 def _unknown(name: str) -> Any:
-    raise ValueError(f"there is no `{name[:20]}`")
+    raise ValueError(f"unknown name `{name[:20]}`")
 
 
 def _bounded(function: Callable[[Any, Any], Any]) -> Callable[[Fraction, Fraction], Fraction]:
@@ -69,7 +69,7 @@ def _bounded(function: Callable[[Any, Any], Any]) -> Callable[[Fraction, Fractio
 def _shift(function: Callable[[int, int], int]) -> Callable[[Fraction, Fraction], Fraction]:
     def shifted(value: Fraction, by: Fraction) -> Fraction:
         if value.denominator != 1 or by.denominator != 1 or not 0 <= by <= MAX_SHIFT:
-            raise ValueError(f"a shift by {by}")
+            raise ValueError(f"the shift {by} is not a whole number up to {MAX_SHIFT}")
         return sized(Fraction(function(int(value), int(by))))
 
     return shifted
@@ -112,11 +112,11 @@ def work_out(text: str, algebra: Algebra = ARITHMETIC) -> Any:
 
 def _tokens(text: str) -> list[tuple[int, str]]:
     if len(text) > LONGEST:
-        raise ValueError(f"a formula of {len(text)} characters: {LONGEST} are the most")
+        raise ValueError(f"the formula has {len(text)} characters, more than {LONGEST}")
     tokens, at = [], 0
     while at < len(text):
         if (match := _TOKEN.match(text, at)) is None:
-            raise ValueError(f"no formula from {text[at : at + 40]!r} on")
+            raise ValueError(f"not a formula from {text[at : at + 40]!r} on")
         if match.lastindex:
             tokens.append((match.lastindex, match[0]))
         at = match.end()
@@ -146,12 +146,12 @@ class _Reader:
 
     def _expect(self, wanted: str) -> None:
         if (token := self._take()[1]) != wanted:
-            raise ValueError(f"no formula: {token[:40]!r} where {wanted!r} was expected")
+            raise ValueError(f"not a formula: {token[:40]!r} instead of {wanted!r}")
 
     def _expression(self, least_binding: int) -> Any:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise ValueError(f"a formula deeper than {DEEPEST}")
+            raise ValueError(f"the formula is nested deeper than {DEEPEST}")
         left = self._operand()
         while (binding := _BINDING.get(self._next(), -1)) >= least_binding:
             _, symbol = self._take()
@@ -173,13 +173,13 @@ class _Reader:
             return self._expression(_SIGN_BINDING)
         if token == "-":
             return self._apply("-", self._algebra.number("0"), self._expression(_SIGN_BINDING))
-        raise ValueError(f"no formula: {token!r} where a number or name was expected")
+        raise ValueError(f"not a formula: {token!r} instead of a number or name")
 
     def _named(self, name: str) -> Any:
         if self._next() != "(":
             return self._algebra.name(name)
         if name not in self._algebra.functions:
-            raise ValueError(f"there is no function `{name[:20]}`")
+            raise ValueError(f"unknown function `{name[:20]}`")
         self._take()
         return self._algebra.functions[name](self._until_closed())
 
@@ -190,5 +190,5 @@ class _Reader:
 
     def _apply(self, symbol: str, left: Any, right: Any) -> Any:
         if symbol not in self._algebra.operators:
-            raise ValueError(f"there is no `{symbol}`")
+            raise ValueError(f"the operator `{symbol}` is not allowed")
         return self._algebra.operators[symbol](left, right)

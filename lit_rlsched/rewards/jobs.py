@@ -61,7 +61,7 @@ class Result(NamedTuple):
             and (not metrics or _are_lists_of_numbers(metrics.values()))
         ):
             return cls(seconds, score, failure, extra, metrics)
-        raise BadMessage(f"a result of other types: {score!r:.80}")
+        raise BadMessage(f"a result with wrong types: {score!r:.80}")
 
 
 def _are_lists_of_numbers(values: Iterable[object]) -> bool:
@@ -81,9 +81,9 @@ def parse_message(data: bytes) -> tuple[str, list[Any]]:
     try:
         message = json.loads(data.decode())
     except (ValueError, RecursionError):
-        raise BadMessage(f"no JSON: {data!r:.80}") from None
+        raise BadMessage(f"invalid JSON: {data!r:.80}") from None
     if type(message) is not list or not message:
-        raise BadMessage(f"no list: {message!r:.80}")
+        raise BadMessage(f"JSON that is not a list: {message!r:.80}")
     kind = message.pop(0)
     types = MESSAGES.get(kind) if type(kind) is str else None
     if types is None or [*map(type, message[: len(types)])] != types:

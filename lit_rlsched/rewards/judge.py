@@ -158,7 +158,7 @@ class Judge(ABC):
             except TimeoutError:
                 if not scope.expired():
                     raise
-                log_failure("no_answer", f"none within {limit:g} s, retries included")
+                log_failure("no_answer", f"none within {limit:g} s, including retries")
             except NoAnswer as reason:
                 log_failure("no_answer", str(reason))
             except Unparsed as reason:
@@ -205,7 +205,7 @@ class Judge(ABC):
             Unparsed: there is no grade in the range, or only quoted ones.
         """
         if len(answer) > (longest := self._longest_answer):
-            raise Unparsed(f"{len(answer)} characters, {longest} are the most: {answer:.200}")
+            raise Unparsed(f"{len(answer)} characters, more than {longest}: {answer:.200}")
         grades = self._pattern.findall(answer)
         if not grades:
             raise Unparsed(f"no grade in {answer[-200:]!r}")

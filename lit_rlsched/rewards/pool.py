@@ -126,7 +126,7 @@ class WorkerPool:
         self._launch()
 
     def _died_idle(self, worker: WorkerProcess, death: str) -> None:
-        logger.warning("a reward worker %s; another one scores what it had not scored", death)
+        logger.warning("a reward worker %s; another one scores its unscored completions", death)
         if worker.jobs:
             self._deaths.append(death)
         if len(self._deaths) >= MAX_DEATHS:

@@ -235,7 +235,7 @@ def drop_capability(number: int) -> None:
             sets[3 * (number // 32) + index] &= ~(1 << number % 32) & 0xFFFFFFFF
         if libc.capset(header, sets) == 0:
             return
-    raise OSError(ctypes.get_errno(), f"capability {number} is kept")
+    raise OSError(ctypes.get_errno(), f"capability {number} cannot be dropped")
 
 
 def describe(error: BaseException) -> str:

@@ -153,13 +153,13 @@ def check_lock(entry: Entry) -> None:
     facts = entry["metadata"]
     values = [facts["initial_value"], *(button["value"] for button in facts["buttons"])]
     if any(abs(value) > 1000 for value in values):
-        raise ValueError(f"`metadata` has values of more than 1000: {values!r:.80}")
+        raise ValueError(f"`metadata` has values above 1000: {values!r:.80}")
 
 
 def check_premises(entry: Entry) -> None:
     facts = entry["metadata"]
     if len(facts["variables"]) > 10:
-        raise ValueError(f"`metadata.variables={facts['variables']!r:.80}`: 10 are the most")
+        raise ValueError(f"`metadata.variables={facts['variables']!r:.80}`: more than 10")
     if set(re.findall("[A-Z]", "".join(facts["premises"]))) - set(facts["variables"]):
         raise ValueError("`metadata.premises` has letters that `metadata.variables` does not list")
     for premise in facts["premises"]:

@@ -136,12 +136,12 @@ class WorkerProcess:
             try:
                 outcome = Result.received(*result)
             except TypeError:
-                raise BadMessage("a score of another length") from None
+                raise BadMessage("a score with a wrong number of fields") from None
             self._end_call((key, index), stamp)
             return self.jobs[key], index, outcome
         if kind == "begun":
             if self.begun or not self.busy:
-                raise BadMessage("there was nothing to begin")
+                raise BadMessage("`begun` without a new batch")
             self.begun = True
             self._set_deadline(fields[0])
         elif self.ready or not {*fields[:1]} <= self._functions.keys():
@@ -192,7 +192,7 @@ class WorkerProcess:
     def _set_deadline(self, start: float) -> None:
         """Set the deadline of the next call, which began at `start` on the common clock."""
         if not 0 <= start <= time.monotonic():
-            raise BadMessage("a time that is not now")
+            raise BadMessage("an impossible time")
         if self.calls:
             self.limit = self.jobs[self.calls[0][0]].timeout
         elif self.coroutines:

@@ -203,7 +203,10 @@ def test_a_function_that_misses_a_variable_is_told_how_to_get_it(
 
 
 def test_names_that_cannot_be_passed_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`reward_env_vars=\['NO_SUCH'\]`: NO_SUCH not set in"):
+    with pytest.raises(
+        ValueError,
+        match=r"`reward_env_vars=\['NO_SUCH'\]`: the trainer's environment does not have NO_SUCH",
+    ):
         RolloutDataModule([{"prompt": "p"}], [len], reward_env_vars=["NO_SUCH"])
     with pytest.raises(ValueError, match=r"give a list of names, such as `\[PATH\]`"):
         RewardScheduler([len], env_vars="PATH")

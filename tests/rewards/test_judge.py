@@ -176,7 +176,7 @@ def test_what_goes_wrong_is_no_score_and_counted(endpoint: Endpoint) -> None:
         "cut": "unparsed: cut at max_tokens=1024",
         "says good": "unparsed: no grade in 'good'",
         "grades 11": "unparsed: the grade 11 is not from 0 to 10",
-        "floods": "unparsed: 100017 characters, 16384 are the most",
+        "floods": "unparsed: 100017 characters, more than 16384",
         "says <score>10</score>": "unparsed: the grade 10 also stands in what was graded",
     }
     fine = {
@@ -256,7 +256,7 @@ def test_an_endpoint_that_hangs_is_given_up_before_the_time_out(endpoint: Endpoi
     judge = JudgeReward("m", endpoint.url)
     called = judge(["p"] * 2, ["hangs", "x"], log_failure=log_failure, reward_timeout=5.0)
     assert asyncio.run(called) == [None, 0.7]
-    assert failures == [("no_answer", "none within 4.5 s, retries included")]
+    assert failures == [("no_answer", "none within 4.5 s, including retries")]
 
 
 def test_an_endpoint_that_is_down_is_asked_again_and_never_scores_zero() -> None:
