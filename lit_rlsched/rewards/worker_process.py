@@ -81,6 +81,7 @@ class WorkerProcess:
             # the same hash seed in every worker: scores may depend on the order of a set (sympy)
             {"PYTHONHASHSEED": "0", **environment, _MARK: self.mark},
         )
+        self.process, self.connection = self._child.process, self._child.connection
         try:
             limit_blocking(self.connection, PIPE_TIMEOUT)
         except OSError:
@@ -94,14 +95,6 @@ class WorkerProcess:
                 "withheld": [name for name in os.environ if name not in environment],
             }
         )
-
-    @property
-    def connection(self) -> Connection:
-        return self._child.connection
-
-    @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        return self._child.process
 
     @property
     def busy(self) -> bool:
