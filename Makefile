@@ -18,7 +18,7 @@ XDIST  := -n logical --maxprocesses 4 --dist worksteal
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart gpu-check test test-slow test-all test-next audit dist smoke lint types
+.PHONY: help install quickstart gpu-check test test-slow test-all test-next mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,11 @@ endif
 	-.venv-next/bin/pip check
 	.venv-next/bin/pip list | grep -iE '^(lightning|transformers|torch|vllm(-cpu)?) '
 	.venv-next/bin/pytest $(XDIST) $(TESTS)
+
+mutants: install  ## Mutation tests of scheduling, losses and advantages; continues where it was stopped
+	$(BIN)/pip install -q "mutmut==3.8.1"
+	$(BIN)/mutmut run $(ONLY)
+	$(BIN)/python scripts/mutants.py
 
 audit:  ## Ask PyPI for known vulnerabilities of what requirements/cpu.txt pins, from .venv-audit
 	$(PYTHON) -m venv .venv-audit

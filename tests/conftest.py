@@ -23,6 +23,14 @@ from transformers import (
 pytest_plugins = ["vllm_build", "pytester"]
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile(  # few examples, always the same ones, none made smaller
+    "mutants",
+    deadline=None,
+    max_examples=20,
+    derandomize=True,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("untimed")
 
 
