@@ -74,6 +74,7 @@ endif
 
 mutants: install  ## Mutation tests of scheduling, losses and advantages; continues where it was stopped
 	$(BIN)/pip install -q "mutmut==3.8.1"
+	rm -rf mutants/tests mutants/benchmarks
 	$(BIN)/mutmut run $(ONLY)
 	$(BIN)/python scripts/mutants.py
 
