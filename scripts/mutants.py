@@ -80,7 +80,8 @@ def print_row(name: str, found: Counter[str]) -> None:
     killed = sum(found[status] for status in KILLED) - found["timeout"]
     alive = found.total() - killed - found["timeout"] - found["not checked"]
     figures = "".join(f"{n:>8}" for n in (found.total(), killed, found["timeout"], alive))
-    print(f"{name:<48}{figures}{share(found):>8.1%}")
+    tried = found.total() > found["not checked"]
+    print(f"{name:<48}{figures}{f'{share(found):.1%}' if tried else '-':>8}")
 
 
 if __name__ == "__main__":
