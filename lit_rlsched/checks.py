@@ -45,22 +45,16 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_module_settings(settings: Mapping[str, Any], kl_in_loss: bool) -> None:
+def check_module_settings(settings: Mapping[str, Any]) -> None:
     """Refuse arguments of a `PolicyModule` that are out of range or contradict each other.
 
     Args:
         settings: Its arguments.
-        kl_in_loss: Whether `beta` weighs a term of the loss.
 
     Raises:
         ValueError: names the argument, its value and what to use instead.
     """
-    beta, rloo = settings["beta"], settings["loss_type"] == "rloo"
-    if kl_in_loss and rloo and beta > 0:
-        raise ValueError(
-            f"`loss_type='rloo'` has no KL term for `beta={beta}` to weigh. Use `RLOOModule`, "
-            "which charges the KL to the reward, or `beta=0`."
-        )
+    rloo = settings["loss_type"] == "rloo"
     old_logprobs = settings["old_logprobs"]
     if old_logprobs not in ("trainer", "engine", None):
         raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")

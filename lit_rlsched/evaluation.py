@@ -1,4 +1,4 @@
-"""Held-out prompts: how they are answered, and what the answers say about a policy."""
+"""Draw completions of held-out prompts and compute accuracies from their scores."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -12,18 +12,18 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """How each held-out prompt is answered."""
+    """Which completions to draw of each held-out prompt."""
 
     sampling: Sampling
     num_generations: int
-    """Completions drawn of each prompt; 0: none."""
+    """Sampled completions per prompt; may be 0."""
     greedy: bool
-    """Whether one more is decoded greedily."""
+    """Whether to decode one more completion greedily."""
     threshold: float = 1.0
-    """Score of the first reward function from which on a completion counts as correct."""
+    """Minimum score by the first reward function of a correct completion."""
 
     def groups(self, prompt: Prompt, stage: str) -> tuple[Group | None, Group | None]:
-        """The greedy and the sampled completions to draw."""
+        """Make the groups of the greedy and of the sampled completions."""
         greedy = sampled = None
         if self.greedy:
             argmax = Sampling(self.sampling.max_completion_length, temperature=0.0)
@@ -35,9 +35,9 @@ class EvaluationSettings:
 
 
 class Evaluated:
-    """One held-out prompt with its greedy completion, its sampled ones, or both.
+    """The greedy and sampled completions of one held-out prompt.
 
-    An ordinary class: Lightning walks into dataclasses to move their tensors.
+    Not a dataclass, because Lightning walks through dataclasses to move their tensors.
     """
 
     def __init__(
@@ -54,15 +54,14 @@ class Evaluated:
 
     @property
     def completions(self) -> list[Completion]:
-        """All of them."""
+        """All completions, the greedy one first."""
         return [c for g in (self.greedy, self.sampled) if g is not None for c in g.completions]
 
     def metrics(self) -> dict[str, float]:
-        """`accuracy` is `mean@k` where completions were sampled, else `greedy_accuracy`.
+        """Compute metrics; `accuracy` is `mean@k` if completions were sampled, else greedy.
 
-        A completion is correct where the first reward function gives it the threshold
-        (`val_accuracy_threshold`) or more; one without a score is wrong. `pass@k` is 1 where any of
-        the k sampled completions is correct.
+        A completion is correct if the first reward function gives it at least the threshold
+        (`val_accuracy_threshold`). `pass@k` is 1 if any of the k sampled completions is correct.
         """
         figures: dict[str, float] = {}
         shown: list[Completion] = []
@@ -88,26 +87,20 @@ class Evaluated:
 
 
 def first_score(completion: Completion) -> float | None:
-    """What the first reward function gave."""
+    """The score by the first reward function, or `None`."""
     return None if completion.scores is None else completion.scores[0]
 
 
 def never_correct(evaluated: Sequence[Evaluated], reward_func: str, threshold: float) -> str | None:
-    """What to say where a reward of fractions leaves the accuracy at 0; `None`: nothing.
-
-    Args:
-        evaluated: All held-out prompts.
-        reward_func: The first one's name.
-        threshold: From which on a completion counts as correct.
-    """
+    """Warn that all rewards are below `threshold`, which keeps the accuracy at 0; else `None`."""
     scores = [s for e in evaluated for c in e.completions if (s := first_score(c)) is not None]
     if not scores or not 0 < max(scores) < threshold:
         return None
     return (
-        f"None of {len(scores)} held-out completions counts as correct, so that the accuracy is 0: "
-        f"`{reward_func}` gave {max(scores):.3g} at most, and `val_accuracy_threshold={threshold}` "
-        "is what a correct one gets. If it gives no more, lower the threshold, or put a reward "
-        "function that says what is correct first."
+        f"The accuracy is 0 because none of {len(scores)} held-out completions counts as correct: "
+        f"`{reward_func}` gave {max(scores):.3g} at most, below `val_accuracy_threshold="
+        f"{threshold}`. If it never gives more, lower the threshold, or put a reward function that "
+        "scores correctness first."
     )
 
 
@@ -119,10 +112,10 @@ def evaluate(
     reward_weights: Sequence[float],
     look: Callable[[Sequence[Evaluated]], None] = lambda evaluated: None,
 ) -> Iterator[Evaluated]:
-    """Answer held-out prompts and yield them in their order.
+    """Draw completions of held-out prompts and yield the prompts in the order of the data.
 
-    The order is the data's and not that of completion: a limit on the number of validation batches
-    must not choose the prompts that are answered fastest. `look` sees all of them, once they are.
+    In the order of completion, a limit on validation batches would select easy prompts. `look` is
+    called with all prompts once they are complete.
     """
     answered = []
     wanted = [settings.groups(prompt, stage) for prompt in prompts]
@@ -131,7 +124,7 @@ def evaluate(
             while any(g is not None and not g.complete for g in (greedy, sampled)):
                 next(running)
             answered.append(Evaluated(greedy, sampled, reward_weights, settings.threshold))
-            if number == len(wanted):  # here: Lightning never asks beyond the last item
+            if number == len(wanted):  # Lightning does not ask beyond the last item
                 running.close()
                 look(answered)
             yield answered[-1]

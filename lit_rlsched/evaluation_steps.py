@@ -1,4 +1,4 @@
-"""What a module does with answered held-out prompts."""
+"""Validation, test and predict steps on held-out prompts."""
 
 from typing import Any
 
@@ -11,21 +11,19 @@ from lit_rlsched.predictions import prediction_rows
 
 
 class EvaluationSteps(LightningModule):
-    """Averages the figures of held-out prompts and logs them under `val/` and `test/`.
+    """Averages the metrics of held-out prompts and logs them under `val/` and `test/`.
 
-    For a LightningModule of your own, as a base class before `LightningModule`.
+    In your own LightningModule, put it before `LightningModule` among the base classes.
     """
 
     _evaluation: dict[str, MeanMetric]
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the last evaluation."""
         self._evaluation = {}
 
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, item: Evaluated, batch_idx: int) -> None:
-        """Take in the figures of one held-out prompt."""
         for name, value in item.metrics().items():
             metric = self._evaluation.setdefault(name, MeanMetric().to(self.device))
             metric.update(value)
@@ -33,16 +31,14 @@ class EvaluationSteps(LightningModule):
     test_step = validation_step
 
     def predict_step(self, item: Evaluated, batch_idx: int) -> list[dict[str, Any]]:
-        """A row for each completion of a prompt; see `predictions.prediction_rows`."""
+        """Return a row for each completion of a prompt; see `predictions.prediction_rows`."""
         names = self.trainer.datamodule.rewards.names  # type: ignore[attr-defined]
         return prediction_rows(item, names)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the evaluation under `val/`: what `monitor="val/accuracy"` watches."""
         self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the evaluation under `test/`."""
         self._log_evaluation("test")
 
     def _log_evaluation(self, stage: str) -> None:
@@ -50,8 +46,7 @@ class EvaluationSteps(LightningModule):
         trainer = self.trainer
         training = trainer.state.fn == "fit"
         if training and not is_partial_check(trainer):
-            # at the steps that were taken: Lightning would put what the first step has made beside
-            # the baseline, and drops the baseline
+            # Lightning would drop the baseline, and log later values at other steps.
             log_now(trainer, figures, step=trainer.global_step)
         if not trainer.sanity_checking:
             headline = f"{stage}/accuracy"

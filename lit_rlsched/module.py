@@ -1,4 +1,4 @@
-"""GRPO and RLOO as LightningModules: two presets of one policy-gradient module."""
+"""GRPO and RLOO as LightningModules."""
 
 from typing import Any, Literal
 
@@ -21,17 +21,17 @@ class GRPOModule(PolicyModule):
     """Group Relative Policy Optimization (arXiv 2402.03300) and its relatives.
 
     Args:
-        model: See `PolicyModule`, which takes all further arguments too.
-        advantage: What a reward is compared with: `group`, those of the prompt's other completions
-            (GRPO); `reinforce++`, those of all completions of the update, by mean and standard
-            deviation (REINFORCE++, arXiv 2501.03262). That needs no siblings: `num_generations` may
-            be 1, and `SortedBatching` trains on single completions.
-        scale_rewards: What advantages are divided by: the `group`'s standard deviation, that of
-            the whole `batch`, or `none` (Dr. GRPO).
+        model: See `PolicyModule`.
+        advantage: The baseline of a reward. `group`: the rewards of the prompt's completions
+            (GRPO). `reinforce++`: mean and standard deviation over all completions of the update
+            (REINFORCE++, arXiv 2501.03262), which allows `num_generations=1` and lets
+            `SortedBatching` train on single completions.
+        scale_rewards: Divisor of advantages: the standard deviation of the `group` or of the whole
+            `batch`, or `none` (Dr. GRPO).
         **kwargs: See `PolicyModule`.
 
     Raises:
-        ValueError: an argument is out of range, or two contradict each other.
+        ValueError: If an argument is out of range, or two contradict each other.
 
     Example::
 
@@ -56,26 +56,23 @@ class GRPOModule(PolicyModule):
             )
 
     def streaming_obstacle(self) -> str | None:
-        """Advantages that are compared with the whole update are known when it is."""
         if not self.needs_group:
             return (
-                "`advantage='reinforce++'` compares rewards with those of all the update, which "
-                "are known at its end. Use `advantage='group'`"
+                "`advantage='reinforce++'` compares rewards with those of the whole update, which "
+                "are known only at its end. Use `advantage='group'`"
             )
         if self._hp.scale_rewards == "batch":
             return (
-                "`scale_rewards='batch'` divides by the standard deviation of all the update, "
-                "which is known at its end. Use 'group' or 'none'"
+                "`scale_rewards='batch'` divides by the standard deviation of the whole update, "
+                "which is known only at its end. Use 'group' or 'none'"
             )
         return super().streaming_obstacle()
 
     @property
     def needs_group(self) -> bool:
-        """Whether a completion's advantage is relative to its siblings."""
         return self._hp.advantage == "group"
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """Relative to the group or to the update; the KL stands in the loss."""
         if not self.needs_group:
             return batch_normalized(rewards)
         return group_relative(rewards, self._hp.scale_rewards)
@@ -85,12 +82,14 @@ class RLOOModule(PolicyModule):
     """REINFORCE Leave-One-Out (arXiv 2402.14740).
 
     Args:
-        model: See `PolicyModule`, which takes all further arguments too.
-        beta: Weight of the KL to the reference model, as a penalty in the reward.
+        model: See `PolicyModule`.
+        beta: Weight of the KL to the reference model, subtracted from the reward.
         loss_type: See `losses.policy_loss`.
-        normalize_advantages: Whether advantages are normalised over the round.
+        normalize_advantages: Whether to normalise advantages over the round.
         **kwargs: See `PolicyModule`.
     """
+
+    kl_in_loss = False
 
     def __init__(
         self,
@@ -103,24 +102,19 @@ class RLOOModule(PolicyModule):
     ) -> None:
         super().__init__(model, beta=beta, loss_type=loss_type, **kwargs)
 
-    kl_in_loss = False
-
     def streaming_obstacle(self) -> str | None:
-        """Advantages that are normalised over the round are known when it is over."""
         if self._hp.normalize_advantages:
             return (
-                "`normalize_advantages=True` needs the advantages of all the update, which are "
-                "known at its end. Leave it out"
+                "`normalize_advantages=True` needs the advantages of the whole update, which are "
+                "known only at its end. Leave it out"
             )
         return super().streaming_obstacle()
 
     @property
     def skip_zero_advantage(self) -> bool:
-        """Nothing but the advantage carries gradient."""
-        return True
+        return True  # the KL is part of the advantage
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """Leave-one-out, of rewards less `beta` times the k1 estimate of the KL."""
         if logprobs is not None:
             penalised = kl_in_reward(
                 rewards.flatten(), logprobs.old, logprobs.ref, logprobs.mask, beta=self._hp.beta

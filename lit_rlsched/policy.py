@@ -1,6 +1,7 @@
-"""The Hugging Face model that is trained: loading it, finding it, reading its weights."""
+"""Load the Hugging Face model that is trained, find it in a module, and read its weights."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 def load_policy(
     model: str, dtype: torch.dtype = torch.float32, **kwargs: object
 ) -> PreTrainedModel:
-    """Load a causal language model, dropout off.
+    """Load a causal language model with dropout off.
 
-    Dropout would make the trained policy another one than the engine's. Under
-    `torch.device("meta")` only the shape is made, from `config.json`.
+    With dropout the trained policy would differ from the engine's. Under `torch.device("meta")`
+    the model is built from `config.json` without weights.
 
     Args:
-        model: Folder or hub name of a checkpoint.
-        dtype: Of its weights; `precision.load_dtype` says which goes with a Trainer's precision.
+        model: Checkpoint folder or hub name.
+        dtype: Of the weights; see `precision.load_dtype`.
         **kwargs: Passed to `from_pretrained`.
 
     Raises:
-        ImportError: accelerate is missing, which transformers needs to load onto a GPU.
-        ValueError: there is no such checkpoint.
+        ImportError: If accelerate is missing, which transformers needs to load onto a GPU.
+        ValueError: If there is no such checkpoint.
     """
     if (Path(model).is_absolute() or model.startswith(".")) and not Path(model).is_dir():
         raise ValueError(
@@ -55,14 +56,7 @@ def load_policy(
 
 
 def load_tokenizer(tokenizer: str) -> Any:
-    """Load a tokenizer.
-
-    Args:
-        tokenizer: Folder or hub name.
-
-    Raises:
-        ValueError: there is no such tokenizer.
-    """
+    """Load a tokenizer from a folder or the hub; a `ValueError` says if there is none."""
     try:
         return AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
@@ -73,11 +67,7 @@ def load_tokenizer(tokenizer: str) -> Any:
 
 
 def add_lora(policy: PreTrainedModel, rank: int, alpha: int, target_modules: str) -> nn.Module:
-    """Freeze the policy and put trainable low-rank adapters on it, through peft.
-
-    Raises:
-        ImportError: peft is missing.
-    """
+    """Freeze the policy and add trainable LoRA adapters with peft."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -89,55 +79,48 @@ def add_lora(policy: PreTrainedModel, rank: int, alpha: int, target_modules: str
 
 
 def find_policy(module: nn.Module) -> nn.Module:
-    """The one causal language model inside a LightningModule, peft wrapper included.
+    """Find the only trainable causal language model in a LightningModule, PEFT wrapper included.
 
     Raises:
-        ValueError: there is none, or there are several trainable ones.
+        ValueError: If there is none or more than one.
     """
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, PreTrainedModel) or hasattr(child, "peft_config"):
-            found.append(child)
-        else:
-            found.extend(_find(child))
-    trainable = [m for m in found if any(p.requires_grad for p in m.parameters())]
+    trainable = [
+        m for m in _language_models(module) if any(p.requires_grad for p in m.parameters())
+    ]
     if len(trainable) != 1:
         raise ValueError(
-            f"`{type(module).__name__}` holds {len(trainable)} trainable Hugging Face models; the "
-            "rollouts need exactly one. Keep the policy as a submodule and freeze any other model."
+            f"`{type(module).__name__}` holds {len(trainable)} trainable Hugging Face models, but "
+            "rollouts need exactly one. Keep the policy as a submodule and freeze other models."
         )
     return trainable[0]
 
 
-def _find(module: nn.Module) -> list[nn.Module]:
-    try:
-        return [find_policy(module)]
-    except ValueError:
-        return []
+def _language_models(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, PreTrainedModel) or hasattr(child, "peft_config"):
+            yield child
+        else:
+            yield from _language_models(child)
 
 
 def base_model(policy: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model under a peft wrapper, or the policy itself."""
-    return policy.get_base_model() if hasattr(policy, "peft_config") else policy  # type: ignore[operator, return-value]
+    """The Hugging Face model inside a PEFT wrapper, or the policy itself."""
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy  # type: ignore[operator, return-value]
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under its checkpoint name, adapters merged into the weights they sit on.
+    """Yield every weight under its checkpoint name, with adapters merged.
 
-    The merge is made tensor by tensor on the way out: the trained weights are never touched, so
-    that no rounding error piles up from merging and unmerging. Onto a base in half precision the
-    adapters are added in float32, and the sum is yielded in it: the engine rounds once.
+    Each weight is merged on the way out and the trained weights are left as they are, so rounding
+    errors do not accumulate. Adapters are added to a base in half precision in float32 and the sum
+    stays in float32: only the engine rounds it.
     """
-    if not hasattr(policy, "peft_config"):
-        for name, parameter in policy.named_parameters():
-            yield name, parameter.detach()
-        return
     base = base_model(policy)
     layers: dict[str, Any] = {
         name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")
     }
     for name, parameter in base.named_parameters():
-        if "lora_" in name:
+        if layers and "lora_" in name:
             continue
         owner = name.removesuffix(".base_layer.weight")
         weight = parameter.detach()
@@ -147,13 +130,25 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace(".base_layer.", "."), weight.detach()
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode; afterwards restore the mode of each of its modules."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def context_length(policy: nn.Module) -> int:
-    """Most tokens the model can attend to."""
+    """Maximum number of tokens the model can attend to."""
     return int(base_model(policy).config.get_text_config().max_position_embeddings)
 
 
 def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a completion: chat models have more than the tokenizer's."""
+    """Token ids that end a completion: the tokenizer's and those of the generation config."""
     generation_config = base_model(policy).generation_config
     configured = None if generation_config is None else generation_config.eos_token_id
     more = configured if isinstance(configured, list) else [configured]

@@ -1,9 +1,8 @@
-"""One policy-gradient module, of which GRPO and RLOO are presets."""
+"""The policy-gradient module that GRPO and RLOO specialise."""
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,9 +43,8 @@ from lit_rlsched.training.optimizers import (
 from lit_rlsched.training.shared_prefix import Sharing, obstacle
 from lit_rlsched.types import Group, Sample
 
-# Ours on purpose: the policy stays in eval mode, for dropout would make it another one than the
-# engine's; a checkpoint is of the weights after the step; there may be no validation; predictions
-# have a uid.
+# Expected here: the policy stays in eval mode, because with dropout it differs from the engine's;
+# a checkpoint holds the weights after the step; validation is optional; predictions have a uid.
 for _expected in (
     r"Found \d+ module\(s\) in eval mode",
     "Using ModelCheckpoint with manual optimization",
@@ -57,53 +55,50 @@ for _expected in (
 
 
 class PolicyModule(KeepsFloat32, EvaluationSteps):
-    """Trains a causal language model on scored rollouts; `GRPOModule` and `RLOOModule` preset it.
+    """Trains a causal language model on scored completions; base of `GRPOModule` and `RLOOModule`.
 
-    One item of the loader is one optimizer step: an iterator of micro-batches. Optimization is
+    One item of the loader is one optimizer step, an iterator of micro-batches. Optimization is
     manual, so gradient clipping is set here and not in the Trainer.
 
     Args:
-        model: Folder or hub name of the checkpoint to start from.
+        model: Folder or hub name of the initial checkpoint.
         learning_rate: Peak learning rate of AdamW.
         betas: AdamW's decay rates.
         weight_decay: AdamW's weight decay.
-        optim: `adamw_torch_fused` takes no memory beside its state, `adamw_torch` on a GPU a
-            temporary as large as what is trained. By default the fused one on a GPU.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        lr_scheduler_type: What it does after them.
-        gradient_clip_val: Largest norm of the gradient; `None` leaves it as it is.
+        optim: `adamw_torch` or `adamw_torch_fused`, the default on a GPU, where `adamw_torch` needs
+            a temporary as large as the trained weights.
+        warmup_steps: Optimizer steps of linear learning-rate warm-up.
+        lr_scheduler_type: Schedule after the warm-up.
+        gradient_clip_val: Maximum gradient norm; `None` switches clipping off.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
-        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets the merged weights,
-            checkpoints hold the adapters alone, and the base is the reference model. Adapters are
+        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights,
+            checkpoints hold only the adapters, and the base is the reference model. Adapters are
             float32; in `bf16-mixed` and `bf16-true` the base is bfloat16 (`docs/precision.md`).
         lora_alpha: LoRA's scale.
-        lora_target_modules: Which layers get adapters, as in peft.
-        loss_type: How the policy term is formed and normalised; see `losses.policy_loss`.
-        epsilon: How far the ratio may move before it is clipped.
-        epsilon_high: Upper side of the clip, if it differs (clip-higher); CISPO's cap.
-        delta: Upper bound of the ratio for negative advantages (two-sided clip).
-        beta: Weight of the KL to the reference model. Zero: no reference model is held.
-        importance_sampling_mode: How the ratio of the trainer's and the engine's log-probs corrects
-            the loss; `None` leaves it out.
-        importance_sampling_clip_max: Largest such ratio that is trusted.
-        old_logprobs: What the clipped ratio is relative to: the `trainer`'s log-probs under the
-            weights at the start of the round, or those that the `engine` recorded as it drew each
-            token, under whatever version it had then. By default `engine` where a round has tokens
-            of several policies (`SortedBatching(mode="partial")`), else `trainer`; and always
-            `trainer` with `loss_type="rloo"`, whose ratio is a product over the sequence. With
-            `engine` the ratio itself corrects for who drew a token, and `importance_sampling_mode`
-            has no part in it (its metrics are logged). That ratio has no upper bound where the
-            advantage is negative unless `delta` is set.
-        shared_prefix: Whether the update encodes a prompt once for several of its completions: the
-            same loss and gradients but for rounding, in fewer positions. By default, where the
-            model takes it (sdpa or eager attention, over the whole context in every layer, with
-            `position_ids`) and where it saves time, which it does for long prompts. The first
-            completions that share a prompt are encoded both ways; if log-probs or gradients differ,
-            the run goes on without, with a warning. `True` refuses a model that does not take it.
+        lora_target_modules: Layers that get adapters, as in peft.
+        loss_type: Ratio and normalisation of the loss; see `losses.policy_loss`.
+        epsilon: Clip distance of the ratio.
+        epsilon_high: Upper clip distance if it differs (clip-higher); the cap of CISPO.
+        delta: Upper bound of the ratio for negative advantages (two-sided clipping).
+        beta: Weight of the KL to the reference model. With 0 no reference model is loaded.
+        importance_sampling_mode: How the ratio of the trainer's to the engine's log-probs corrects
+            the loss; `None` switches the correction off.
+        importance_sampling_clip_max: Maximum of that ratio.
+        old_logprobs: Denominator of the clipped ratio: the log-probs by the `trainer` under the
+            weights at the start of the round, or those that the `engine` recorded, under whichever
+            version drew the token. The default is `engine` if a round has tokens of several
+            versions (`SortedBatching(mode="partial")`) and `loss_type` is not `rloo`, else
+            `trainer`. With `engine` the clipped ratio itself is the correction, unbounded for
+            negative advantages unless `delta` is set, and `importance_sampling_mode` has no effect.
+        shared_prefix: Whether the update encodes a prompt once for several of its completions, with
+            the same loss and gradients up to rounding. The default does so where it saves time and
+            the model supports it; the first such completions are encoded both ways, and sharing is
+            switched off with a warning if the results differ. `True` refuses a model that does not
+            support it (`docs/repetition.md`).
     """
 
     kl_in_loss = True
-    """Whether `beta` weighs a KL term in the loss (GRPO) or charges it to the reward (RLOO)."""
+    """Whether the KL is a term of the loss (GRPO) or subtracted from the reward (RLOO)."""
 
     def __init__(
         self,
@@ -135,9 +130,9 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         self.save_hyperparameters()
         self.automatic_optimization = False
         self.model: nn.Module | None = None
-        self._reference: list[nn.Module] = []  # a list hides it from state_dict and the optimizer
-        self._skipped = False  # a step without anything to train on
-        self._total: Tensor | float = 0.0  # of the optimizer step's loss, so far
+        self._reference: list[nn.Module] = []  # a list, so not a submodule
+        self._skipped = False  # whether the optimizer step has nothing to train on
+        self._total: Tensor | float = 0.0  # loss of the optimizer step so far
         self._figures = StepMetrics()
         self._sharing = Sharing()
         self._loss_settings: dict[str, Any] = {
@@ -151,17 +146,17 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         }
         check_loss_settings(**self._loss_settings)
         check_optim(optim)
-        check_module_settings(self.hparams, self.kl_in_loss)
+        check_module_settings(self.hparams)
 
     @property
     def _hp(self) -> Any:
         return self.hparams
 
     def configure_model(self) -> None:
-        """Load the policy, and the reference model where the loss needs one; safe to call twice.
+        """Load the policy and, if the loss needs one, the reference model, unless already loaded.
 
         Raises:
-            ValueError: the model does not take the `shared_prefix` that was asked for.
+            ValueError: If `shared_prefix=True` and the model does not support it.
         """
         if self.model is not None:
             return
@@ -176,14 +171,13 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
             )
         if hp.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-            self.model.train()  # checkpointing asks for it; dropout is off all the same
+            self.model.train()  # required by checkpointing; dropout is off
         if hp.lora_rank:
             self.model = add_lora(self.model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
         elif self.needs_reference:
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW on what is trainable, stepped once per optimizer step."""
         hp = self._hp
         optimizer = make_adamw(
             [p for p in self.parameters() if p.requires_grad],
@@ -196,62 +190,51 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         scheduler = with_schedule(optimizer, hp.lr_scheduler_type, hp.warmup_steps, steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
 
-    # What the data module asks of the module between rollout and update.
+    # The methods of `training.learner.Learner`, which documents them.
 
     @property
     def needs_reference(self) -> bool:
-        """Whether completions must be scored by the reference model."""
         return self._hp.beta > 0
 
     @property
     def skip_zero_advantage(self) -> bool:
-        """Whether a completion without advantage adds nothing to the gradient."""
         return self._hp.beta == 0
 
+    @property
+    def needs_group(self) -> bool:
+        return True
+
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
-        """Whether the clipped ratio is relative to what the engine recorded."""
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
         return bool(self._hp.old_logprobs == "engine")
 
-    @property
-    def needs_group(self) -> bool:
-        """Whether a completion's advantage is relative to its siblings."""
-        return True
-
     @abstractmethod
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """Advantages `[P, G]` of a round's rewards `[P, G]`, NaN where there is none."""
+        """Compute advantages `[P, G]` from rewards `[P, G]`, NaN where there is none."""
 
-    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
-        """By what cost completions share a prompt; tries it once, on the first that would."""
+    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
         assert self.model is not None, "configure_model has not run"
         if self._hp.shared_prefix is False:
             return None
         return self._sharing.cost(
             self.model,
-            rows,
+            samples,
             micro_batch_tokens,
             lambda: self.trainer.precision_plugin.forward_context(),
         )
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs `[B, C]` under the current and, where needed, the reference weights."""
         batch = batch.to(self.device)
         scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
-        if self.needs_reference:
-            with self._reference_model() as reference:
-                scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
-        return scores
-
-    @contextmanager
-    def _reference_model(self) -> Iterator[nn.Module]:
-        if self._hp.lora_rank:
+        if self._hp.lora_rank and self.needs_reference:
             with self.model.disable_adapter():  # type: ignore[union-attr, operator]
-                yield self.model  # type: ignore[misc]
-        else:
-            yield to_like(self._reference[0], next(self.parameters()))
+                scores["ref_logprobs"] = self._logprobs(self.model, batch)[0]
+        elif self.needs_reference:
+            reference = to_like(self._reference[0], next(self.parameters()))
+            scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
+        return scores
 
     def _logprobs(
         self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
@@ -270,7 +253,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
     # Training.
 
     def loss(self, batch: MicroBatch) -> LossOutput:
-        """The micro-batch's share of its optimizer step's loss."""
+        """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
         old_logp: Tensor | None = batch.old_logp
         rollout_logp: Tensor | None = None if batch.truncated_sampling else batch.rollout_logp
@@ -291,7 +274,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         )
         assert entropy is not None
         mask = batch.completion_mask
-        if engine and old_logp is not None:  # for the figures: how far the policy has moved on
+        if engine and old_logp is not None:  # metrics of how far the policy has moved
             cap = self._hp.importance_sampling_clip_max
             _, moved = rollout_correction(logp.detach(), old_logp, mask.bool(), "token_mask", cap)
             output.metrics.update(moved)
@@ -299,21 +282,20 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         return output
 
     def on_round_start(self, plan: list[Group]) -> None:
-        """Free the gradients: the rollout needs the memory."""
+        """Free the gradients' memory for the rollout."""
         self.zero_grad(set_to_none=True)
         self._total, self._figures = 0.0, StepMetrics()
 
     def streaming_obstacle(self) -> str | None:
-        """Why gradients cannot be computed before all of an update is drawn; `None`: they can."""
         if self._hp.loss_type == "bnpo":
             return (
-                "`loss_type='bnpo'` is a mean over each micro-batch, and who shares one would "
-                "follow from who ends first. Use 'dapo', the mean over the update's tokens"
+                "`loss_type='bnpo'` averages over each micro-batch, whose members would depend on "
+                "the order in which completions finish. Use 'dapo', which averages over the "
+                "update's tokens"
             )
         return None
 
     def accumulate(self, step: OptimizerStep) -> None:
-        """Add the gradient of these micro-batches to that of the coming optimizer step."""
         with self.trainer.precision_plugin.train_step_context():
             for batch in step:
                 heed(self.trainer)
@@ -324,14 +306,14 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
                 self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
-        """Accumulate the step's micro-batches and take one optimizer step, even on none."""
+        """Accumulate the step's micro-batches and take one optimizer step, even if it is empty."""
         optimizer = self.optimizers()
         if not step.accumulated:
             optimizer.zero_grad()  # type: ignore[union-attr]
             self._total, self._figures = 0.0, StepMetrics()
-        self._skipped = not step.rows
+        self._skipped = not step.samples
         if not len(step) and not any(map(len, step.accumulated)):
-            # as a step in which every advantage is zero
+            # the gradient of a step in which every advantage is zero
             nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
             self.manual_backward(torch.stack(nothing).sum())
         self.accumulate(step)
@@ -340,13 +322,13 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr]
-        # not earlier: Lightning forgets what was logged before the optimizer's hooks
+        # Lightning discards what was logged before the optimizer's hooks.
         self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
 
     def _divide_by_totals(self, step: OptimizerStep) -> None:
-        """Of a step that was begun before its totals were known."""
+        """Renormalise a step whose accumulated parts were divided by a provisional divisor."""
         if not step.accumulated:
             return
         by = divides_by(self._hp.loss_type)
@@ -357,30 +339,30 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
                 parameter.grad.mul_(ratio)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip here: the gradients are unscaled by now, whatever the precision."""
+        """Check and clip the gradients, which are unscaled at this point in every precision."""
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         check_gradient(self.trainer, norm, self._total)
         self.log("grad_norm", norm, batch_size=1)
         if self._hp.gradient_clip_val is not None:
             self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
-        if self._skipped:  # where there is a gradient, even of zero, momentum moves the weights
+        if self._skipped:  # with a gradient, even zero, momentum would move the weights
             self.zero_grad(set_to_none=True)
 
     # Checkpoints.
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the adapters alone where there are adapters: the base never changes."""
+        """Save only the adapters if there are any, because the base never changes."""
         checkpoint["shared_prefix"] = self._sharing.works
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model or adapter configuration.
+        """Check a checkpoint before it is loaded.
 
         Raises:
-            ValueError: names or shapes of the weights differ, or there is nothing but weights and
-                the run is to be gone on with.
+            ValueError: If names or shapes of the weights differ, or if a fit is to resume from a
+                checkpoint that holds only weights.
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(checkpoint)

@@ -1,8 +1,8 @@
-"""What a Trainer's precision does to the policy: its weights, its tables, its adapters."""
+"""The dtype of the policy's weights, buffers and adapters in each Trainer precision."""
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +12,15 @@ from transformers import PreTrainedModel
 from lit_rlsched.policy import base_model
 
 HALF = (torch.bfloat16, torch.float16)
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+"""Enters a Trainer's precision: `trainer.precision_plugin.forward_context`."""
 
 
 def load_dtype(precision: str | None, lora: bool) -> torch.dtype:
-    """What the policy is loaded in.
+    """The dtype in which to load the policy in a Trainer's precision, `None` without a Trainer.
 
-    Trained weights are kept in float32 unless the precision says otherwise. A base under adapters
-    is never trained, and autocast would round it in every pass: in `bf16-mixed` it is held in
-    bfloat16, as peft's users do; its adapters stay in float32.
-
-    Args:
-        precision: The Trainer's, `None` where there is no Trainer.
-        lora: Whether all of it is frozen, under adapters.
+    Trained weights stay in float32 unless the precision says otherwise. A frozen base under LoRA
+    adapters is loaded in bfloat16 in `bf16-mixed`, where autocast would round it in every pass.
     """
     if precision == "bf16-true" or (precision == "bf16-mixed" and lora):
         return torch.bfloat16
@@ -31,12 +28,11 @@ def load_dtype(precision: str | None, lora: bool) -> torch.dtype:
 
 
 class KeepsFloat32(nn.Module):
-    """To be put before `LightningModule`: half precision as transformers means it.
+    """Mixin that keeps in float32 what transformers keeps in float32 in half precision.
 
-    `Trainer(precision="bf16-true")` casts every tensor of the module. What transformers keeps in
-    float32 where it loads a model in bfloat16 stays in float32 here, the rotary frequencies above
-    all (rounded, they turn by up to 2.4 radians too far or too little at position 2,048 of
-    Qwen3-0.6B); and so do LoRA's adapters, as in peft. Holds for every policy inside the module.
+    `Trainer(precision="bf16-true")` casts every tensor of a module. With this base class before
+    `LightningModule`, LoRA adapters and the tensors that transformers loads in float32 stay in
+    float32, for every policy in the module (`docs/precision.md`).
 
     Example:
         >>> class Policy(KeepsFloat32, LightningModule): ...
@@ -49,7 +45,7 @@ class KeepsFloat32(nn.Module):
 
 
 def to_like(model: nn.Module, like: Tensor) -> nn.Module:
-    """Move a model to a tensor's device and precision; what belongs in float32 stays there."""
+    """Move a model to a tensor's device and dtype, except what must stay in float32."""
     first = next(model.parameters())
     if (first.device, first.dtype) == (like.device, like.dtype):
         return model
@@ -59,7 +55,7 @@ def to_like(model: nn.Module, like: Tensor) -> nn.Module:
 
 @contextmanager
 def keeping_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Leave in float32 what belongs there while the rest of the module is cast to `dtype`."""
+    """Restore what must stay in float32 after the block has cast the module to `dtype`."""
     kept = [
         (place, place.tensor.data)
         for model in (_policies(module) if dtype in HALF else ())
@@ -76,14 +72,10 @@ def keeping_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def check_float32(policy: nn.Module, owner: str) -> None:
-    """Refuse a policy in which something was rounded that transformers keeps in float32.
-
-    Args:
-        policy: A transformers causal language model, or one wrapped by PEFT.
-        owner: The class of the LightningModule that holds it.
+    """Refuse a policy with a rounded tensor that transformers keeps in float32.
 
     Raises:
-        ValueError: naming the first such tensor, and what helps.
+        ValueError: Names the first such tensor and the fix. `owner` is the LightningModule's class.
     """
     model, dtype = base_model(policy), next(policy.parameters()).dtype
     if dtype not in HALF:
@@ -92,27 +84,26 @@ def check_float32(policy: nn.Module, owner: str) -> None:
         if place.tensor.dtype in HALF and "lora_" not in place.name:
             raise ValueError(
                 f"`precision`: `{place.name}` of `{type(model).__name__}` was rounded to {dtype}, "
-                "and transformers and vLLM keep it in float32: what is trained would be another "
-                "model than what decodes. Use `precision: bf16-mixed`, or derive "
+                "but transformers and vLLM keep it in float32, so the trained model would differ "
+                "from the one that decodes. Use `precision: bf16-mixed`, or derive "
                 f"`{owner}(lit_rlsched.precision.KeepsFloat32, LightningModule)`."
             )
 
 
 def trains_in_half(policy: nn.Module) -> str | None:
-    """Why training will hardly move the weights; `None`: it will."""
+    """Say why training will hardly change the weights, or `None` if it will."""
     half = [p for p in policy.parameters() if p.requires_grad and p.dtype in HALF]
     if not half:
         return None
     return (
-        f"The weights that are trained are in {str(half[0].dtype).removeprefix('torch.')}, which "
-        "rounds most steps of RL's learning rates away: one AdamW step at 1e-6 moves about 2 %. "
-        "Use `precision: bf16-mixed`, which keeps them in float32, or `lora_rank`, whose adapters "
-        "are float32 in every precision."
+        f"The trained weights are in {str(half[0].dtype).removeprefix('torch.')}, in which most "
+        "updates with RL's learning rates are rounded away: one AdamW step at 1e-6 changes about "
+        "2 % of the weights. Use `precision: bf16-mixed`, which keeps them in float32, or "
+        "`lora_rank`, whose adapters are float32 in every precision."
     )
 
 
 def _policies(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """Transformers models inside, each whole."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
@@ -121,12 +112,10 @@ def _policies(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 class _Place(NamedTuple):
-    """Where a tensor of a model is."""
+    """A parameter or buffer of a model, and the dictionary that holds it."""
 
     name: str
-    """In the whole model."""
     tensors: dict[str, Any]
-    """The parameters or buffers of its module."""
     key: str
 
     @property
@@ -136,7 +125,7 @@ class _Place(NamedTuple):
 
 
 def _places_of_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[_Place]:
-    """Of what is to be float32 in a model of that precision."""
+    """Tensors that must be float32 in a model of precision `dtype`."""
     names = _kept_by_transformers(model, dtype)
     for path, part in model.named_modules():
         for tensors in (part._parameters, part._buffers):
@@ -147,7 +136,7 @@ def _places_of_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[_
 
 
 def _kept_by_transformers(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Names of what transformers has in float32 in a model that it loads in `dtype`."""
+    """Names of the tensors that are float32 in a model that transformers loads in `dtype`."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
         twin = type(model)._from_config(config, dtype=dtype)
@@ -158,9 +147,5 @@ def _kept_by_transformers(model: PreTrainedModel, dtype: torch.dtype) -> set[str
     return {
         name
         for name, tensor in tensors
-        if tensor.dtype == torch.float32 or any(_within(part, name) for part in named)
+        if tensor.dtype == torch.float32 or any(f".{part}." in f".{name}." for part in named)
     }
-
-
-def _within(part: str, name: str) -> bool:
-    return f".{part}." in f".{name}."

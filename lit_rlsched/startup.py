@@ -181,7 +181,7 @@ class Startup:
                 self.spec,
                 self.policy,
                 probe=self.prompts.all[:2] if data.verify_sync else (),
-                probe_temperature=data.sampling.temperature,
+                temperature=data.sampling.temperature,
                 forward_context=trainer.precision_plugin.forward_context,
             ),
             seed=data.seed,

@@ -172,7 +172,7 @@ class TrainingRun:
         """Completions of the current round in steps after the first `taken`, dropped."""
         assert self.current is not None
         steps = range(taken, self._data.steps_per_round)
-        dropped = sum(len(self.update.step(self.current, i).rows) for i in steps)
+        dropped = sum(len(self.update.step(self.current, i).samples) for i in steps)
         return Counter({f"dropped/{why}": dropped} if dropped else {})
 
     def _leave(self, trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.lm_head import SHAPES, count, plainly
 from lit_rlsched.training import lm_head, logprobs
-from lit_rlsched.training.cast_once import cast_once
+from lit_rlsched.training.lm_head import cast_once
 from lit_rlsched.training.logprobs import CHUNK_BYTES, completion_logprobs, default_chunk
 
 VOCAB = 64

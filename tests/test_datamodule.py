@@ -392,7 +392,7 @@ def test_a_reward_that_always_fails_stops_the_run_and_says_why(fit, caplog):
     with pytest.raises(RuntimeError, match="None of the 16 completions of round 0 has") as error:
         fit(reward_funcs=[no_opinion, broken])
     assert "16 failed, and for 0 every" in str(error.value)
-    assert "The first failed by `broken`: raised: KeyError: 'solution' (" in str(error.value)
+    assert "The first failure: `broken`: raised: KeyError: 'solution' (" in str(error.value)
     assert "test_datamodule.py:" in str(error.value)
     with pytest.raises(RuntimeError, match=r"for 16 every reward function returned None\.$"):
         fit(reward_funcs=[no_opinion])

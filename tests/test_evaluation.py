@@ -41,7 +41,7 @@ def test_fractions_that_never_count_are_said():
             [Evaluated(None, answered([[s] for s in scores]), [1.0])], "f", threshold
         )
 
-    assert "`f` gave 0.6 at most, and `val_accuracy_threshold=1.0`" in said(0.6, 0.2, None)
+    assert "`f` gave 0.6 at most, below `val_accuracy_threshold=1.0`" in said(0.6, 0.2, None)
     assert said(0.0, 0.0, None) is None, "wrong, as an untrained model is"
     assert said(0.6, 1.0) is said(0.6, threshold=0.5) is said() is None
 

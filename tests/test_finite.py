@@ -55,7 +55,9 @@ def constant():
 def test_a_huge_reward_is_dropped_counted_and_blamed(fit, tiny_model, module, value):
     seen = Rounds()
     settings = {"reward_funcs": [constant(), sometimes(value)], "num_generations": 8}
-    with pytest.warns(UserWarning, match=r"Reward function `digits` gave -?1e\+\d+: no finite"):
+    with pytest.warns(
+        UserWarning, match=r"Reward function `digits` gave -?1e\+\d+, from which no finite"
+    ):
         _, trained, data = fit(module(tiny_model), [seen], **settings)
     completions = [c for round in seen.rounds for c in round.completions]
     huge = [c for c in completions if abs(c.scores[1]) > 1]

@@ -20,7 +20,7 @@ from lit_rlsched.training.logprobs import (
 PROMPTS = torch.tensor([2, 5, 1, 3])
 COMPLETIONS = torch.tensor([7, 3, 0, 6])
 QUICK = ["bert", "gemma2", "gpt2", "llama4_text", "modernbert-decoder", "recurrent_gemma", "xlstm"]
-OTHERWISE = "computes its logits otherwise than by its LM head"
+OTHERWISE = "does not compute its logits by applying its LM head"
 
 
 @pytest.fixture

@@ -121,8 +121,6 @@ def test_sequence_ratios_by_hand() -> None:
     }
     assert policy_loss(**batch, loss_type="gspo").loss.item() == pytest.approx(exp(0.075))
     assert policy_loss(**batch, loss_type="rloo").loss.item() == pytest.approx(exp(0.15))
-    sequence = policy_loss(**batch, loss_type="dapo", importance_sampling_level="sequence")
-    assert sequence.loss.item() == pytest.approx(exp(0.075))
 
 
 def off_policy(ratios: Tensor, advantages: list[float], **settings: Any) -> LossOutput:
@@ -347,7 +345,6 @@ def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
     ("settings", "message"),
     [
         ({"loss_type": "ppo"}, "`loss_type='ppo'` is unknown. Use one of"),
-        ({"importance_sampling_level": "word"}, "`importance_sampling_level='word'` is unknown"),
         ({"importance_sampling_mode": "token"}, "`importance_sampling_mode='token'` is unknown"),
         ({"importance_sampling_clip_max": 0.0}, "`importance_sampling_mode=None` to switch"),
         ({"epsilon": -0.1}, "must not be negative"),
@@ -358,8 +355,7 @@ def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
         ({"delta": 4.0, "loss_type": "rloo"}, "has no effect on `loss_type='rloo'`"),
         ({"loss_type": "cispo"}, "Set it, for example to 5.0"),
         ({"loss_type": "cispo", "epsilon_high": 0.28}, "Set it, for example to 5.0"),
-        ({"loss_type": "gspo", "importance_sampling_level": "token"}, "Remove"),
-        ({"loss_type": "rloo", "importance_sampling_level": "sequence"}, "Remove"),
+        ({"loss_type": "rloo", "beta": 0.1}, "Use `RLOOModule`"),
         ({"loss_type": "rloo", "importance_sampling_mode": "token_mask"}, "Use 'sequence_mask'"),
         ({"loss_type": "rloo", "importance_sampling_mode": "token_truncate"}, "'sequence_mask'"),
         ({"delta": 4.0, "loss_type": "cispo", "epsilon_high": 2.0}, "`loss_type='cispo'`. Remove"),
@@ -379,7 +375,6 @@ def test_refused_settings(settings: dict[str, Any], message: str) -> None:
     [
         ({"beta": 0.1}, "needs `ref_logp`"),
         ({"loss_type": "dr_grpo"}, "divides by `max_completion_length`"),
-        ({"loss_type": "rloo", "beta": 0.1}, "KL penalty in the reward"),
     ],
 )
 def test_missing_arguments(settings: dict[str, Any], message: str) -> None:

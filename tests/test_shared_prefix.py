@@ -231,7 +231,7 @@ def test_rows_that_nobody_shares_are_as_ever() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
-        ("Mistral", {"sliding_window": 32}, "reaches back 32 tokens"),
+        ("Mistral", {"sliding_window": 32}, "window of 32 tokens"),
         ("Mistral", {"sliding_window": 64}, None),
         ("Mistral", {"sliding_window": None}, None),
         ("Gemma2", {"head_dim": 8, "sliding_window": 8}, "sliding_attention"),
@@ -409,14 +409,14 @@ class Refusing(Heedless):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(Heedless, "log-probs are off by"), (Refusing, "too many dimensions")]
+    ("make", "says"), [(Heedless, "log-probs differ by"), (Refusing, "too many dimensions")]
 )
 def test_a_model_that_gets_it_wrong_repeats_prompts(
     fit: Any, tiny_model: str, make: Any, says: str, tmp_path: Any
 ) -> None:
     steps = Steps()
     saved = ModelCheckpoint(tmp_path / "ckpt", save_last=True)
-    with pytest.warns(UserWarning, match=f"`Qwen3ForCausalLM` does not get.*{says}"):
+    with pytest.warns(UserWarning, match=f"`Qwen3ForCausalLM` computes wrong.*{says}"):
         trainer, wrong, _ = fit(
             make(tiny_model, learning_rate=1e-3),
             [steps, saved],

@@ -119,40 +119,35 @@ OPTIONS = [
     {"delta": 1.4},
     {"beta": 0.1},
     {"epsilon_high": 0.28, "delta": 1.5, "beta": 0.3},
-    {"importance_sampling_level": "sequence", "beta": 0.1, "delta": 1.25},
+    {"beta": 0.1, "delta": 1.25},
 ]
 
 
 @pytest.mark.parametrize("mode", [None, "token_mask", "sequence_truncate"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo"])
 def test_options(
     make_trl: MakeTRL, loss_type: str, options: dict[str, Any], mode: str | None
 ) -> None:
     sample = make_sample(seed=1)
-    trl = make_trl("grpo", sample, mode, loss_type=loss_type, num_iterations=2, **options)
-    ours = our_loss(
+    theirs, ours = settings_of(loss_type)
+    trl = make_trl("grpo", sample, mode, num_iterations=2, **theirs, **options)
+    output = our_loss(
         sample,
         our_advantages(sample, "group"),
-        loss_type=loss_type,
         ref_logp=sample.ref_logp,
         rollout_logp=sample.rollout_logp,
         importance_sampling_mode=mode,
         importance_sampling_clip_max=CLIP_MAX,
+        **ours,
         **options,
     )
-    assert_same(ours, trl_loss(trl, trl.score()))
+    assert_same(output, trl_loss(trl, trl.score()))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_cispo_with_kl(make_trl: MakeTRL, level: str) -> None:
+def test_cispo_with_kl(make_trl: MakeTRL) -> None:
     sample = make_sample(seed=2)
-    options = {
-        "loss_type": "cispo",
-        "epsilon_high": 1.1,
-        "beta": 0.2,
-        "importance_sampling_level": level,
-    }
+    options = {"loss_type": "cispo", "epsilon_high": 1.1, "beta": 0.2}
     trl = make_trl("grpo", sample, num_iterations=2, **options)
     ours = our_loss(sample, our_advantages(sample, "group"), ref_logp=sample.ref_logp, **options)
     assert_same(ours, trl_loss(trl, trl.score()))
@@ -331,7 +326,7 @@ def test_several_steps_of_a_round(make_trl: MakeTRL, loss_type: str) -> None:
     tokens = set()
     for index in range(3):
         step = update.step(Round(0, 0, groups), index)
-        rows = [int(row.group.id) + row.completion.index for row in step.rows]
+        rows = [int(row.group.id) + row.completion.index for row in step.samples]
         tokens.add(step.totals.tokens)
         part = {k: v[rows] if v.dim() and len(v) == 12 else v for k, v in batch.items()}
         logp = sample.logp.clone().requires_grad_()

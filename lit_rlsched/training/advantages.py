@@ -1,8 +1,8 @@
-"""Rewards to advantages, one row per prompt group. NaN marks a completion that could not be scored.
+"""Advantages from rewards `[P, G]`, with a row per group and NaN for a missing score.
 
-An unscorable completion gets advantage 0 and stays out of its group's baseline; so does the only
-scorable completion of a group, or of a batch, which has nothing to be compared with. Statistics are
-taken in float64 and do not overflow, however large the rewards; an infinite reward counts as none.
+A completion without a score gets advantage 0 and stays out of its group's baseline; so does one
+that is the only one with a score. Statistics are computed in float64 and do not overflow for large
+rewards; an infinite reward counts as missing.
 """
 
 from typing import Literal
@@ -12,19 +12,19 @@ from torch import Tensor
 
 ScaleRewards = Literal["group", "batch", "none"]
 
-# Keeps a group of equal rewards from being divided by zero; the same value as TRL.
+# Avoids division by zero for equal rewards; TRL's value.
 STD_EPSILON = 1e-4
 
 
 def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Add up a completion's scores: `r_i = sum_k w_k r_ik` over the functions `k` that gave one.
+    """Sum the weighted scores of a completion: `r_i = sum_k w_k r_ik`, ignoring NaN.
 
     Args:
         rewards: `[N, F]`, one column per reward function, NaN where a function gave no score.
         weights: `[F]`.
 
     Returns:
-        `[N]`; NaN where no function gave a score, which is not the same as a reward of 0.
+        `[N]`; NaN, not 0, where no function gave a score.
     """
     unscorable = rewards.isnan().all(dim=1)
     return (rewards * weights).nansum(dim=1).masked_fill(unscorable, torch.nan)
@@ -33,7 +33,7 @@ def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 def kl_in_reward(
     rewards: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, beta: float
 ) -> Tensor:
-    """Charge a completion for leaving the reference: `r_i - beta * sum_t (logp_it - ref_logp_it)`.
+    """Subtract a KL penalty: `r_i - beta * sum_t (logp_it - ref_logp_it)`.
 
     The k1 estimate of the sequence's KL divergence, in the reward as in RLOO (arXiv 2402.14740).
 
@@ -42,7 +42,7 @@ def kl_in_reward(
         logp: `[N, C]`, log-probabilities under the policy that drew the completions.
         ref_logp: `[N, C]`, the same tokens under the reference model.
         mask: `[N, C]`, non-zero on the completion's tokens.
-        beta: weight of the penalty.
+        beta: Weight of the penalty.
 
     Returns:
         `[N]`.
@@ -55,14 +55,14 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
 
     Args:
         rewards: `[P, G]`, one row per prompt.
-        scale_rewards: whose (Bessel-corrected) standard deviation divides: each group's own, the
-            whole batch's, or none at all (Dr. GRPO, arXiv 2503.20783).
+        scale_rewards: Divide by the Bessel-corrected standard deviation of the group, of the whole
+            batch, or by none (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
         `[P, G]`.
 
     Raises:
-        ValueError: if a group has fewer than two completions or `scale_rewards` is unknown.
+        ValueError: If a group has fewer than two completions or `scale_rewards` is unknown.
     """
     _check_groups(rewards)
     scaled, unit = _scaled(rewards)
@@ -85,21 +85,21 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
 
     Args:
         rewards: `[P, G]`, one row per prompt.
-        normalize: standardise the advantages over the whole batch (TRL's `normalize_advantages`).
+        normalize: Standardise advantages over the whole batch (TRL's `normalize_advantages`).
 
     Returns:
         `[P, G]`.
 
     Raises:
-        ValueError: if a group has fewer than two completions.
+        ValueError: If a group has fewer than two completions.
     """
     _check_groups(rewards)
     scaled, unit = _scaled(rewards)
     others = (~scaled.isnan()).sum(dim=1, keepdim=True) - 1
-    # One scorable completion: 0 / 0, so NaN, so advantage 0.
+    # A single score gives 0 / 0 = NaN, so advantage 0.
     advantages = scaled - (scaled.nansum(dim=1, keepdim=True) - scaled) / others
     if normalize:
-        # No mean to subtract: each group's advantages sum to zero.
+        # Each group's advantages sum to zero, so there is no mean to subtract.
         spread = _nanstd(advantages.reshape(1, -1)) + STD_EPSILON / unit
         return _zero_where_unscored(advantages / spread).to(rewards.dtype)
     return _zero_where_unscored(advantages * unit).to(rewards.dtype)
@@ -108,14 +108,8 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
 def batch_normalized(rewards: Tensor) -> Tensor:
     """REINFORCE++'s advantage (arXiv 2501.03262): `A = (R - mean) / (std + 1e-4)` over the batch.
 
-    As in SortedRL (arXiv 2603.23414, equation 3), over the completions that are trained on
-    together: what is in the batch decides what an advantage is, and a prompt needs no siblings.
-
-    Args:
-        rewards: `[P, G]`.
-
-    Returns:
-        `[P, G]`.
+    As in SortedRL (arXiv 2603.23414, equation 3) the batch `[P, G]` is what is trained on together,
+    so an advantage depends on its composition; a group may have a single completion.
     """
     scaled, unit = _scaled(rewards)
     spread = _nanstd(scaled.reshape(1, -1)) + STD_EPSILON / unit
@@ -123,18 +117,16 @@ def batch_normalized(rewards: Tensor) -> Tensor:
 
 
 def standard_deviation(rewards: Tensor) -> Tensor:
-    """Bessel-corrected standard deviation of each row's scored rewards: `[P, G]` to `[P]`.
-
-    0 where a row has less than two.
-    """
+    """Bessel-corrected standard deviation of each row `[P]`; 0 for fewer than two scores."""
     scaled, unit = _scaled(rewards)
     return (_nanstd(scaled, least=1) * unit).squeeze(1)
 
 
 def _scaled(rewards: Tensor) -> tuple[Tensor, float]:
-    """The rewards in float64 over a power of two, under which nothing overflows, and that power.
+    """Scale rewards to float64 values that do not overflow; infinite ones become NaN.
 
-    It is 1 unless rewards are as large as no reward should be. What is infinite becomes NaN.
+    Returns:
+        The scaled rewards, and the power of two that they were divided by, 1 for usual rewards.
     """
     exact = rewards.double()
     exact = exact.masked_fill(exact.isinf(), torch.nan)
@@ -144,22 +136,22 @@ def _scaled(rewards: Tensor) -> tuple[Tensor, float]:
 
 
 def _zero_where_unscored(advantages: Tensor) -> Tensor:
-    """Not `nan_to_num`, which would also make a large number of an infinite one."""
+    # `nan_to_num` would also replace infinite values.
     return advantages.masked_fill(advantages.isnan(), 0.0)
 
 
 def _check_groups(rewards: Tensor) -> None:
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f"Rewards of shape {list(rewards.shape)} give no completion a sibling to be compared "
-            "with: expected [prompts, num_generations]. Set `num_generations` to 2 or more."
+            f"Rewards have the shape {list(rewards.shape)}, expected [prompts, num_generations] "
+            "with at least two completions to compare. Set `num_generations` to 2 or more."
         )
 
 
 def _nanstd(values: Tensor, least: int = 0) -> Tensor:
-    """Bessel-corrected standard deviation of each row's numbers: `[P, G]` to `[P, 1]`.
+    """Bessel-corrected standard deviation of each row, ignoring NaN: `[P, G]` to `[P, 1]`.
 
-    `least`: What is divided by, where there are fewer numbers.
+    `least` is the minimum divisor.
     """
     deviations = values - values.nanmean(dim=1, keepdim=True)
     count = (~values.isnan()).sum(dim=1, keepdim=True)

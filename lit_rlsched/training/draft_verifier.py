@@ -1,7 +1,10 @@
-"""What lost a race is verified under a newer policy, instead of being drawn anew."""
+"""Verify drafts under a newer policy by block verification, instead of decoding them again.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+The method, its cost and its exactness are described in `docs/rollpacker.md`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
-from lit_rlsched.policy import base_model
+from lit_rlsched.policy import base_model, evaluating
+from lit_rlsched.precision import ForwardContext
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.training.logprobs import (
     completion_logprobs,
@@ -19,91 +23,73 @@ from lit_rlsched.training.logprobs import (
     vocabulary_logprobs,
 )
 from lit_rlsched.training.micro_batches import split_by_tokens
-from lit_rlsched.training.speculative import (
-    acceptance,
-    excess,
-    num_accepted,
-    prefix_weights,
-)
+from lit_rlsched.training.speculative import acceptance, excess, num_accepted, prefix_weights
 from lit_rlsched.types import Draft, Group, Sample, stable_hash
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A draft in verification."""
+    """A draft of `C` tokens under verification."""
 
     sample: Sample
     draft: Draft
     noise: Tensor
-    """For each of its prefixes, `[C]`."""
-    after: float
-    """Noise of the token that is drawn after what is kept."""
+    """For each prefix, `[C]`."""
+    next_noise: float
+    """For the token drawn after the accepted prefix."""
     logprobs: Tensor = field(default_factory=partial(torch.empty, 0))
-    """Of its tokens under the policy that verifies, `[C]`."""
+    """Of its tokens under the verifying policy, `[C]`."""
     log_weights: Tensor = field(default_factory=partial(torch.empty, 0))
     """Of its prefixes, `[C + 1]`."""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.draft.token_ids)
 
     @property
     def prompt_ids(self) -> Sequence[int]:
         return self.sample.group.prompt.token_ids
 
     @property
-    def temperature(self) -> float:
-        return self.sample.group.sampling.temperature
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.prompt_ids, *self.draft.token_ids]
+    def tokens(self) -> int:
+        return len(self.draft.token_ids)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + self.tokens
 
-    def is_sound(self) -> bool:
-        """Whether its log-probs can be compared."""
+    def is_finite(self) -> bool:
         drawn = torch.tensor(self.draft.logprobs)
         return bool(drawn.isfinite().all() and not self.logprobs.isnan().any())
 
     def weigh(self) -> float:
-        """Compare them; by how much they differ, token by token."""
+        """Set `log_weights`; return the sum over tokens of `max(0, 1 - p/q)`."""
         drawn = torch.tensor(self.draft.logprobs, dtype=torch.float64)
         self.log_weights = prefix_weights(self.logprobs, drawn)
         return float((1 - (self.logprobs - drawn).clamp(max=0).exp()).sum())
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of it is kept."""
+    def is_accepted(self) -> bool:
+        """Whether the whole draft is accepted."""
         return bool(self.noise[-1] < self.log_weights[-1].exp())
 
-    def keep(self, tokens: int) -> None:
-        """Make the first of its tokens the completion's."""
+    def accept(self, tokens: int) -> None:
+        """Move the first tokens of the draft into the completion."""
         completion = self.sample.completion
         completion.token_ids = list(self.draft.token_ids[:tokens])
         completion.logprobs = self.logprobs[:tokens].tolist()
 
 
 class Drafts:
-    """Verifies drafts, and keeps what that needs of earlier policies: their trainable weights.
+    """Verifies drafts with the trainable weights of the policy versions that drew them.
 
-    The weights of a version are copied to the CPU when a round leaves drafts of it and forgotten
-    with the last of these: one copy for each short round between two long ones, and one more where
-    prompts wait on.
+    A version's weights are copied to the CPU when a round leaves drafts of it, and deleted with the
+    last of these drafts.
     """
 
     def __init__(self) -> None:
         self.weights: dict[int, dict[str, Tensor]] = {}
-        """Trainable parameters by policy version and name."""
+        """Trainable parameters by policy version and name; part of checkpoints."""
 
     def keep(self, policy: nn.Module, version: int, pool: Iterable[Group]) -> None:
-        """After a round: keep the weights of each version that has a draft in the pool.
+        """Keep the trainable weights of each version that has a draft in the pool after a round.
 
-        Args:
-            policy: With the weights of `version`, which drew the round.
-            version: The round's.
-            pool: What waits after it.
+        `policy` has the weights of `version`, the round's policy version.
         """
         live = {c.draft.version for g in pool for c in g.completions if c.draft is not None}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
@@ -122,23 +108,13 @@ class Drafts:
         salt: str,
         eos_token_ids: Sequence[int],
         micro_batch_tokens: int,
-        forward_context: Callable[[], AbstractContextManager[Any]],
+        forward_context: ForwardContext,
     ) -> DraftAudit:
-        """Turn the drafts of `groups` into completions of `policy`, as far as they go.
+        """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
 
-        A draft goes through the policy once, and where not all is kept once more, and through the
-        policy that drew it. The prefix that is kept and a token drawn after it become the
-        completion's; it is finished if they end it.
-
-        Args:
-            groups: Of a round that begins; their completions are changed.
-            policy: With the weights of `version`.
-            version: The round's.
-            seed: The run's.
-            salt: See `RolloutController.run`.
-            eos_token_ids: Tokens that end a completion.
-            micro_batch_tokens: Most positions, padding included, of a forward pass.
-            forward_context: The Trainer's precision context.
+        A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
+        token drawn after it. It is finished if these tokens end it. `policy` has the weights of
+        `version`; the noise depends on `seed`, `salt`, prompt, index and version alone.
         """
 
         def trial(sample: Sample, draft: Draft) -> _Trial:
@@ -150,31 +126,30 @@ class Drafts:
             return _Trial(sample, draft, counter_uniform(accept, counters), noise)
 
         samples = [Sample(g, c) for g in groups for c in g.completions]
-        trials = [
-            trial(sample, d) for sample in samples if (d := sample.completion.draft) is not None
-        ]
+        trials = [trial(s, d) for s in samples if (d := s.completion.draft) is not None]
         audit = DraftAudit(tokens=sum(t.tokens for t in trials))
         if not trials:
             return audit
         for one in trials:
             one.sample.completion.draft = None
-        with _evaluating(policy), forward_context():
+        with evaluating(policy), forward_context():
             for batch in split_by_tokens(trials, micro_batch_tokens):
                 _score(policy, batch)
-            sound = [t for t in trials if t.is_sound()]
-            audit.distance = sum(t.weigh() for t in sound)
-            cut = [t for t in sound if not t.is_whole]
-            for one in (t for t in sound if t.is_whole):
-                one.keep(one.tokens)
+            finite = [t for t in trials if t.is_finite()]
+            audit.distance = sum(t.weigh() for t in finite)
+            cut = [t for t in finite if not t.is_accepted]
+            for one in (t for t in finite if t.is_accepted):
+                one.accept(one.tokens)
                 audit.completed += 1
+            parameters = _trainable(policy).items()
             for drew in sorted({t.draft.version for t in cut}):
-                weights = self._on_device(policy, drew)
+                weights = {name: self.weights[drew][name].to(p) for name, p in parameters}
                 members = [t for t in cut if t.draft.version == drew]
                 for batch in split_by_tokens(members, micro_batch_tokens):
                     _cut(policy, weights, batch)
-        audit.nonfinite = len(trials) - len(sound)
-        audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in sound) - len(cut)
-        for one in sound:
+        audit.nonfinite = len(trials) - len(finite)
+        audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - len(cut)
+        for one in finite:
             completion, ids = one.sample.completion, one.sample.completion.token_ids
             completion.version_spans = [(version, len(ids))]
             if ids[-1] in eos_token_ids:
@@ -183,42 +158,20 @@ class Drafts:
                 completion.finish_reason = "length"
         return audit
 
-    def _on_device(self, policy: nn.Module, version: int) -> dict[str, Tensor]:
-        weights = self.weights[version]
-        return {name: weights[name].to(p) for name, p in _trainable(policy).items()}
-
-    def state_dict(self) -> dict[int, dict[str, Tensor]]:
-        """The weights."""
-        return dict(self.weights)
-
-    def load_state_dict(self, state: dict[int, dict[str, Tensor]]) -> None:
-        """Restore."""
-        self.weights = dict(state)
-
 
 def _trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
 @contextmanager
-def _evaluating(policy: nn.Module) -> Iterator[None]:
-    training = policy.training
-    policy.eval()
-    try:
-        yield
-    finally:
-        policy.train(training)
-
-
-@contextmanager
 def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Other weights for a moment; the policy's own are not copied, so come back as they were."""
+    """Swap other weights in without copying the policy's own."""
     parameters = _trainable(policy)
     own = {name: p.data for name, p in parameters.items()}
     try:
         for name, p in parameters.items():
             p.data = weights[name]
-        torch.clear_autocast_cache()  # autocast knows a weight by its parameter, not by its data
+        torch.clear_autocast_cache()  # its key is the parameter, not the data
         yield
     finally:
         for name, p in parameters.items():
@@ -227,17 +180,16 @@ def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _score(policy: nn.Module, batch: Sequence[_Trial]) -> None:
-    """Take the log-probs of the drafts' tokens."""
-    logprobs, _ = completion_logprobs(
-        policy, *_tensors(policy, batch), temperature=batch[0].temperature
-    )
-    for trial, row in zip(batch, logprobs.double().cpu(), strict=True):
-        trial.logprobs = row[: trial.tokens]
+    temperature = batch[0].sample.group.sampling.temperature
+    logprobs, _ = completion_logprobs(policy, *_tensors(policy, batch), temperature=temperature)
+    for trial, of_trial in zip(batch, logprobs.double().cpu(), strict=True):
+        trial.logprobs = of_trial[: trial.tokens]
 
 
 def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial]) -> None:
-    """Keep a prefix of each draft and draw a token after it."""
-    distributions = partial(vocabulary_logprobs, policy, temperature=batch[0].temperature)
+    """Accept a prefix of each draft and draw a token after it."""
+    temperature = batch[0].sample.group.sampling.temperature
+    distributions = partial(vocabulary_logprobs, policy, temperature=temperature)
     tensors = _tensors(policy, batch)
     new = completion_states(policy, *tensors)
     with _with(policy, weights):
@@ -256,25 +208,25 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
     begin = 0
     for trial, of_trial in zip(batch, more.split([t.tokens for t in batch]), strict=True):
         accepts = acceptance(trial.log_weights, of_trial)
-        kept = num_accepted(accepts[:-1], trial.noise[:-1])
-        at = slice(begin + kept, begin + kept + 1)
+        accepted = num_accepted(accepts[:-1], trial.noise[:-1])
+        at = slice(begin + accepted, begin + accepted + 1)
         logp, logq = both(at)
         (probabilities,) = excess(log_weights[at], logp, logq)
-        if not probabilities.sum() > 0:  # the policies are one, but for rounding
+        if not probabilities.sum() > 0:  # the policies differ only by rounding
             (probabilities,) = logp.double().exp()
-        token = int(inverse_cdf(probabilities, trial.after))
-        trial.keep(kept)
+        token = int(inverse_cdf(probabilities, trial.next_noise))
+        trial.accept(accepted)
         trial.sample.completion.token_ids.append(token)
         trial.sample.completion.logprobs.append(float(logp[0, token]))
         begin += trial.tokens
 
 
 def _tensors(policy: nn.Module, batch: Sequence[_Trial]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids `[B, T]`, and the lengths of prompts and drafts, `[B]`."""
+    """Token ids `[B, T]`, lengths of prompts `[B]` and lengths of drafts `[B]`."""
     device = next(policy.parameters()).device
     ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
-    for row, trial in zip(ids, batch, strict=True):
-        row[: len(trial)] = torch.tensor(trial.token_ids)
+    for padded, trial in zip(ids, batch, strict=True):
+        padded[: len(trial)] = torch.tensor([*trial.prompt_ids, *trial.draft.token_ids])
     prompts = torch.tensor([len(t.prompt_ids) for t in batch])
     drafts = torch.tensor([t.tokens for t in batch])
     return ids.to(device), prompts.to(device), drafts.to(device)

@@ -1,4 +1,4 @@
-"""A run stops where a number that is not finite would get into the weights, or has."""
+"""Stop a run if gradients or weights are not finite."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,13 @@ from lit_rlsched.training.round import Round
 
 
 def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None:
-    """Stop before an optimizer step that would spoil the weights.
+    """Stop before an optimizer step with a gradient norm that is not finite.
 
-    A `GradScaler` skips such a step itself and halves its scale; only where a scale below 1 has not
-    helped either, the gradient itself is at fault.
-
-    Args:
-        trainer: About to step.
-        norm: Of the unscaled gradient.
-        loss: Of the optimizer step.
+    A `GradScaler` skips such a step and halves its scale, so the gradient itself is wrong only if
+    that did not help with a scale below 1.
 
     Raises:
-        FloatingPointError: the norm is NaN or infinite.
+        FloatingPointError: If the norm of the unscaled gradient is NaN or infinite.
     """
     if math.isfinite(norm):
         return
@@ -32,15 +27,15 @@ def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None
     round = getattr(getattr(trainer, "datamodule", None), "current", None)
     raise FloatingPointError(
         f"The gradient of optimizer step {trainer.global_step} is not finite (norm {float(norm)}, "
-        f"loss {float(loss):.4g}{_rewards(round)}). The step was not taken: the weights are those "
-        "before it. Look at rewards and losses of the last rounds; a lower learning rate, "
+        f"loss {float(loss):.4g}{_rewards(round)}). The step was not taken, so the weights are "
+        "unchanged. Look at rewards and losses of the last rounds; a lower learning rate, "
         "`gradient_clip_val`, bounded rewards or a higher precision may help. Resume from the last "
         "checkpoint."
     )
 
 
 def loss_scale(trainer: Trainer) -> float:
-    """What a `GradScaler` multiplies losses by, 1 where there is none."""
+    """Factor by which a `GradScaler` multiplies losses; 1 without one."""
     scaler = _scaler(trainer)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -63,22 +58,22 @@ def _range(values: Sequence[float]) -> str:
 
 @torch.no_grad()
 def check_weights(policy: nn.Module) -> None:
-    """Stop before weights are used that are no numbers.
+    """Stop before weights that are not finite are used.
 
     Raises:
-        FloatingPointError: naming the first such weight.
+        FloatingPointError: Names the first such weight.
     """
     wrong = [name for name, weight in policy.named_parameters() if not _finite(weight)]
     if wrong:
         raise FloatingPointError(
             f"The trainer's weights are not finite: {len(wrong)} tensors hold NaN or infinity, the "
-            f"first is `{wrong[0]}`. The engine is not at fault. Resume from an earlier "
-            "checkpoint; with a lower learning rate it may not happen again."
+            f"first is `{wrong[0]}`. The engine is not the cause. Resume from an earlier "
+            "checkpoint; a lower learning rate may help."
         )
 
 
 def _finite(weight: Tensor) -> bool:
     if not weight.numel() or not weight.is_floating_point():
         return True
-    least, largest = weight.aminmax()  # one pass without a temporary; NaN comes through
+    least, largest = weight.aminmax()  # one pass without a temporary; keeps NaN
     return math.isfinite(least) and math.isfinite(largest)

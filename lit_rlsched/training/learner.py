@@ -1,4 +1,4 @@
-"""What the data module asks of whoever learns, between rollout and update."""
+"""What the data module asks of a LightningModule between rollout and update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,44 +22,44 @@ class RoundLogprobs:
 
 @runtime_checkable
 class Learner(Protocol):
-    """A LightningModule that takes part in the round; ours do, others get `PlainLearner`."""
+    """A LightningModule that takes part in the round; for others `PlainLearner` answers."""
 
     needs_reference: bool
-    """Whether the advantages or the loss need the reference's log-probs."""
+    """Whether the advantages or the loss need the reference model's log-probs."""
     skip_zero_advantage: bool
-    """Whether a completion with zero advantage adds nothing to the gradient."""
+    """Whether a completion with zero advantage has zero gradient."""
     needs_group: bool
-    """Whether a completion's advantage is relative to its siblings, or to all of the update."""
+    """Whether an advantage is relative to the completion's group, not to the whole update."""
 
     def streaming_obstacle(self) -> str | None:
-        """Why gradients cannot be computed before all of an update is drawn; `None`: they can."""
+        """Say why gradients need the whole update, or `None` if they can be accumulated."""
 
     def accumulate(self, step: OptimizerStep) -> None:
-        """Add the gradient of these micro-batches to that of the coming optimizer step."""
+        """Add the gradients of these micro-batches to those of the next optimizer step."""
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
-        """Whether the loss is relative to the log-probs that the engine recorded.
+        """Whether the loss uses the engine's log-probs as the old policy's.
 
-        `off_policy`: tokens of earlier policies may be among those that are trained on.
+        `off_policy`: whether tokens drawn by earlier policies may be included.
         """
 
-    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
-        """By what cost completions may share a row with their prompt, or `None`: they may not.
+    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+        """Return the cost by which completions share a prompt, or `None` if they must not.
 
-        `rows` are about to be laid out: a learner may try on them whether it gets them right.
+        `samples` are the completions to encode; a learner may check on them if sharing works.
         """
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """`old_logprobs` and, where needed, `ref_logprobs`, each `[B, C]`."""
+        """Compute `old_logprobs` and, if needed, `ref_logprobs`, each `[B, C]`."""
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """Advantages `[P, G]` of rewards `[P, G]`, NaN where there is no reward or completion."""
+        """Compute advantages `[P, G]` from rewards `[P, G]`, NaN where there is none."""
 
 
 class PlainLearner:
     """Stands in for a LightningModule that knows nothing of rollouts.
 
-    Advantages are group-relative; old log-probs are the engine's; no completion is left out.
+    Advantages are those of GRPO, and old log-probs are the engine's.
     """
 
     needs_reference = False
@@ -67,25 +67,19 @@ class PlainLearner:
     needs_group = True
 
     def streaming_obstacle(self) -> str | None:
-        """Its optimizer steps are Lightning's."""
-        return "it takes its micro-batches in `training_step`, once all of them are there"
+        return "it takes its micro-batches in `training_step`, after the whole update is drawn"
 
     def accumulate(self, step: OptimizerStep) -> None:
-        """Refused before."""
         raise NotImplementedError
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
-        """Where tokens are of several policies, they are its `old_logp`."""
-        return False
+        return False  # `score` returns them
 
-    def row_cost(self, rows: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
-        """Its `training_step` reads `input_ids` row by row."""
-        return None
+    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+        return None  # `training_step` expects one completion per row of `input_ids`
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """The engine's own log-probs."""
         return {"old_logprobs": batch.rollout_logp}
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
-        """GRPO's."""
         return group_relative(rewards)

@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from lit_rlsched.training.lm_head import check_lm_head, is_checked, lm_head, model_parts
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Memory of one chunk's fp32 logits by device type, from which the default chunk length follows. A
-GPU needs larger chunks to be busy, and reads the head once for each: `benchmarks.lm_head`."""
+"""Memory of one chunk's fp32 logits by device type. A GPU needs larger chunks to be busy, and each
+chunk reads the head's weights once (`benchmarks.lm_head`)."""
 
 
 def default_chunk(device: str, vocab_size: int) -> int:
-    """Positions of which logits are in memory at once, on a device of that type."""
+    """Number of positions per LM head call on a device of this type."""
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (4 * vocab_size))
 
 
 def completion_mask(completion_lengths: Tensor) -> Tensor:
-    """Where completions have tokens: lengths `[B]` to a boolean `[B, C]`, `C` the longest."""
+    """Boolean mask `[B, C]` of the positions that have a token, with `C` the maximum length."""
     positions = torch.arange(int(completion_lengths.max()), device=completion_lengths.device)
     return positions < completion_lengths.unsqueeze(1)
 
@@ -38,34 +38,33 @@ def completion_logprobs(
     entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Score every completion token: `log softmax(logits / temperature)[token]`.
+    """Compute `log softmax(logits / temperature)[token]` for every completion token.
 
-    Only the positions that predict a completion token go through the LM head, a chunk at a time.
-    With more than one chunk, a chunk's logits are computed again in the backward pass instead of
-    being kept. The first call with a model compares that with the model's own forward, which is
-    used instead, with a warning, where it gives other logits.
+    Only positions that predict a completion token go through the LM head, in chunks. With more than
+    one chunk, the backward pass recomputes a chunk's logits. The first call with a model compares
+    body and LM head with the model's own forward, which is used instead, with a warning, if it
+    gives other logits.
 
     Args:
-        model: a transformers causal language model, or one wrapped by PEFT.
-        input_ids: `[R, T]`, each row a prompt, its completions, then padding. The padding needs no
-            attention mask: a causal model does not look ahead.
+        model: A transformers causal language model, or one wrapped by PEFT.
+        input_ids: `[R, T]`, each row a prompt, its completions, then padding. Causal models need no
+            attention mask for the padding.
         prompt_lengths: `[B]`, at least 1.
-        completion_lengths: `[B]`, 0 allowed.
-        completion_rows: `[B]`, the row each completion stands in: 0 to `R - 1` in order. The model
-            must take a 4-D attention mask and `position_ids` (`shared_prefix.obstacle` says whether
-            it does). `None`: each has a row of its own.
-        temperature: what the completions were drawn with.
-        entropy: also return the entropy of each prediction, without gradient.
-        chunk_tokens: positions per LM head call; by default, as many as make `CHUNK_BYTES` of fp32
-            logits on the model's device.
+        completion_lengths: `[B]`, may be 0.
+        completion_rows: `[B]`, the row of each completion: 0 to `R - 1`, ascending. The model must
+            accept a 4-D attention mask and `position_ids` (see `shared_prefix.obstacle`). `None`:
+            each completion has its own row.
+        temperature: The sampling temperature of the completions.
+        entropy: Whether to return the entropy of each prediction, without gradient.
+        chunk_tokens: Positions per LM head call; by default `CHUNK_BYTES` of fp32 logits.
 
     Returns:
-        The log-probabilities and the entropies (or None), both `[B, C]` with `C` the longest
-        completion, at least fp32, zero where `completion_mask(completion_lengths)` is False.
+        The log-probabilities and the entropies (or None), both `[B, C]` with `C` the maximum
+        completion length, at least fp32, zero where `completion_mask(completion_lengths)` is False.
 
     Raises:
-        ValueError: if a prompt is empty, a row does not fit in `T`, the model has no LM head, or no
-            log-probs of completions can be had from it (`lm_head.check_lm_head`).
+        ValueError: If a prompt is empty, lengths exceed `T`, or `lm_head.check_lm_head` refuses the
+            model.
     """
     starts = prompt_lengths
     if completion_rows is not None:
@@ -77,7 +76,7 @@ def completion_logprobs(
     mask = completion_mask(completion_lengths)
     rows, columns = mask.nonzero(as_tuple=True)
     targets = starts[rows] + columns
-    # the prompt's last token predicts the first of each completion
+    # The prompt's last token predicts the first token of each completion.
     sources = torch.where(columns > 0, targets, prompt_lengths[rows]) - 1
     layout: dict[str, Tensor] = {}
     if completion_rows is not None:
@@ -96,15 +95,10 @@ def completion_logprobs(
 def completion_states(
     model: nn.Module, input_ids: Tensor, prompt_lengths: Tensor, completion_lengths: Tensor
 ) -> Tensor:
-    """What each completion token is predicted from, `[N, H]`, one completion after another.
+    """Compute the LM head's input for every completion token, `[N, H]`, completion by completion.
 
-    The LM head's input; where only the model's own forward is right, its logits `[N, V]`.
-
-    Args:
-        model: See `completion_logprobs`; so are the others.
-        input_ids: `[B, T]`.
-        prompt_lengths: `[B]`.
-        completion_lengths: `[B]`.
+    If only the model's own forward is right, the result is its logits `[N, V]`. The arguments are
+    those of `completion_logprobs`, with a row for each completion.
     """
     _check_once(model, input_ids, prompt_lengths + completion_lengths)
     rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
@@ -112,17 +106,14 @@ def completion_states(
 
 
 def vocabulary_logprobs(model: nn.Module, states: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """The whole distributions predicted from `states` of `completion_states`: `[N, V]` log-probs.
-
-    The caller sees to it that they fit in memory.
-    """
+    """Compute `[N, V]` log-probs of the whole vocabulary from `completion_states`, unchunked."""
     return lm_head(model, temperature).logits(states).log_softmax(-1)
 
 
 def _check_once(
     model: nn.Module, input_ids: Tensor, ends: Tensor, completion_rows: Tensor | None = None
 ) -> None:
-    """On the longest row; without padding, which a model that looks ahead would see."""
+    """Check the LM head on the longest row, without padding, which changes what a model sees."""
     if is_checked(model):
         return
     longest = int(ends.argmax())
@@ -133,7 +124,7 @@ def _check_once(
 def _score(
     head: Callable[[Tensor], Tensor], entropy: bool, states: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (or zeros): `[n, H]` and `[n]` to `[n]`, `[n]`."""
+    """Log-probability of each target `[n]` and entropy (or zeros) `[n]` from states `[n, H]`."""
     logits = head(states)
     logp, log_normalizer = _TokenLogprob.apply(logits, targets)  # type: ignore[no-untyped-call]
     if not entropy:
@@ -146,7 +137,7 @@ def _score(
 class _TokenLogprob(torch.autograd.Function):
     """Log-probs of targets, and the normalizers without gradient.
 
-    Autograd's own gradient takes five temporaries of the logits' size; this, of the same bits, one.
+    Autograd needs five temporaries as large as the logits; this needs one, with identical bits.
     """
 
     @staticmethod
@@ -174,7 +165,7 @@ def _score_in_chunks(
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     chunks = list(zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
-    # A single chunk fits in memory anyway; checkpointing it would only cost a second LM head call.
+    # A single chunk fits in memory; checkpointing would only add a second LM head call.
     if len(chunks) > 1 and torch.is_grad_enabled():
         scored = [checkpoint(score, h, t, use_reentrant=False) for h, t in chunks]
     else:
@@ -189,7 +180,7 @@ def _scatter(flat: Tensor, mask: Tensor) -> Tensor:
 def _completion_starts(
     prompt_lengths: Tensor, completion_lengths: Tensor, completion_rows: Tensor
 ) -> Tensor:
-    """The column `[B]` at which each completion starts: after those before it in its row."""
+    """The column `[B]` at which each completion starts in its row."""
     before = completion_lengths.cumsum(0) - completion_lengths
     first_of_row = torch.searchsorted(completion_rows, completion_rows)
     return prompt_lengths + before - before[first_of_row]
@@ -198,41 +189,41 @@ def _completion_starts(
 def _shared_layout(
     input_ids: Tensor, starts: Tensor, completion_lengths: Tensor, completion_rows: Tensor
 ) -> dict[str, Tensor]:
-    """Model inputs under which completions that share a row do not see each other.
+    """Build model inputs with which completions that share a row do not see each other.
 
     Returns:
-        `position_ids` `[R, T]`, where each completion goes on from the prompt, and a boolean
+        `position_ids` `[R, T]`, which continue from the prompt for each completion, and a boolean
         `attention_mask` `[R, 1, T, T]`, True where a query (third axis) sees a key.
     """
     rows, width = input_ids.shape
     ends = starts + completion_lengths
     jumps = torch.zeros(2, rows, width + 1, dtype=torch.long, device=input_ids.device)
     segments, ahead = jumps
-    # a new segment at each start and each end; there positions fall back to the prompt's length
+    # Each start and each end begins a new segment, whose positions restart after the prompt.
     for places in (starts, ends):
         segments.index_put_((completion_rows, places), torch.ones_like(places), accumulate=True)
     ahead.index_put_((completion_rows, ends), completion_lengths, accumulate=True)
     segments, ahead = jumps.cumsum(-1)
     padding = segments == segments[:, -1:]
     positions = torch.arange(width + 1, device=input_ids.device) - ahead
-    # a table of positions may end at the context's length, which padding could pass
+    # Padding must not exceed the model's table of positions.
     positions = positions.masked_fill(padding, 0)[:, :-1]
     segments = segments[:, :-1]
     mask = segments.unsqueeze(2) == segments.unsqueeze(1)
-    mask |= (segments == 0).unsqueeze(1)  # the prompt is seen by all
+    mask |= (segments == 0).unsqueeze(1)  # all see the prompt
     return {"position_ids": positions, "attention_mask": mask.tril_().unsqueeze(1)}
 
 
 def _to_addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What eager attention adds to its scores: 0 where `mask` is True, else very little."""
+    """What eager attention adds to its scores: 0 where `mask` is True, else the minimum."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _check_lengths(input_ids: Tensor, prompt_lengths: Tensor, ends: Tensor) -> None:
     if bool((prompt_lengths < 1).any()):
         raise ValueError(
-            "A prompt of no tokens leaves the first completion token without a position that "
-            "predicts it. Put the BOS or EOS token in front of it."
+            "A prompt is empty, so no position predicts its first completion token. Put the BOS or "
+            "EOS token in front of it."
         )
     longest = int(ends.max())
     if longest > input_ids.shape[1]:

@@ -1,9 +1,8 @@
 """Policy-gradient losses as pure functions of log-probabilities.
 
-Shapes: `B` sequences of a micro-batch, `C` completion positions. A step's micro-batches may hold
-any number of sequences and tokens, so a loss is normalised by the step's totals: the sum of the
-losses of a step's micro-batches is the step's loss, however the step was cut (but for bnpo, which
-means its micro-batches).
+`B` is the number of sequences of a micro-batch, `C` the length of its longest completion. Each loss
+is normalised by the totals of the optimizer step, so the losses of a step's micro-batches add up to
+the step's loss however the step is split. The exception is bnpo, which averages per micro-batch.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
-RatioLevel = Literal["token", "sequence"]
 ImportanceSamplingMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
@@ -35,7 +33,6 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     rollout_logp: Tensor | None = None,
     loss_type: LossType = "dapo",
-    importance_sampling_level: RatioLevel | None = None,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
@@ -46,60 +43,59 @@ def policy_loss(
     step_tokens: float | None = None,
     max_completion_length: int | None = None,
 ) -> LossOutput:
-    """Loss of one micro-batch; names, defaults and numbers are TRL's.
+    """Compute the loss of one micro-batch, with TRL's names, defaults and values.
 
-    With `rho = exp(logp - old_logp)`, the term of a token is
+    With `rho = exp(logp - old_logp)`, a token's term is
     `-min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)`, for cispo
-    `-stop_gradient(min(rho, epsilon_high)) A logp`. It is multiplied by the correction for the
-    rollout engine, and `beta * rho * k3` is added. The loss types:
+    `-stop_gradient(min(rho, epsilon_high)) A logp`. The term is multiplied by the importance weight
+    that corrects for the rollout engine; then `beta * rho * k3` is added. The loss types:
 
     - grpo (arXiv 2402.03300): mean over a sequence's tokens, then over sequences;
     - gspo (arXiv 2507.18071): grpo with `rho` the geometric mean over the sequence;
     - bnpo: mean over the micro-batch's tokens, weighted by its share of the step's sequences;
-    - dr_grpo (arXiv 2503.20783): sum of tokens over `step_sequences * max_completion_length`;
-    - dapo (arXiv 2503.14476), cispo (arXiv 2506.13585): mean over the step's tokens; of several
-      steps on one round, which have different numbers, each divides by their average;
-    - rloo (arXiv 2402.14740): `rho` the product over the sequence, mean over sequences.
+    - dr_grpo (arXiv 2503.20783): sum over tokens divided by
+      `step_sequences * max_completion_length`;
+    - dapo (arXiv 2503.14476), cispo (arXiv 2506.13585): mean over the step's tokens; if a round has
+      several steps with different token counts, each step divides by their average;
+    - rloo (arXiv 2402.14740): `rho` is the product over the sequence; mean over sequences.
 
     Args:
-        logp: `[B, C]`, log-probabilities under the policy being trained.
+        logp: `[B, C]`, log-probabilities under the policy.
         advantages: `[B]`.
-        mask: `[B, C]`, non-zero on the tokens to train on. What the others hold is never read.
-        old_logp: `[B, C]`, under the policy at the start of the step; None: the same policy.
-        ref_logp: `[B, C]`, under the reference model; needed with `beta > 0`.
-        rollout_logp: `[B, C]`, as reported by the rollout engine, NaN where it did not say; None:
+        mask: `[B, C]`, non-zero on the tokens to train on. Other positions may hold any value.
+        old_logp: `[B, C]`, under the policy at the start of the step; None: the same as `logp`.
+        ref_logp: `[B, C]`, under the reference model; required if `beta > 0`.
+        rollout_logp: `[B, C]`, as reported by the rollout engine, NaN where it reported none; None:
             no correction.
-        loss_type: see above.
-        importance_sampling_level: one ratio per token, or one per sequence (the geometric mean).
-            None: what `loss_type` says, else per token.
-        epsilon: lower clip distance.
-        epsilon_high: upper clip distance, None: `epsilon`; for cispo, the largest ratio itself.
-        delta: cap on `rho` where the advantage is negative (two-sided clipping of INTELLECT-2,
+        loss_type: See above.
+        epsilon: Lower clip distance.
+        epsilon_high: Upper clip distance, `epsilon` if None; for cispo the maximum ratio itself.
+        delta: Maximum of `rho` where the advantage is negative (two-sided clipping of INTELLECT-2,
             arXiv 2505.07291).
-        beta: weight of the KL term.
-        importance_sampling_mode: what happens to a ratio `exp(old_logp - rollout_logp)`, of the
-            token or of the whole sequence, above the maximum: truncated to it, or masked to 0.
-        importance_sampling_clip_max: that maximum.
-        step_sequences: sequences of the whole optimizer step; None: `B`. On several ranks, with
-            gradients averaged over them, pass the total divided by the number of ranks.
-        step_tokens: tokens of the whole optimizer step, or the average over the steps of a round,
-            likewise; None: those of `mask`.
-        max_completion_length: the constant of dr_grpo.
+        beta: Weight of the KL term.
+        importance_sampling_mode: What to do with a ratio `exp(old_logp - rollout_logp)` above
+            `importance_sampling_clip_max`: truncate it to the maximum, or mask it to 0. The ratio
+            is per token, or the product over the sequence.
+        importance_sampling_clip_max: The maximum of that ratio.
+        step_sequences: Sequences of the whole optimizer step; None: `B`. With gradients averaged
+            over several ranks, pass the total divided by the number of ranks.
+        step_tokens: Tokens of the whole optimizer step, or the average over the steps of a round,
+            with the same division by ranks; None: the number of tokens in `mask`.
+        max_completion_length: The constant of dr_grpo.
 
     Returns:
         The loss, and metrics under TRL's names. Metrics are means over the tokens of `mask` (a
-        sequence's ratio counts once per token), so that averaging them over micro-batches with the
-        number of tokens as weight gives the step's value. Exceptions: names ending in `min` or
-        `max`, of which to take the smallest or largest (infinite where there was no token).
-        `policy_loss` is that mean of the terms, KL included, whatever the normalisation.
+        sequence's ratio counts once per token), so averaging them over micro-batches weighted by
+        the number of tokens gives the step's value. The exceptions are names that end in `min` or
+        `max`, which are reduced by minimum or maximum (infinite if there is no token). The metric
+        `policy_loss` is the token mean of the terms, KL included, for every normalisation.
 
     Raises:
-        ValueError: for settings that `check_loss_settings` refuses, if `ref_logp` or
-            `max_completion_length` is needed and missing, or for rloo with a KL term.
+        ValueError: If `check_loss_settings` refuses the settings, or if `ref_logp` or
+            `max_completion_length` is required and missing.
     """
     check_loss_settings(
         loss_type,
-        importance_sampling_level=importance_sampling_level,
         epsilon=epsilon,
         epsilon_high=epsilon_high,
         delta=delta,
@@ -108,13 +104,10 @@ def policy_loss(
         importance_sampling_clip_max=importance_sampling_clip_max,
     )
     valid = mask.bool()
-    # Padding may hold anything, NaN included, which a product with a zero mask would let through.
+    # Multiplying by a zero mask would not remove NaN from padding.
     logp = logp.masked_fill(~valid, 0.0)
     old_logp = logp.detach() if old_logp is None else old_logp.masked_fill(~valid, 0.0)
-    level = {"gspo": "sequence", "rloo": "product"}.get(
-        loss_type, importance_sampling_level or "token"
-    )
-    ratio = _policy_ratio(logp - old_logp, valid, level)
+    ratio = _policy_ratio(logp - old_logp, valid, loss_type)
     advantages = advantages.unsqueeze(1)
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
 
@@ -132,7 +125,7 @@ def policy_loss(
         loss = loss * weight
         metrics |= sampling_metrics
     if beta > 0.0:
-        kl = _k3(logp, ref_logp, valid, loss_type) * ratio
+        kl = _k3(logp, ref_logp, valid) * ratio
         loss = loss + beta * kl
         metrics["kl"] = _token_mean(kl, valid)
     metrics["policy_loss"] = _token_mean(loss, valid)
@@ -143,7 +136,6 @@ def policy_loss(
 def check_loss_settings(
     loss_type: str,
     *,
-    importance_sampling_level: str | None = None,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
@@ -151,59 +143,56 @@ def check_loss_settings(
     importance_sampling_mode: str | None = "sequence_mask",
     importance_sampling_clip_max: float = 3.0,
 ) -> None:
-    """Refuse settings of `policy_loss` that are wrong or contradict each other, before a run.
+    """Refuse settings of `policy_loss` that are out of range or contradict each other.
 
     Raises:
-        ValueError: naming the setting and the remedy.
+        ValueError: Names the setting, its value and the fix.
     """
-    levels = (*get_args(RatioLevel), None)
     modes = (*get_args(ImportanceSamplingMode), None)
-    _check_choice("loss_type", loss_type, get_args(LossType))
-    _check_choice("importance_sampling_level", importance_sampling_level, levels)
-    _check_choice("importance_sampling_mode", importance_sampling_mode, modes)
     upper = epsilon if epsilon_high is None else epsilon_high
     rloo, cispo = loss_type == "rloo", loss_type == "cispo"
     for refused, message in (
         (
+            loss_type not in get_args(LossType),
+            f"`{loss_type=}` is unknown. Use one of {list(get_args(LossType))}.",
+        ),
+        (
+            importance_sampling_mode not in modes,
+            f"`{importance_sampling_mode=}` is unknown. Use one of {list(modes)}.",
+        ),
+        (
             min(epsilon, upper, beta) < 0,
-            f"`epsilon={epsilon}`, `epsilon_high={epsilon_high}` and `beta={beta}` must not be "
-            "negative. Use 0.0 for none.",
+            f"`{epsilon=}`, `{epsilon_high=}` and `{beta=}` must not be negative. Use 0.0 to "
+            "switch one off.",
         ),
         (
             importance_sampling_clip_max <= 0,
-            f"`importance_sampling_clip_max={importance_sampling_clip_max}` must be positive. Use "
+            f"`{importance_sampling_clip_max=}` must be positive. Use "
             "`importance_sampling_mode=None` to switch the correction off.",
         ),
         (
             cispo and (epsilon_high is None or epsilon_high < 1),
-            f"`loss_type='cispo'` caps the ratio itself at `epsilon_high={epsilon_high}`, which "
-            "must be 1 or more, as an on-policy ratio is 1. Set it, for example to 5.0.",
+            f"`loss_type='cispo'` limits the ratio itself to `{epsilon_high=}`, which must be at "
+            "least 1, the on-policy ratio. Set it, for example to 5.0.",
         ),
         (
             delta is not None and (rloo or cispo),
-            f"`delta={delta}` has no effect on `loss_type={loss_type!r}`. Remove it, or use "
-            "another loss type.",
+            f"`{delta=}` has no effect on `{loss_type=}`. Remove it, or use another loss type.",
         ),
         (
             delta is not None and delta <= 1 + upper,
-            f"`delta={delta}` must exceed 1 + `epsilon_high` = {1 + upper}, or the upper clip "
+            f"`{delta=}` must exceed 1 + `epsilon_high` = {1 + upper}, otherwise the upper clip "
             "never acts. Raise `delta` or lower `epsilon_high`.",
         ),
         (
-            loss_type == "gspo" and importance_sampling_level == "token",
-            "`loss_type='gspo'` is the sequence-level ratio. Remove "
-            "`importance_sampling_level='token'`, or use `loss_type='grpo'`.",
-        ),
-        (
-            rloo and importance_sampling_level is not None,
-            "`loss_type='rloo'` has one ratio per sequence, the product of its tokens'. Remove "
-            f"`importance_sampling_level={importance_sampling_level!r}`.",
+            rloo and beta > 0,
+            f"`loss_type='rloo'` has no KL term for `{beta=}` to weigh. Use `RLOOModule`, which "
+            "subtracts the KL from the reward, or `beta=0`.",
         ),
         (
             rloo and importance_sampling_mode in ("token_truncate", "token_mask"),
-            f"`importance_sampling_mode={importance_sampling_mode!r}` corrects tokens, but "
-            "`loss_type='rloo'` has one term per sequence. Use 'sequence_mask' or "
-            "'sequence_truncate'.",
+            f"`{importance_sampling_mode=}` corrects tokens, but `loss_type='rloo'` has one term "
+            "per sequence. Use 'sequence_mask' or 'sequence_truncate'.",
         ),
     ):
         if refused:
@@ -213,20 +202,20 @@ def check_loss_settings(
 def rollout_correction(
     old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, mode: ImportanceSamplingMode, cap: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance weights from the rollout engine's distribution to the trainer's.
+    """Compute importance weights from the rollout engine's distribution to the trainer's.
 
-    `exp(old_logp - rollout_logp)`, per token or of the sums over a sequence, and its metrics. The
-    ratios in the metrics are those before truncation or masking, which would hide a mismatch.
+    The ratio is `exp(old_logp - rollout_logp)`, per token or for the sum over a sequence. The
+    metrics show the ratios before truncation or masking, which would hide a mismatch.
 
     Args:
         old_logp: `[B, C]`.
-        rollout_logp: `[B, C]`; a token the engine did not score (NaN) counts as no mismatch.
+        rollout_logp: `[B, C]`; NaN, a token that the engine did not score, counts as a ratio of 1.
         mask: `[B, C]`, boolean.
-        mode: level and remedy, as in `policy_loss`.
-        cap: largest ratio to leave alone.
+        mode: See `importance_sampling_mode` of `policy_loss`.
+        cap: Maximum of the ratio.
 
     Returns:
-        Weights `[B, C]` for the token modes or `[B, 1]` for the sequence modes, and metrics.
+        Weights, `[B, C]` for the token modes or `[B, 1]` for the sequence modes, and metrics.
     """
     difference = (old_logp - rollout_logp).masked_fill(~mask, 0.0)
     scored = mask & ~difference.isnan()
@@ -249,12 +238,12 @@ def rollout_correction(
     return weight, metrics
 
 
-def _policy_ratio(log_ratio: Tensor, valid: Tensor, level: str) -> Tensor:
-    """`[B, C]` for `token`; `[B, 1]` for `sequence`, the geometric mean, and `product`."""
-    if level == "token":
+def _policy_ratio(log_ratio: Tensor, valid: Tensor, loss_type: LossType) -> Tensor:
+    """`[B, C]`, or `[B, 1]` for the loss types with one ratio per sequence."""
+    if loss_type not in ("gspo", "rloo"):
         return log_ratio.exp()
     total = log_ratio.sum(dim=1, keepdim=True)
-    if level == "sequence":
+    if loss_type == "gspo":
         total = total / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return total.exp()
 
@@ -268,24 +257,19 @@ def _clipped_surrogate(
     return -torch.min(ratio * advantages, clipped * advantages)
 
 
-def _k3(logp: Tensor, ref_logp: Tensor | None, valid: Tensor, loss_type: LossType) -> Tensor:
+def _k3(logp: Tensor, ref_logp: Tensor | None, valid: Tensor) -> Tensor:
     """Schulman's non-negative estimate of KL(policy, reference) per token."""
-    if loss_type == "rloo":
-        raise ValueError(
-            "`loss_type='rloo'` has its KL penalty in the reward (`kl_in_reward`), not in the "
-            "loss. Use `RLOOModule`, or set `beta=0.0`."
-        )
     if ref_logp is None:
         raise ValueError(
-            "`beta > 0` adds a KL term and needs `ref_logp`, the reference model's "
-            "log-probabilities. Compute them, or set `beta=0.0`."
+            "`beta > 0` adds a KL term, which needs `ref_logp`, the log-probabilities under the "
+            "reference model. Pass them, or set `beta=0.0`."
         )
     difference = (ref_logp - logp).masked_fill(~valid, 0.0)
     return difference.exp() - difference - 1
 
 
 def divides_by(loss_type: LossType) -> Literal["sequences", "tokens"]:
-    """What of the optimizer step a micro-batch's loss is proportional to the inverse of."""
+    """Which total of the optimizer step the loss is divided by."""
     return "tokens" if loss_type in ("dapo", "cispo") else "sequences"
 
 
@@ -297,7 +281,7 @@ def _normalize(
     step_tokens: float | None,
     max_completion_length: int | None,
 ) -> Tensor:
-    """Sum `[B, C]` or `[B, 1]` terms to a scalar. Counts are at least 1: no token, loss 0."""
+    """Reduce `[B, C]` or `[B, 1]` terms to a scalar, which is 0 if there is no token."""
     sequences = valid.shape[0] if step_sequences is None else step_sequences
     if loss_type == "rloo":
         return loss.sum() / sequences
@@ -309,7 +293,7 @@ def _normalize(
     if loss_type == "dr_grpo":
         if not max_completion_length:
             raise ValueError(
-                "`loss_type='dr_grpo'` divides by `max_completion_length`. Set it to the limit the "
+                "`loss_type='dr_grpo'` divides by `max_completion_length`. Pass the limit that the "
                 "completions were drawn with."
             )
         return loss.sum() / (sequences * max_completion_length)
@@ -332,16 +316,11 @@ def _clip_metrics(
 
 
 def _token_mean(values: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid tokens of `[B, C]`, or of `[B, 1]` spread over its tokens; 0 if none."""
+    """Mean over the valid tokens of `[B, C]`, or of `[B, 1]` repeated per token; 0 if none."""
     values = values.expand_as(valid).masked_fill(~valid, 0)
     return values.sum() / valid.sum().clamp(min=1)
 
 
 def _minimum(values: Tensor, counted: Tensor) -> Tensor:
-    """Smallest of the values that count; infinite if none does."""
+    """Minimum of the values where `counted` is True; infinite if there are none."""
     return pad(values.masked_fill(~counted, torch.inf).flatten(), (0, 1), value=torch.inf).min()
-
-
-def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}={value!r}` is unknown. Use one of {list(choices)}.")

@@ -1,8 +1,8 @@
-"""AdamW and its learning rate, stepped once per optimizer step."""
+"""AdamW and its learning-rate schedule."""
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import AdamW
@@ -13,61 +13,42 @@ Optim = Literal["adamw_torch", "adamw_torch_fused"]
 
 
 def check_optim(optim: str | None) -> None:
-    """Refuse a name that is none of `Optim`.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    if optim not in ("adamw_torch", "adamw_torch_fused", None):
+    """Refuse a name that is not in `Optim` with a `ValueError`."""
+    if optim not in (*get_args(Optim), None):
         raise ValueError(
             f"`{optim=}` is unknown. Use 'adamw_torch_fused', 'adamw_torch', or leave it out."
         )
 
 
 def is_fused(optim: Optim | None, device: str) -> bool:
-    """Whether AdamW's step is one kernel for all parameters: by default on a GPU."""
+    """Whether AdamW is fused, by default on a GPU."""
     return device == "cuda" if optim is None else optim == "adamw_torch_fused"
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], fused: bool, **settings: Any) -> AdamW:
-    """AdamW whose gradients we unscale and clip ourselves, fused or not.
+    """Build an AdamW whose gradients are unscaled and clipped by the module.
 
-    On a GPU the step that is not fused works on all parameters at once and takes a temporary as
-    large as all of them; the fused one takes none. (The state takes two numbers a parameter in
-    either.)
-
-    Args:
-        parameters: What is trained.
-        fused: See `is_fused`.
-        **settings: AdamW's.
+    On a GPU the step that is not fused needs a temporary as large as all parameters.
     """
     optimizer = AdamW(parameters, fused=True if fused else None, **settings)
-    # A fused step can unscale the gradients of a `GradScaler` itself. Lightning then leaves it to
-    # it and refuses to clip, in bf16-mixed too, where there is nothing to unscale.
+    # A fused step can unscale gradients itself. Lightning then refuses to clip, even in bf16-mixed,
+    # where there is nothing to unscale.
     optimizer._step_supports_amp_scaling = False
     return optimizer
 
 
 def keep_step(checkpoint: Mapping[str, Any], fused: bool) -> None:
-    """Let a resumed AdamW step as this run says: its state would bring the other run's step back.
-
-    Args:
-        checkpoint: With `optimizer_states`, as Lightning writes them; changed.
-        fused: See `is_fused`.
-    """
+    """Change a Lightning checkpoint's `optimizer_states` to this run's `fused` setting."""
     for state in checkpoint.get("optimizer_states", ()):
         for group in state["param_groups"]:
             group |= {"fused": True if fused else None, "foreach": None}
 
 
 def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) -> LambdaLR:
-    """A learning rate that rises linearly, then stays or falls.
+    """Build a learning-rate schedule with linear warm-up.
 
-    Args:
-        optimizer: What it is for.
-        kind: `constant`, or a name of `transformers.get_scheduler`.
-        warmup_steps: Optimizer steps until it is at its peak.
-        steps: Optimizer steps of the run, infinite or -1 where nobody knows.
+    `kind` is `constant` or a name of `transformers.get_scheduler`, `steps` the optimizer steps of
+    the run, infinite or -1 if unknown.
     """
     scheduler = get_scheduler(
         "constant_with_warmup" if kind == "constant" else kind,
@@ -75,6 +56,6 @@ def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) 
         num_warmup_steps=warmup_steps,
         num_training_steps=int(steps) + 1 if math.isfinite(steps) else None,
     )
-    # one step ahead: transformers begins a warm-up at zero, which would waste a round
+    # One step ahead, because a warm-up that begins at zero would waste a round.
     factor = scheduler.lr_lambdas[0]
     return LambdaLR(optimizer, lambda step: factor(step + 1))

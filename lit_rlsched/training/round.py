@@ -1,8 +1,7 @@
-"""What a round drew, what it is worth, and what was measured on the way."""
+"""A drawn round, and the rewards and advantages of its completions."""
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,45 +16,44 @@ from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.types import Completion, Group, Prompt, Sample
 
 ZERO_ADVANTAGE = 1e-8
-"""Below this an advantage is the rounding error of a group without spread."""
+"""A smaller advantage is the rounding error of a group with equal rewards."""
 NONFINITE = "nonfinite_advantage"
-"""Why a completion is dropped whose advantage is not finite."""
+"""Why a completion without a finite advantage is dropped."""
 LARGEST_ADVANTAGE = 1e16
-"""Above this it counts as infinite: squares of the gradient, and so its norm, overflow in float32
-from 1.8e19 on."""
+"""A larger advantage counts as infinite: from 1.8e19 on the gradient norm overflows in float32."""
 
 
 @dataclass(slots=True)
 class Round:
-    """What one turn of rollout gave to train on: groups in the order they were planned.
+    """The groups that a rollout gave to train on, in the order in which they were planned.
 
-    A group has all its completions, or those that were ready, where each stands for itself.
+    A group has all its completions, or only those that were ready if completions stand alone.
     """
 
     number: int
     """Rounds before this one."""
     version: int
-    """Policy version the completions were drawn under: optimizer steps taken until then."""
+    """Policy version at the start of the round: optimizer steps taken until then."""
     groups: list[Group]
     trace: RolloutTrace | None = None
-    """Gone after a resume: a checkpoint keeps what is trained on, not how it was drawn."""
+    """`None` after a resume."""
     metrics: dict[str, float] = field(default_factory=dict)
     accumulated: list[OptimizerStep] = field(default_factory=list)
-    """Parts of its only optimizer step of which the gradient is there already; not after a resume,
-    as gradients are not in a checkpoint either."""
+    """Parts of the round's only optimizer step whose gradients are accumulated; empty after a
+    resume, because checkpoints hold no gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained on."""
+        """What training on the round needs."""
         return {"number": self.number, "version": self.version, "groups": pack(self.groups)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> "Round":
-        """What `state_dict` described; `prompt` finds a prompt by its uid."""
+        """Restore a round from `state_dict`; `prompt` finds a prompt by its uid."""
         return cls(state["number"], state["version"], unpack(state["groups"], prompt))
 
     @property
     def width(self) -> int:
-        """`G`, completions of a group as far as their places go."""
+        """`G`, one more than the largest index of a completion in its group."""
         return 1 + max(c.index for c in self.completions)
 
     @property
@@ -70,10 +68,10 @@ class Round:
 
 
 def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
-    """Rewards `[P, G]` in float64, a column for each completion's place in its group.
+    """Compute rewards `[P, G]` in float64, with a column for each index in a group.
 
-    NaN where no function gave a score, where the weighted sum is infinite, and where the completion
-    is not there.
+    A reward is NaN if no function gave a score, if the weighted sum is infinite, or if there is no
+    such completion.
     """
     nan = float("nan")
     completions = [c for g in groups for c in g.completions]
@@ -95,49 +93,26 @@ def cells(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_rewards(round: Round, weights: Sequence[float], enough: int) -> None:
-    """Stop a run from which nothing can be learned.
-
-    Args:
-        round: Drawn and scored.
-        weights: Of the reward functions.
-        enough: Completions that are too many to have failed by chance.
+    """Stop a run if none of at least `enough` completions of a round has a reward.
 
     Raises:
-        RuntimeError: no completion of the round has a reward.
+        RuntimeError: With the number of failures, and the first of them.
     """
-    if len(round.completions) < enough:
-        return
-    if reward_matrix(round.groups, weights).isnan().all():
+    count = len(round.completions)
+    if count >= enough and reward_matrix(round.groups, weights).isnan().all():
         failures = [c.failure for c in round.completions if c.failure is not None]
         raise RuntimeError(
-            f"None of the {len(round.completions)} completions of round {round.number} has a "
-            f"reward. {len(failures)} failed, and for {len(round.completions) - len(failures)} "
-            "every reward function returned None."
-            + (f" The first failed by {failures[0]}" if failures else "")
+            f"None of the {count} completions of round {round.number} has a reward. "
+            f"{len(failures)} failed, and for {count - len(failures)} every reward function "
+            "returned None." + (f" The first failure: {failures[0]}" if failures else "")
         )
 
 
-@torch.no_grad()
-def score_round(
-    round: Round,
-    learner: Learner,
-    micro_batch_tokens: int,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    """Take the log-probs that must be taken before the weights move."""
-    everything = OptimizerStep(round.samples, micro_batch_tokens, row_cost=learner.row_cost)
-    with forward_context():
-        for rows, batch in zip(everything.micro_batches, everything, strict=True):
-            for name, values in learner.score(batch).items():
-                for row, logprobs in zip(rows, values.tolist(), strict=True):
-                    setattr(row.completion, name, logprobs[: len(row.completion.token_ids)])
-
-
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
-    """Let the learner turn the round's rewards into advantages.
+    """Let the learner compute advantages from the round's rewards.
 
-    Nothing is compared with what is dropped. A completion whose advantage is not finite, or that
-    makes those of its siblings so, is dropped as `nonfinite_advantage`.
+    Dropped completions have no part in it. A completion whose advantage is not finite, or makes
+    those of its siblings infinite, is dropped as `nonfinite_advantage`.
     """
     logprobs = _logprobs(round) if learner.needs_reference else None
     rewards, at = reward_matrix(round.groups, weights), cells(round.groups)
@@ -146,7 +121,7 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     rewards[at] = rewards[at].masked_fill(dropped, torch.nan)
     advantages = learner.compute_advantages(rewards, logprobs)
     wrong = _nonfinite(advantages, rewards)
-    # whose own reward is as large is dropped first: siblings may be fine without it
+    # Drop huge rewards first, because their siblings may be fine without them.
     huge = wrong.any(dim=1, keepdim=True) & (rewards.abs() > LARGEST_ADVANTAGE / 2)
     if huge.any():
         rewards = rewards.masked_fill(huge, torch.nan)
@@ -157,12 +132,11 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     for completion, advantage, drop in zip(completions, values, nonfinite, strict=True):
         if drop:
             completion.dropped = completion.dropped or NONFINITE
-        # equal rewards may leave rounding noise, and a row of zero advantage need not be trained on
         completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0
 
 
 def drop_infinite_rewards(round: Round, weights: Sequence[float]) -> None:
-    """Drop completions of which the functions gave scores, but no finite weighted sum of them."""
+    """Drop completions that have scores, but no finite weighted sum of them."""
     rewards = reward_matrix(round.groups, weights)[cells(round.groups)].tolist()
     for completion, reward in zip(round.completions, rewards, strict=True):
         if math.isnan(reward) and any(s is not None for s in completion.scores or ()):
@@ -170,21 +144,20 @@ def drop_infinite_rewards(round: Round, weights: Sequence[float]) -> None:
 
 
 def _nonfinite(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """Where a reward has no advantage that could be trained on: NaN is not below the limit."""
+    """Where a reward has no finite advantage (comparison with NaN is False)."""
     return ~rewards.isnan() & ~(advantages.abs() <= LARGEST_ADVANTAGE)
 
 
 def huge_rewards(round: Round, names: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
-    """For each reward function that is to blame for a `nonfinite_advantage`, a score it gave."""
+    """For each reward function that caused a `nonfinite_advantage`, one of its scores."""
     blamed: dict[str, float] = {}
     for completion in round.completions:
         if completion.dropped == NONFINITE and completion.scores:
-            given = [
+            _, name, score = max(
                 (abs(score * weight), name, score)
                 for score, name, weight in zip(completion.scores, names, weights, strict=True)
                 if score is not None
-            ]
-            _, name, score = max(given)
+            )
             blamed.setdefault(name, score)
     return blamed
 
@@ -195,7 +168,7 @@ def _logprobs(round: Round) -> RoundLogprobs:
     rows, columns = cells(round.groups)
     flat = (rows * round.width + columns).tolist()
     for i, c in zip(flat, round.completions, strict=True):
-        if c.old_logprobs is not None and c.ref_logprobs is not None:  # else it was dropped
+        if c.old_logprobs is not None and c.ref_logprobs is not None:  # None: dropped before
             length = len(c.token_ids)
             old[i, :length] = torch.tensor(c.old_logprobs)
             ref[i, :length] = torch.tensor(c.ref_logprobs)

@@ -1,4 +1,4 @@
-"""The figures of a round, under TRL's names where TRL has one."""
+"""Metrics of a round, under TRL's names where TRL has one."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lit_rlsched.training.advantages import standard_deviation
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.selection import selection_metrics
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import Completion, Group, Sample
+from lit_rlsched.types import Completion, Group
 
 
 def measure(
@@ -24,40 +24,35 @@ def measure(
     names: Sequence[str],
     update: Update,
 ) -> dict[str, float]:
-    """All figures of what a round drew, and of the steps that it is dealt out to.
+    """Compute all metrics of a round that was just drawn and of its optimizer steps.
 
-    Args:
-        round: Fresh from its rollout, advantages set.
-        harvest: What became of everything that was decoded.
-        planned: The groups that were to be decoded.
-        names: Of the reward functions.
-        update: Deals the round out to optimizer steps.
+    `planned` are the groups that the round was to decode, `names` those of the reward functions.
     """
-    assert round.trace is not None, "a resumed round was measured before"
+    assert round.trace is not None, "a resumed round has its metrics"
     all_steps = [update.step(round, i) for i in range(update.num_steps)]
-    steps = all_steps[: update.steps_per_round]  # the others train on the same once more
-    trained = [row for step in steps for row in step.rows]
+    steps = all_steps[: update.steps_per_round]  # later iterations train on the same
+    trained = [sample for step in steps for sample in step.samples]
     rewards = reward_matrix(round.groups, update.weights)
     if not update.learner.needs_group:
         rewards = rewards.view(1, -1)
     padding = [step.padding() for step in steps]
     positions = sum(p.positions for p in padding)
     before = [part for step in steps for part in step.accumulated]
-    kept = [row for row in round.samples if not row.completion.dropped]
+    kept = [c for c in round.completions if not c.dropped]
     return {
         "rollout/round": float(round.number),
         "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),
         "batch/completions": float(len(trained)),
-        "batch/empty_steps": float(sum(not step.rows for step in all_steps)),
+        "batch/empty_steps": float(sum(not step.samples for step in all_steps)),
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards),
         **rollout_metrics(round.trace),
         **harvest_metrics(round, harvest),
         "rollout/trained_over_drawn_length": length_bias(
-            [len(row.completion.token_ids) for row in trained], harvest.ran
+            [len(sample.completion.token_ids) for sample in trained], harvest.ran
         ),
         **(staleness_metrics(kept, round.version) if update.rule.off_policy else {}),
         **(selection_metrics(round, harvest) if update.selection else {}),
@@ -67,22 +62,20 @@ def measure(
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Lengths and how many were cut: `completions/*`."""
+    """Lengths and the share of truncated completions: `completions/*`."""
     lengths = [len(c.token_ids) for c in completions]
     ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"] or [0]
-    return {
-        "completions/mean_length": fmean(lengths),
-        "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths),
-        "completions/mean_terminated_length": fmean(ended),
-        "completions/min_terminated_length": min(ended),
-        "completions/max_terminated_length": max(ended),
-        "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
-    }
+    metrics: dict[str, float] = {}
+    for kind, values in (("length", lengths), ("terminated_length", ended)):
+        metrics[f"completions/mean_{kind}"] = fmean(values)
+        metrics[f"completions/min_{kind}"] = min(values)
+        metrics[f"completions/max_{kind}"] = max(values)
+    metrics["completions/clipped_ratio"] = fmean(c.finish_reason == "length" for c in completions)
+    return metrics
 
 
 def logged_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """The mean of each metric that reward functions gave to `log_metric`."""
+    """Mean of each metric that reward functions passed to `log_metric`."""
     values: dict[str, list[float]] = {}
     for completion in completions:
         for name, given in completion.logged.items():
@@ -93,7 +86,7 @@ def logged_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def reward_metrics(
     completions: Sequence[Completion], names: Sequence[str], rewards: Tensor
 ) -> dict[str, float]:
-    """`reward`, its spread inside the rows, and each function's mean: `rewards` is `[P, G]`."""
+    """Means and standard deviations of rewards `[P, G]` and of each function's scores."""
     figures = {}
     for i, name in enumerate(names):
         scores = [c.scores[i] for c in completions if c.scores and c.scores[i] is not None]
@@ -109,16 +102,16 @@ def reward_metrics(
 
 
 def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
-    """What the schedule did: deterministic counters first, then seconds.
+    """Metrics of the rollout: counters that are deterministic, then seconds.
 
-    `steps_over_lower_bound` compares with the fewest decode steps that any order of the same
-    lengths could need on as many slots. With a memory budget the slots are the most that ran.
+    `steps_over_lower_bound` compares with the minimum number of decode steps over all orders of the
+    same lengths on as many slots. With a memory budget these are the most slots that were in use.
     """
     lengths: Counter[str] = Counter()
     for request, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
         lengths[request] += tokens
     least = 0
-    if lengths and trace.pauses:  # in pieces, completions can be dealt out more evenly
+    if lengths and trace.pauses:  # paused completions can be distributed evenly
         least = max(-(-trace.tokens // trace.slots), *lengths.values())
     elif lengths:
         least = int(lower_bound(list(lengths.values()), trace.slots))
@@ -142,13 +135,13 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 
 
 def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
-    """What was thrown away, how often prompts were begun, and what waits."""
+    """Metrics of discarded tokens and of attempts per prompt."""
     assert round.trace is not None
     earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
     discarded = harvest.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
-        # what is stale, and drafts, were drawn in earlier rounds
+        # stale tokens and drafts were drawn in earlier rounds
         "rollout/useful_token_share": 1
         - discarded / max(1, round.trace.tokens + earlier, discarded),
         "rollout/discarded_tokens": discarded,
@@ -158,15 +151,17 @@ def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     }
 
 
-def staleness_metrics(rows: Sequence[Sample], version: int, bins: int = 8) -> dict[str, float]:
-    """How old, in policy versions, the tokens of the completions that are trained on are.
+def staleness_metrics(
+    completions: Sequence[Completion], version: int, bins: int = 8
+) -> dict[str, float]:
+    """Age of the tokens trained on, in policy versions.
 
-    `staleness/k` is the share of tokens drawn `k` versions before `version`; the last bin has all
-    that are older.
+    `staleness/k` is the share of tokens drawn `k` versions before `version`; the last bin holds
+    all older ones.
     """
     counts: Counter[int] = Counter()
-    for row in rows:
-        for drawn_under, tokens in row.completion.version_spans:
+    for completion in completions:
+        for drawn_under, tokens in completion.version_spans:
             counts[version - drawn_under] += tokens
     total = max(1, counts.total())
     shares = {f"staleness/{k}": counts[k] / total for k in range(bins)}

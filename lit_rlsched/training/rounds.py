@@ -1,4 +1,4 @@
-"""From drawn rounds to rounds that can be trained on: advantages, metrics, drafts."""
+"""Draw rounds and make them ready for the optimizer."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched.rollout.audit import Harvest
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner, Watchers
+from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
@@ -25,24 +25,19 @@ from lit_rlsched.types import Group, Prompt
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """How a round is drawn and trained on, beside its rule."""
+    """How a round is drawn and trained on, besides its rule."""
 
     update: Update
-    """Turns groups into advantages and optimizer steps."""
     streaming: Streaming | None = None
-    """When gradients are computed meanwhile."""
+    """When to compute gradients during the rollout."""
     max_num_gen_batches: int = 1
-    """Updates' worth of prompts that may be drawn, where a prompt whose completions are all worth
-    the same is replaced by another."""
+    """Updates' worth of prompts that a round may draw to replace uninformative groups."""
 
 
 class TrainingRounds:
     """Draws rounds and makes them ready for the optimizer.
 
-    Until all of a round is drawn and has its advantages, its prompts stay in the pool as they were.
-
-    Args:
-        runner: Draws them.
+    A round's prompts stay in the pool unchanged until all of it is drawn and has its advantages.
     """
 
     def __init__(self, runner: RoundRunner) -> None:
@@ -59,20 +54,14 @@ class TrainingRounds:
         version: int,
         prepare: Callable[[list[Group]], RoundSettings],
     ) -> tuple[Round, Counter[str]]:
-        """Draw the next round, give its completions advantages, and settle what is left of it.
+        """Draw the next round, assign its advantages, and settle what is left of it.
 
-        Args:
-            session: Decodes and scores.
-            policy: The model that is trained, with the weights of `version`.
-            rule: Which prompts the round takes and when it is over.
-            number: Rounds before this one.
-            version: Policy version it is drawn under.
-            prepare: Called with its groups before anything is drawn of them; gives the settings.
-
-        Returns:
-            The round, and what is counted of it: `num_tokens`, `num_completions`, `dropped/*` ...
+        `policy` has the weights of `version`. `prepare` is called with the round's groups before
+        they are drawn. The returned counters are `num_tokens`, `num_completions`, `dropped/*` ...
         """
         before, names = session.failures(), session.scorer.names
+        planner = self.runner.planner
+        sequences = rule.update_prompts * planner.num_generations
         update: Update
         stream: GradientStream | None = None
 
@@ -81,18 +70,31 @@ class TrainingRounds:
             settings = prepare(groups)
             update = settings.update
             if settings.streaming is not None:
-                stream = self._stream(session, update, settings.streaming, number, version)
+                stream = GradientStream(
+                    settings.streaming,
+                    update,
+                    number=number,
+                    version=version,
+                    divisor=(sequences, sequences * planner.sampling.max_completion_length),
+                    meanwhile=session.scorer.turn,
+                )
             return self._watchers(session, policy, settings, stream)
 
         drawn = self.runner.run(session, rule, number, version, watchers)
         began = time.perf_counter()
-        round = self._round(drawn, update, stream)
+        round = Round(number, version, drawn.harvest.trained, drawn.trace)
+        check_rewards(round, update.weights, sequences)
+        streamed = stream.streamed if stream else set()
+        rest = [group for group in round.groups if group.id not in streamed]
+        update.assign_advantages(Round(number, version, rest))
+        if stream:
+            stream.finish(round)
         self._blame(huge_rewards(round, names, update.weights))
         round.metrics |= measure(round, drawn.harvest, drawn.planned, names, update)
         round.metrics |= drawn.metrics
         round.metrics["time/score"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)
-        self.drafts.keep(policy, version, self.runner.planner.pool)
+        self.drafts.keep(policy, version, planner.pool)
         return round, _counts(round, drawn.harvest) + (session.failures() - before)
 
     def _watchers(
@@ -121,75 +123,32 @@ class TrainingRounds:
             advanced=stream.advance if stream else lambda state, trace: None,
         )
 
-    def _stream(
-        self,
-        session: RolloutSession,
-        update: Update,
-        streaming: Streaming,
-        number: int,
-        version: int,
-    ) -> GradientStream:
-        sequences = self._sequences(update)
-        most = self.runner.planner.sampling.max_completion_length
-        return GradientStream(
-            streaming,
-            update,
-            number=number,
-            version=version,
-            divisor=(sequences, sequences * most),
-            meanwhile=session.scorer.turn,
-        )
-
-    def _round(self, drawn: DrawnRound, update: Update, stream: GradientStream | None) -> Round:
-        """The round with an advantage for every completion."""
-        round = Round(drawn.number, drawn.version, drawn.harvest.trained, drawn.trace)
-        check_rewards(round, update.weights, self._sequences(update))
-        streamed = stream.streamed if stream else set()
-        rest = [group for group in round.groups if group.id not in streamed]
-        update.assign_advantages(Round(round.number, round.version, rest))
-        if stream:
-            stream.finish(round)
-        return round
-
     def _blame(self, rewards: dict[str, float]) -> None:
-        """Say once of each reward function that what it gave cannot be trained on."""
+        """Warn once about each reward function whose scores cannot be trained on."""
         for name in rewards.keys() - self._blamed:
             self._blamed.add(name)
             rank_zero_warn(
-                f"Reward function `{name}` gave {rewards[name]:.3g}: no finite advantage follows "
-                f"from it. The completion is left out of the update, and others like it; "
-                f"`dropped/{NONFINITE}` counts them. Bound what the function returns."
+                f"Reward function `{name}` gave {rewards[name]:.3g}, from which no finite "
+                f"advantage can be computed. This completion and others like it are left out of "
+                f"the update and counted in `dropped/{NONFINITE}`. Bound what the function returns."
             )
 
-    def _sequences(self, update: Update) -> int:
-        """Completions of an update."""
-        return update.rule.update_prompts * self.runner.planner.num_generations
-
     def leave_run(self) -> int:
-        """Begin anew with what waits: the policy versions of a new Trainer are others.
-
-        Returns:
-            Tokens that this throws away.
-        """
+        """Restart the pool for a new Trainer's policy versions; return the discarded tokens."""
         self.drafts = Drafts()
         return self.runner.leave_run()
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes from one round to the next: primitives and tensors only."""
-        return {**self.runner.state_dict(), "drafts": self.drafts.state_dict()}
+        """The state between two rounds, primitives and tensors only."""
+        return {**self.runner.state_dict(), "drafts": self.drafts.weights}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
-        """Restore; `prompt` finds a prompt by its uid.
-
-        Raises:
-            ValueError: the position in the data belongs to other prompts.
-        """
+        """Restore the state; `prompt` finds a prompt by its uid."""
         self.runner.load_state_dict(state, prompt)
-        self.drafts.load_state_dict(state["drafts"])
+        self.drafts.weights = dict(state["drafts"])
 
 
 def _counts(round: Round, harvest: Harvest) -> Counter[str]:
-    """What is counted of a round, but for failures."""
     counts = {
         "num_completions": len(round.completions),
         "num_tokens": sum(map(len, round.samples)),

@@ -1,4 +1,4 @@
-"""Which of a round's completions are trained on."""
+"""Select the completions of a round that are trained on."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,16 +16,14 @@ from lit_rlsched.types import Group, stable_hash
 Reason = Literal[
     "unscored", "too_few_scores", "uninformative", "down_sampled", "nonfinite_advantage"
 ]
-"""Why a completion is not trained on; `too_few_scores`: less than two in its group."""
+"""Why a completion is not trained on; `too_few_scores`: fewer than two in its group."""
 
 
 def drop(group: Group, rewards: Sequence[float] | np.ndarray, why: Reason) -> None:
-    """Leave a group out of the update, but for what is left out already.
+    """Drop the completions of a group that were not dropped before.
 
-    Args:
-        group: The group.
-        rewards: By place in the group, NaN where there is none.
-        why: Of those that have a reward, if there are two or more.
+    `why` holds for completions with a reward, if there are at least two of them. `rewards` are by
+    index in the group, NaN where there is none.
     """
     if np.isfinite(rewards).sum() < 2:
         why = "too_few_scores"
@@ -35,23 +33,18 @@ def drop(group: Group, rewards: Sequence[float] | np.ndarray, why: Reason) -> No
 
 
 def count_drops(round: Round) -> Counter[str]:
-    """How many completions were left out of the update, by reason: `dropped/*`."""
+    """Count dropped completions by reason: `dropped/*`."""
     reasons = [c.dropped for c in round.completions if c.dropped in get_args(Reason)]
     return Counter(f"dropped/{why}" for why in reasons)
 
 
 def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:
-    """Rewards by place in the group, NaN where there is none (yet)."""
+    """Rewards by index in the group, NaN where there is none."""
     return reward_matrix([group], weights)[0].numpy()
 
 
 def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
-    """Whether nothing can be learned from a scored group, which is then dropped.
-
-    Args:
-        group: Drawn and scored.
-        weights: Of the reward functions.
-    """
+    """Whether a scored group has no differing rewards; if so, drop it."""
     rewards = group_rewards(group, weights)
     if informative(rewards):
         return False
@@ -61,15 +54,15 @@ def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
 
 @dataclass(slots=True)
 class Selection:
-    """PODS (arXiv 2504.13818): of each group, train on `keep` completions.
+    """Down-sampling (PODS, arXiv 2504.13818): train on `keep` completions of each group.
 
     Args:
         keep: Completions of a group that are trained on.
-        rule: Which; see `scheduling.down_sampling`.
-        full_scope: Whether rewards are compared among all of a group rather than the selected.
-        drop_uninformative: Whether a group is left out if the rewards compared are all equal.
-        reward_range: Least and largest reward, where groups stop once the largest variance that it
-            allows is reached; `None`: all completions are decoded to their end.
+        rule: How to choose them; see `scheduling.down_sampling`.
+        full_scope: Compare rewards among all of a group instead of the selected completions.
+        drop_uninformative: Drop a group if the compared rewards are all equal.
+        reward_range: Minimum and maximum reward; a group stops decoding once its rewards have the
+            largest variance possible. `None`: decode all completions to their end.
     """
 
     keep: int
@@ -79,17 +72,10 @@ class Selection:
     reward_range: tuple[float, float] | None = None
 
     def select(self, round: Round, weights: Sequence[float], by_group: bool, seed: int) -> None:
-        """Mark what is not trained on as dropped, with the reason.
+        """Drop the completions that are not selected, for each group by itself.
 
-        What is kept of a group follows from that group alone, whatever others are selected beside
-        it, in whichever process.
-
-        Args:
-            round: Drawn and scored.
-            weights: Of the reward functions.
-            by_group: Whether a completion is compared with its siblings; else no group is
-                uninformative.
-            seed: Of the rule `random`.
+        Without `by_group`, advantages are not relative to the group and no group is uninformative.
+        `seed` is for the rule `random`.
         """
         scores = reward_matrix(round.groups, weights).numpy()
         lacking = max(0, self.keep - scores.shape[1])
@@ -116,12 +102,7 @@ class Selection:
 
 
 class Stop:
-    """Stops a group once its best `keep` rewards have the largest variance there can be.
-
-    Args:
-        selection: With a `reward_range`.
-        weights: Of the reward functions.
-    """
+    """Stops a group once `keep` of its rewards have the largest variance possible."""
 
     def __init__(self, selection: Selection, weights: Sequence[float]) -> None:
         assert selection.reward_range is not None
@@ -134,12 +115,12 @@ class Stop:
         return sum(c.finished for c in group.completions) >= self.keep
 
     def stops(self, group: Group) -> bool:
-        """Whether as many as can be have the least reward, and the others the largest."""
+        """Whether half of the `keep` have the minimum reward and the others the maximum."""
         rewards = group_rewards(group, self._weights)
         rewards = rewards[np.isfinite(rewards)]
-        slack = 1e-9 * (self.high - self.low)  # sums of weighted scores are rounded
+        slack = 1e-9 * (self.high - self.low)  # for rounding of weighted sums
         if (rewards < self.low - slack).any() or (rewards > self.high + slack).any():
-            return False  # the range is not what can be reached
+            return False  # the given range is wrong
         worst = (rewards <= self.low + slack).sum()
         best = (rewards >= self.high - slack).sum()
         half, rest = self.keep // 2, self.keep - self.keep // 2
@@ -147,7 +128,7 @@ class Stop:
 
 
 def selection_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
-    """What the selection did: `down_sampling/*`."""
+    """Metrics of the selection: `down_sampling/*`."""
     kept = [c for c in round.completions if not c.dropped]
     empty = sum(all(c.dropped for c in g.completions) for g in round.groups)
     finished = [attempt(c) for c in round.completions]

@@ -1,15 +1,11 @@
-"""Speculative sampling: what one policy drew becomes a draw of another, exactly.
+"""Block verification (Sun et al., arXiv 2403.10444) of a draft of policy `q` under policy `p`.
 
-Block verification (Sun et al., arXiv 2403.10444): of a draft of `q`, a prefix is kept, and a token
-drawn after it so that the whole is distributed as `p`, whatever `q` is. Judging token by token
-(Leviathan et al., arXiv 2211.17192) does that too, but ends a draft at the first token that is
-rejected, so that little is left of a thousand tokens. What is judged here is the prefix: a token
-that `p` likes less is made up for by others, and what counts is how far the two probabilities of
-the sequence drift apart, which grows with the root of its length. No exact rule keeps more.
+The accepted prefix of the draft, and a token drawn after it, are distributed exactly as `p`. Unlike
+token-wise speculative sampling (Leviathan et al., arXiv 2211.17192), which ends a draft at the
+first rejected token, this judges whole prefixes; no exact rule accepts more.
 
-A prefix of `i` tokens or more is kept with probability `w[i]`, whatever comes after it. So it does
-not matter where a draft is cut, even if that depends on what was kept of an earlier one: what loses
-race after race, verified each time, is a draw of the last policy.
+A prefix of at least `i` tokens is accepted with probability `w[i]`, whatever follows it. The result
+is therefore exact for any place at which a draft was cut, and after repeated verification.
 """
 
 import torch
@@ -17,45 +13,29 @@ from torch import Tensor
 
 
 def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
-    """How far `p` covers what `q` drew, for each prefix of a draft.
+    """Compute `log w` of each prefix: `w[i] = min(1, w[i-1] * p(x[i]) / q(x[i]))` from `w[0] = 1`.
 
-    `w[i] = min(1, w[i - 1] * p(x[i]) / q(x[i]))`, from `w[0] = 1`.
-
-    Args:
-        logp: Log-probability of each token under the policy that verifies, `[C]`.
-        logq: Under the policy that drew it, `[C]`.
-
-    Returns:
-        `log w`, `[C + 1]` in float64.
+    From the log-probabilities `[C]` of the tokens. The result is `[C + 1]` in float64.
     """
     walk = torch.cat([logp.new_zeros(1).double(), (logp.double() - logq.double()).cumsum(0)])
     return walk - walk.cummax(0).values
 
 
 def excess(log_weights: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
-    """What `p` has more of than `q` after prefixes: `max(0, w * p - q)`.
+    """Compute `max(0, w * p - q)` of the next token, to draw from after an accepted prefix.
 
-    Args:
-        log_weights: Of the prefixes, `[N]`.
-        logp: Log-probabilities of the next token under the policy that verifies, `[N, V]`.
-        logq: Under the policy that drew the draft, `[N, V]`.
-
-    Returns:
-        `[N, V]` in float64; divided by its sum, what is drawn from after the prefix that is kept.
+    From `log_weights` `[N]` of prefixes and log-probabilities `[N, V]` of the next token under `p`
+    and `q`. The result is `[N, V]` in float64, not normalised.
     """
     p = (logp.double() + log_weights.unsqueeze(-1)).exp_()
     return p.sub_(logq.double().exp_()).clamp_(min=0.0)
 
 
 def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
-    """The probability with which each prefix is accepted; the longest that is, is kept.
+    """Compute the probability of accepting each prefix; the longest accepted one is used.
 
-    Args:
-        log_weights: See `prefix_weights`; `[C + 1]`.
-        more: Sum of `excess` after each prefix but the whole, `[C]`.
-
-    Returns:
-        Of the prefixes of 1 to `C` tokens, `[C]`.
+    From `log_weights` `[C + 1]` and `more` `[C]`, the sum of `excess` after each prefix except the
+    whole draft. The result is `[C]`, for the prefixes of 1 to `C` tokens.
     """
     w = log_weights[1:].exp()
     lacking = 1 - w[:-1]
@@ -64,11 +44,6 @@ def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
 
 
 def num_accepted(acceptance: Tensor, noise: Tensor) -> int:
-    """How many tokens of a draft are kept.
-
-    Args:
-        acceptance: Of its prefixes, `[C]`.
-        noise: `[C]`, uniform in [0, 1).
-    """
+    """Number of accepted tokens, from `acceptance` `[C]` and uniform `noise` `[C]` in [0, 1)."""
     accepted = (noise < acceptance).nonzero()
     return int(accepted[-1]) + 1 if len(accepted) else 0

@@ -1,4 +1,4 @@
-"""Gradients of groups that are ready, while the others still decode."""
+"""Compute gradients of groups that are ready while other groups still decode."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,15 +13,11 @@ from lit_rlsched.types import Group
 
 
 class GradientStream:
-    """Takes a round's groups as they become ready and has their gradients computed.
+    """Accumulates the gradients of a round's groups as they become ready.
 
-    Args:
-        streaming: When to begin.
-        update: Gives groups advantages, once each; its learner computes gradients.
-        number: The round's.
-        version: The round's.
-        divisor: See `OptimizerStep`.
-        meanwhile: Called between two parts: reward workers wait for somebody to look at them.
+    `divisor` is that of `OptimizerStep`. `meanwhile` is called between two parts, to serve the
+    reward workers.
+
     """
 
     def __init__(
@@ -35,7 +31,7 @@ class GradientStream:
         meanwhile: Callable[[], None],
     ) -> None:
         self.streamed: set[str] = set()
-        """Ids of the groups whose gradients are there."""
+        """Ids of the groups whose gradients are accumulated."""
         self._update = update
         self._number = number
         self._version = version
@@ -43,10 +39,10 @@ class GradientStream:
         self._meanwhile = meanwhile
         self._ready = Parts(streaming, update.rule.update_prompts, update.micro_batch_tokens).ready
         self._parts: list[OptimizerStep] = []
-        self._valued: list[tuple[Group, Group]] = []
+        self._copies: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
-        """Compute what is ready; the trace takes down when."""
+        """Accumulate the gradients of groups that are ready, and record the time in the trace."""
         for groups in self._ready(self._update.rule.final_groups(state)):
             began = time.monotonic()
             self._accumulate(groups)
@@ -54,26 +50,26 @@ class GradientStream:
             self._meanwhile()
 
     def finish(self, round: Round) -> None:
-        """Write what was made of its groups into the round, and `streamed_training/*`."""
-        for group, copy in self._valued:
-            for completion, valued in zip(group.completions, copy.completions, strict=True):
-                completion.dropped, completion.advantage = valued.dropped, valued.advantage
-                completion.old_logprobs = valued.old_logprobs
-                completion.ref_logprobs = valued.ref_logprobs
+        """Copy the results of the streamed groups and `streamed_training/*` into the round."""
+        for group, copy in self._copies:
+            for completion, done in zip(group.completions, copy.completions, strict=True):
+                completion.dropped, completion.advantage = done.dropped, done.advantage
+                completion.old_logprobs = done.old_logprobs
+                completion.ref_logprobs = done.ref_logprobs
         round.accumulated = self._parts
         assert round.trace is not None
-        streamed = sum(len(part.rows) for part in self._parts)
+        streamed = sum(len(part.samples) for part in self._parts)
         round.metrics["streamed_training/streamed_share"] = streamed / len(round.completions)
         round.metrics["streamed_training/gradient_seconds"] = round.trace.work_seconds
         round.metrics["streamed_training/overlap_seconds"] = round.trace.overlap_seconds
 
     def _accumulate(self, groups: Sequence[Group]) -> None:
-        # copies: what a selection drops must not look useless to a race that goes on
+        # Copies, because a race must not see which completions the selection drops.
         copies = [group.copy() for group in groups]
-        valued = Round(self._number, self._version, copies)
-        self._update.assign_advantages(valued)
-        part = self._update.part_of_step(valued, self._divisor)
+        round = Round(self._number, self._version, copies)
+        self._update.assign_advantages(round)
+        part = self._update.part_of_step(round, self._divisor)
         self._update.learner.accumulate(part)
         self._parts.append(part)
-        self._valued += zip(groups, copies, strict=True)
+        self._copies += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)

@@ -1,28 +1,49 @@
-"""The engine gets the weights that are trained, and is checked to decode with them."""
+"""Load the trained weights into the engine and check that it decodes with them.
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+The check finds gross errors: another model, a matrix that was not loaded, layers in another order.
+It cannot find one missed sync after a small update, which changes log-probs less than rounding does
+in half precision.
+"""
 
-from torch import nn
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+from torch import Tensor, nn
 
 from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine
-from lit_rlsched.policy import named_weights
+from lit_rlsched.policy import evaluating, named_weights
+from lit_rlsched.precision import ForwardContext
 from lit_rlsched.training.finite import check_weights
-from lit_rlsched.training.sync_probe import SyncProbe
-from lit_rlsched.types import Prompt
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
+
+TOKENS = 8
+"""Tokens drawn from each of two prompts at every sync."""
+TOLERANCE = 1e-4
+"""Largest mean absolute difference of log-probs that counts as rounding in fp32."""
+TOLERANCE_CUDA = 5e-3
+"""The same on a GPU, whose kernels add in other orders: others report a root mean square of
+2e-3."""
+TOLERANCE_HALF = 0.05
+REDRAWN = 256
+"""Tokens of a second comparison after a larger difference, because in half precision single tokens
+may differ by 0.2 and more without an error."""
+MOST_OF_ONE = 1.0
+"""Cap on the difference of a token. One wrong matrix changes a few tokens a lot and most tokens
+little, so a median, or a mean without the largest, would not show it."""
+SLACK = 2
+"""Factor on the tolerance in the second comparison."""
+LONGEST, WAVES = 128, 32
+"""Maximum tokens per completion, and completions per prompt, of the second comparison."""
 
 
 class WeightSync:
     """Loads the policy's weights into a started engine.
 
-    Args:
-        engine: Gets them.
-        spec: What it is started with.
-        policy: The model that is trained.
-        probe: Two prompts for the check after each sync; none switches it off.
-        probe_temperature: The temperature they are drawn at.
-        forward_context: The Trainer's precision context for the trainer's side of that check.
+    After each sync, `probe` prompts are decoded at `temperature` to check the weights; without
+    them there is no check. The engine was started with `spec`, whose `dtype` is the trainer's.
+
     """
 
     def __init__(
@@ -32,27 +53,105 @@ class WeightSync:
         policy: nn.Module,
         *,
         probe: Sequence[Prompt] = (),
-        probe_temperature: float = 1.0,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        temperature: float = 1.0,
+        forward_context: ForwardContext = nullcontext,
     ) -> None:
-        self._engine, self._policy = engine, policy
-        probed = list(probe)[: spec.slots]
-        self._probe: SyncProbe | None = None
-        if probed:
-            self._probe = SyncProbe(
-                engine, spec, policy, probed, probe_temperature, forward_context
-            )
+        self._engine, self._spec, self._policy = engine, spec, policy
+        self._prompts = list(probe)[: spec.slots]
+        self._temperature = temperature
+        self._forward_context = forward_context
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Load the weights of `version`; `sync/max_logp_diff`, where it is checked.
+        """Load the weights of `version`; return `sync/max_logp_diff` if they are checked.
 
         Raises:
-            FloatingPointError: a weight is NaN or infinite: no engine gets it.
-            RuntimeError: the engine does not decode with these weights.
+            FloatingPointError: If a weight is NaN or infinite; the engine does not get it.
+            RuntimeError: If the engine does not decode with these weights.
         """
         check_weights(self._policy)
         self._engine.sync_weights(named_weights(self._policy), version)
-        while self._probe is not None:
-            with suppress(EngineDied):  # the next one has the weights, and not the probes
-                return {"sync/max_logp_diff": self._probe.check(version)}
+        while self._prompts:
+            with suppress(EngineDied):  # its replacement has the weights, but not the requests
+                return {"sync/max_logp_diff": self.check(version)}
         return {}
+
+    def check(self, version: int) -> float:
+        """Compare the log-probs of drawn tokens; return the largest difference of a token.
+
+        Raises:
+            RuntimeError: If the engine does not decode with the trained weights.
+        """
+        ours, theirs = self._spec.dtype, self._engine.cache_dtype(self._spec)
+        allowed = tolerance(ours, theirs, self._spec.device)
+        gap = self._gap(version, TOKENS)
+        if gap.mean() <= allowed:
+            return float(gap.max())
+        gap = self._larger_gap(version)
+        mean, allowed = robust_mean(gap), SLACK * allowed
+        if not mean <= allowed:
+            raise RuntimeError(
+                "The engine does not decode with the weights that are trained: after the weight "
+                f"sync its log-probs differ from the trainer's by {mean:.2e} on average (of "
+                f"{len(gap)} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
+                f"allowed between {ours} and {theirs} on {self._spec.device.type}). Check that "
+                "engine and trainer load the same `model`, and the engine's version; "
+                "`verify_sync=False` switches this check off."
+            )
+        return float(gap.max())
+
+    def _larger_gap(self, version: int) -> Tensor:
+        each = min(LONGEST, -(-REDRAWN // len(self._prompts)))
+        gaps: list[Tensor] = []
+        while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
+            gaps.append(self._gap(version, each, f"{len(gaps)}/"))
+        return torch.cat(gaps)
+
+    @torch.no_grad()
+    def _gap(self, version: int, tokens: int, wave: str = "") -> Tensor:
+        """Absolute differences of the tokens of all prompts, one after the other."""
+        drawn = self._draw(version, tokens, wave)
+        device = next(self._policy.parameters()).device
+        differences = []
+        with evaluating(self._policy), self._forward_context():
+            for prompt, completion in zip(self._prompts, drawn, strict=True):
+                logp, _ = completion_logprobs(
+                    self._policy,
+                    torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=device),
+                    torch.tensor([len(prompt.token_ids)], device=device),
+                    torch.tensor([len(completion.token_ids)], device=device),
+                    temperature=self._temperature,
+                )
+                theirs = torch.tensor(completion.logprobs, dtype=logp.dtype)
+                differences.append((logp[0].cpu() - theirs).abs())
+        return torch.cat(differences)
+
+    def _draw(self, version: int, tokens: int, wave: str) -> list[Completion]:
+        longest = max(len(prompt.token_ids) for prompt in self._prompts)
+        tokens = min(tokens, self._spec.max_model_len - longest)
+        sampling = Sampling(tokens, temperature=self._temperature)
+        drawn = {f"sync-probe/{wave}{i}": Completion(i) for i in range(len(self._prompts))}
+        self._engine.submit(
+            [
+                Request(name, prompt.token_ids, stable_hash(name, version), sampling)
+                for name, prompt in zip(drawn, self._prompts, strict=True)
+            ]
+        )
+        try:
+            while any(c.finish_reason is None for c in drawn.values()):
+                for event in self._engine.step():
+                    drawn[event.request_id].take(event, version)
+        finally:
+            self._engine.abort(drawn)
+        return list(drawn.values())
+
+
+def tolerance(trainer: torch.dtype, engine: torch.dtype, device: torch.device) -> float:
+    """Mean difference that rounding explains, given the coarser of the two precisions."""
+    if min(trainer.itemsize, engine.itemsize) < torch.float32.itemsize:
+        return TOLERANCE_HALF
+    return TOLERANCE_CUDA if device.type == "cuda" else TOLERANCE
+
+
+def robust_mean(gap: Tensor) -> float:
+    """Mean of the differences capped at `MOST_OF_ONE`; NaN if one is not finite."""
+    return float(gap.clamp(max=MOST_OF_ONE).mean()) if gap.isfinite().all() else float("nan")

@@ -156,10 +156,10 @@ def test_the_backward_pass_is_on_keep_rows_of_each_group(fit, tiny_model, make, 
     assert all(len(kept(g)) == 3 for r in recorder.rounds for g in r.groups)
     trained = []
     for step, batches, forward in recorder.steps:
-        assert len({row.group.id for row in step.rows}) == 2
-        assert forward == len(step.rows) == 6 == sum(len(b.advantages) for b in batches)
+        assert len({row.group.id for row in step.samples}) == 2
+        assert forward == len(step.samples) == 6 == sum(len(b.advantages) for b in batches)
         assert {b.step_sequences for b in batches} == {6}
-        trained += [(row.group.id, row.completion.index) for row in step.rows]
+        trained += [(row.group.id, row.completion.index) for row in step.samples]
     wanted = [(g.id, c.index) for r in recorder.rounds for g in r.groups for c in kept(g)]
     assert sorted(trained) == sorted(wanted)
     for number, r in enumerate(recorder.rounds):
@@ -207,7 +207,7 @@ def test_advantages_by_hand(fit, tiny_model, make, scope):
     # what an optimizer step sees
     for step, batches, _ in recorder.steps:
         seen = sorted(a for b in batches for a in b.advantages.tolist())
-        assert seen == pytest.approx(sorted(row.completion.advantage for row in step.rows))
+        assert seen == pytest.approx(sorted(row.completion.advantage for row in step.samples))
 
 
 # Groups that teach nothing.

@@ -59,7 +59,7 @@ class Recorder(RolloutCallback):
         self.counters.append(dict(data.counters))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.steps.append(len({row.group.id for row in batch.rows}))
+        self.steps.append(len({row.group.id for row in batch.samples}))
 
     @property
     def trained(self):

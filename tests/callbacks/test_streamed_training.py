@@ -58,7 +58,7 @@ class Stream(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
-        streamed = {row.group.id for part in round.accumulated for row in part.rows}
+        streamed = {row.group.id for part in round.accumulated for row in part.samples}
         assert streamed <= {group.id for group in round.groups}
 
     @property
@@ -186,7 +186,7 @@ def test_when_scores_arrive_changes_nothing(fit, exact_model):
             **RAGGED,
         )
         weights.append(vector(module))
-        parts.append([[[r.id for r in part.rows] for part in r.accumulated] for r in stream.rounds])
+        parts.append([[[s.id for s in p.samples] for p in r.accumulated] for r in stream.rounds])
     assert any(parts[0]) and parts[0] == parts[1] == parts[2]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 

@@ -123,12 +123,12 @@ def test_without_a_version_every_token_is_trained_on():
 def test_a_row_without_a_fresh_token_still_counts_as_a_sequence():
     rows = [spanned((1, 2), (2, 3), uid="stale"), spanned((2, 1), (3, 1), uid="fresh")]
     step = OptimizerStep(rows, 1000, only_version=3)
-    assert [r.group.id for r in step.rows] == ["fresh"]
+    assert [r.group.id for r in step.samples] == ["fresh"]
     assert [r.group.id for b in step.micro_batches for r in b] == ["fresh"]
     assert (step.totals.sequences, step.totals.tokens) == (2, 1)
     assert step.padding().positions == 2 + 2
     step = OptimizerStep(rows, 1000, only_version=4)
-    assert (len(step), step.rows, step.totals.sequences, step.totals.tokens) == (0, [], 2, 0)
+    assert (len(step), step.samples, step.totals.sequences, step.totals.tokens) == (0, [], 2, 0)
 
 
 def test_what_else_is_left_out_of_a_step_of_one_version():
@@ -166,7 +166,7 @@ def test_the_mask_is_on_the_tokens_of_the_version(drawn, budget):
             assert mask[: len(by_token)] == [float(v == 2) for v in by_token]
             assert not any(mask[len(by_token) :])
             seen += 1
-    assert seen == len(fresh) == len(step.rows)
+    assert seen == len(fresh) == len(step.samples)
 
 
 def group_of(prompt, *completions, uid="a"):
@@ -209,7 +209,7 @@ def test_long_prompts_are_shared_and_short_ones_are_not():
     assert [len(r) for r in alone] == [1045] * 8
     # one group as it is cheapest: in rows of a few
     some = share_prompts(group_of(600, *[200] * 8), MODEL, 16384)
-    assert [len(r.rows) for r in some] == [4, 4]
+    assert [len(r.samples) for r in some] == [4, 4]
     assert all(not r.shared for r in share_prompts(group_of(3000, 1, 1), None, 16384))
 
 
@@ -231,9 +231,9 @@ def test_every_completion_once_and_never_dearer(shapes, budget, position):
     cost = RowCost(position, causal=1.0, masked=2.0)
     rows = [r for i, (p, cs) in enumerate(shapes) for r in group_of(p, *cs, uid=str(i))]
     shared = share_prompts(rows, cost, budget)
-    assert sorted(id(r) for s in shared for r in s.rows) == sorted(map(id, rows))
+    assert sorted(id(r) for s in shared for r in s.samples) == sorted(map(id, rows))
     for one in shared:
-        assert len({r.group.id for r in one.rows}) == 1
+        assert len({r.group.id for r in one.samples}) == 1
         assert len(one) <= budget and len(one) == len(one.token_ids)
     paid = sum(cost(len(s), s.shared) for s in shared)
     assert paid <= sum(cost(len(r), False) for r in rows)
@@ -248,7 +248,7 @@ def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
         one.completion.dropped = "nonfinite_logprob"
     step = OptimizerStep(rows, budget, skip_zero_advantage=skip, row_cost=always)
     plain = OptimizerStep(rows, budget, skip_zero_advantage=skip)
-    assert step.totals == plain.totals and step.rows == plain.rows
+    assert step.totals == plain.totals and step.samples == plain.samples
     trained = [r for rows in step.micro_batches for r in rows]
     assert {id(r) for r in trained} == {id(r) for rows in plain.micro_batches for r in rows}
     made = list(step)

@@ -273,9 +273,9 @@ def test_weights_survive_a_checkpoint():
     policy = make_policy(0, torch.float32)
     drafts, groups = lost(policy)
     file, again, twin = io.BytesIO(), Drafts(), copy.deepcopy(groups)
-    torch.save(drafts.state_dict(), file)
+    torch.save(drafts.weights, file)
     file.seek(0)
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again.weights = torch.load(file, weights_only=True)
     later = moved(policy, by=0.3)
     assert verify(drafts, later, groups) == verify(again, later, twin)
     assert groups == twin

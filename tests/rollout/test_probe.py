@@ -1,7 +1,6 @@
 """The check after a weight sync stops a wrong engine, and nothing else."""
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec, Event
 from lit_rlsched.policy import load_policy, load_tokenizer
-from lit_rlsched.training import sync_probe as probe
+from lit_rlsched.training import weight_sync as probe
 from lit_rlsched.training.logprobs import completion_logprobs
-from lit_rlsched.training.sync_probe import SyncProbe, robust_mean, tolerance
+from lit_rlsched.training.weight_sync import WeightSync, robust_mean, tolerance
 from lit_rlsched.types import Prompt
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -64,7 +63,7 @@ def check(policy, prompts):
         spec = EngineSpec("", 2, longest + room, (), dtype=trainer, policy=theirs)
         engine.start(spec)
         try:
-            probed = SyncProbe(engine, spec, policy, prompts, 1.0, nullcontext)
+            probed = WeightSync(engine, spec, policy, probe=prompts)
             return [probed.check(version) for version in range(syncs)]
         finally:
             engine.close()
@@ -109,14 +108,14 @@ WRONG = {
 @pytest.fixture
 def drawn(monkeypatch):
     """How many tokens each comparison was made of."""
-    drawn, gap_of = [], SyncProbe._gap
+    drawn, gap_of = [], WeightSync._gap
 
     def count(self, *args):
         gap = gap_of(self, *args)
         drawn.append(len(gap))
         return gap
 
-    monkeypatch.setattr(SyncProbe, "_gap", count)
+    monkeypatch.setattr(WeightSync, "_gap", count)
     return drawn
 
 
@@ -154,7 +153,7 @@ def completions(policy, prompts):
     spec = EngineSpec("", 2, max(len(p.token_ids) for p in prompts) + 64, (), policy=policy)
     engine = TransformersEngine()
     engine.start(spec)
-    drawn = SyncProbe(engine, spec, policy, prompts, 1.0, nullcontext)._draw(0, 64, "")
+    drawn = WeightSync(engine, spec, policy, probe=prompts)._draw(0, 64, "")
     engine.close()
     return [completion.token_ids for completion in drawn]
 

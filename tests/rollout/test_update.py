@@ -37,7 +37,7 @@ def round_of(*groups):
 
 
 def ids(step):
-    return sorted({row.group.id for row in step.rows})
+    return sorted({row.group.id for row in step.samples})
 
 
 def test_every_group_is_in_one_step_of_each_iteration():
@@ -107,4 +107,4 @@ def test_a_part_of_a_step_divides_by_what_it_is_told():
     assert (part.divisor.sequences, part.divisor.tokens) == (8, 64)
     some.accumulated = [part]
     step = update.step(some, 0)
-    assert step.accumulated == [part] and len(step) == 0 and len(step.rows) == 2
+    assert step.accumulated == [part] and len(step) == 0 and len(step.samples) == 2
