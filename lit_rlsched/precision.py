@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,18 +57,18 @@ def to_like(model: nn.Module, like: Tensor) -> nn.Module:
 def keeping_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Restore what must stay in float32 after the block has cast the module to `dtype`."""
     kept = [
-        (place, place.tensor.data)
+        (tensors, key, tensors[key].data)
         for model in (_policies(module) if dtype in HALF else ())
-        for place in _places_of_float32(model, dtype)
-        if place.tensor.dtype == torch.float32
+        for _, tensors, key in _float32_tensors(model, dtype)
+        if tensors[key].dtype == torch.float32
     ]
     yield
-    for place, before in kept:
-        now = place.tensor
+    for tensors, key, before in kept:
+        now = tensors[key]
         if isinstance(now, nn.Parameter):
             now.data = before.to(now.device)
         else:
-            place.tensors[place.key] = before.to(now.device)
+            tensors[key] = before.to(now.device)
 
 
 def check_float32(policy: nn.Module, owner: str) -> None:
@@ -80,10 +80,10 @@ def check_float32(policy: nn.Module, owner: str) -> None:
     model, dtype = base_model(policy), next(policy.parameters()).dtype
     if dtype not in HALF:
         return
-    for place in _places_of_float32(model, dtype):
-        if place.tensor.dtype in HALF and "lora_" not in place.name:
+    for name, tensors, key in _float32_tensors(model, dtype):
+        if tensors[key].dtype in HALF and "lora_" not in name:
             raise ValueError(
-                f"`precision`: `{place.name}` of `{type(model).__name__}` was rounded to {dtype}, "
+                f"`precision`: `{name}` of `{type(model).__name__}` was rounded to {dtype}, "
                 "but transformers and vLLM keep it in float32, so the trained model would differ "
                 "from the one that decodes. Use `precision: bf16-mixed`, or derive "
                 f"`{owner}(lit_rlsched.precision.KeepsFloat32, LightningModule)`."
@@ -111,28 +111,20 @@ def _policies(module: nn.Module) -> Iterator[PreTrainedModel]:
             yield from _policies(child)
 
 
-class _Place(NamedTuple):
-    """A parameter or buffer of a model, and the dictionary that holds it."""
+def _float32_tensors(
+    model: PreTrainedModel, dtype: torch.dtype
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Tensors that must be float32 in a model of precision `dtype`.
 
-    name: str
-    tensors: dict[str, Any]
-    key: str
-
-    @property
-    def tensor(self) -> Tensor:
-        tensor: Tensor = self.tensors[self.key]
-        return tensor
-
-
-def _places_of_float32(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[_Place]:
-    """Tensors that must be float32 in a model of precision `dtype`."""
+    Yields the name of each, the dictionary of its module that holds it, and its key there.
+    """
     names = _kept_by_transformers(model, dtype)
     for path, part in model.named_modules():
         for tensors in (part._parameters, part._buffers):
             for key, tensor in tensors.items():
                 name = f"{path}.{key}".removeprefix(".").replace(".base_layer.", ".")
                 if tensor is not None and (name in names or "lora_" in name):
-                    yield _Place(name, tensors, key)
+                    yield name, tensors, key
 
 
 def _kept_by_transformers(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:

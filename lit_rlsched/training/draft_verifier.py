@@ -37,9 +37,9 @@ class _Trial:
     """For each prefix, `[C]`."""
     next_noise: float
     """For the token drawn after the accepted prefix."""
-    logprobs: Tensor = field(default_factory=partial(torch.empty, 0))
+    logprobs: Tensor = field(init=False)
     """Of its tokens under the verifying policy, `[C]`."""
-    log_weights: Tensor = field(default_factory=partial(torch.empty, 0))
+    log_weights: Tensor = field(init=False)
     """Of its prefixes, `[C + 1]`."""
 
     @property
