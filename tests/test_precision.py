@@ -136,7 +136,7 @@ def test_who_trains_in_half_precision_is_told_of_one_that_does_not():
     for dtype in (torch.bfloat16, torch.float16):
         text = str(trains_in_half(policy.to(dtype)))
         assert (
-            f"trained are in {str(dtype).removeprefix('torch.')}, which rounds most steps" in text
+            f"trained weights are in {str(dtype).removeprefix('torch.')}, in which most updates" in text
         )
         assert re.findall(r"`(.*?)`", text) == ["precision: bf16-mixed", "lora_rank"]
         assert load_dtype("bf16-mixed", lora=False) == torch.float32, "what it recommends"
@@ -186,7 +186,7 @@ def test_what_is_held_in_which_precision(fit, tiny_model, precision, lora_rank, 
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     in_half = {p.dtype for p in trained.values()} == {torch.bfloat16}
     assert in_half == (precision == "bf16-true" and not lora_rank)
-    assert in_half == any("rounds most steps" in str(w.message) for w in said)
+    assert in_half == any("in which most updates" in str(w.message) for w in said)
     assert any(not torch.equal(p, before[n]) for n, p in trained.items())
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     assert all(torch.equal(p, before[n]) for n, p in frozen.items())
