@@ -390,8 +390,6 @@ def test_missing_arguments(settings: dict[str, Any], message: str) -> None:
         {"delta": 1.21},
         {"delta": 1.6, "epsilon_high": 0.5},
         {"importance_sampling_clip_max": 0.01},
-        {"importance_sampling_level": "sequence", "importance_sampling_mode": None},
-        {"loss_type": "gspo", "importance_sampling_level": "sequence"},
         {"loss_type": "gspo", "delta": 2.0},
         {"loss_type": "rloo", "importance_sampling_mode": "sequence_truncate"},
         {"loss_type": "rloo", "importance_sampling_mode": None},
