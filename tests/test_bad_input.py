@@ -22,7 +22,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.engines._vllm_heads import check_head_size
+from lit_rlsched.engines._vllm_guest import check_head_size
 from lit_rlsched.rewards.functions import reasoning_gym_reward
 
 

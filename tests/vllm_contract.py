@@ -28,8 +28,7 @@ from zipfile import ZipFile
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-
-from lit_rlsched.engines._vllm_contract import TOUCHED
+from vllm_touched import TOUCHED
 
 HERE = Path(__file__).parent
 RECORD = HERE / "vllm_contract.json"

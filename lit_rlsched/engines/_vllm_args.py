@@ -1,23 +1,109 @@
-"""What vLLM is built with, and the memory that follows from it."""
+"""The arguments vLLM is started with, and the memory that follows from them."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
-from lit_rlsched.engines.footprint import Footprint, Sizes
+from lit_rlsched.engines.base import EngineSpec, Footprint, Sizes, kv_bytes_per_token
+from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
 
 if TYPE_CHECKING:
+    import torch
+
     from lit_rlsched.engines.vllm import VLLMEngine
 
 CPU_BLOCK = 32
-"""Tokens in a block of key-value cache. vLLM's 128 on CPU would never share a short prompt."""
+"""Tokens in a block of key-value cache on CPU. vLLM's 128 would never share a short prompt."""
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Tokens of one step: what vLLM's own `LLM` takes by default, but on the largest GPUs (16,384). An
-engine that is built from a configuration gets 2,048 on a GPU."""
+"""Tokens of one step, as in vLLM's own `LLM` (which takes 16,384 on the largest GPUs). An engine
+that is built from a configuration, as ours is, would get 2,048 on a GPU."""
 MAX_CPU_CACHE = 4 << 30
+
+PASSED_ON = (
+    # memory
+    "block_size",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "cpu_offload_gb",
+    "cpu_offload_params",
+    "disable_hybrid_kv_cache_manager",
+    "watermark",
+    "limit_mm_per_prompt",
+    "language_model_only",
+    "skip_mm_profiling",
+    # steps and the prefix cache
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_num_active_seqs",
+    "enable_prefix_caching",
+    "prefix_caching_hash_algo",
+    # kernels and graphs
+    "attention_backend",
+    "moe_backend",
+    "disable_cascade_attn",
+    "disable_custom_all_reduce",
+    "enable_flashinfer_autotune",
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "optimization_level",
+    "performance_mode",
+    # finding and reading the checkpoint
+    "trust_remote_code",
+    "revision",
+    "code_revision",
+    "download_dir",
+    "max_parallel_loading_workers",
+    # worker processes
+    "distributed_timeout_seconds",
+    "cpu_distributed_timeout_seconds",
+    "numa_bind",
+    "numa_bind_nodes",
+    "numa_bind_cpus",
+)
+"""`engine_kwargs` that change where and how fast tokens are drawn, but, beyond rounding, not which
+tokens. Every other argument is refused."""
+OWN = (
+    "dtype",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "enable_sleep_mode",
+    "tensor_parallel_size",
+)
+OF_THE_RUN = {
+    "model": "it is the module's `model`",
+    "max_model_len": "it follows from the prompts and `max_completion_length`",
+    "seed": "each completion has its own seed, derived from the run's `seed`",
+    "generation_config": "sampling is set by `temperature`, `top_p`, `top_k` and `min_p`",
+    "override_generation_config": "sampling is set by `temperature`, `top_p`, `top_k` and `min_p`",
+    "pipeline_parallel_size": "use `tensor_parallel_size`",
+    "data_parallel_size": "an engine is one replica",
+    "distributed_executor_backend": "it follows from `tensor_parallel_size`; "
+    "`ProcessEngine(VLLMEngine())` runs the engine in another process",
+}
+UNKNOWN = "with it vLLM may draw or record something else than the policy that is trained"
+
+
+def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse every argument that is not known to leave tokens and log-probs unchanged.
+
+    Raises:
+        ValueError: an argument is not in `PASSED_ON`; the message says why.
+    """
+    for name, value in kwargs.items():
+        if name in PASSED_ON:
+            continue
+        if name in OWN:
+            why = f"it is an argument of `VLLMEngine` itself: `VLLMEngine({name}={value!r})`"
+        else:
+            why = OF_THE_RUN.get(name, UNKNOWN)
+        raise ValueError(
+            f"`VLLMEngine(engine_kwargs={{{name!r}: {value!r}}})` is refused: {why}. Passed on to "
+            f"vLLM are {', '.join(PASSED_ON)}."
+        )
 
 
 def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
-    """Of `vllm.EngineArgs`: the run's, the engine's settings, then its `engine_kwargs`.
+    """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
 
     Raises:
         ValueError: `engine_kwargs` allow fewer requests than there are slots.
@@ -28,7 +114,6 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
     if budget is not None:
         budget = int(budget * share_of_cache(engine, spec))
     cache = min((b for b in (own, budget) if b is not None), default=None)
-    eager = on_cpu if engine.enforce_eager is None else engine.enforce_eager
     args: dict[str, Any] = {
         "model": spec.model,
         "dtype": engine.dtype or spec.dtype,
@@ -36,14 +121,14 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
         "max_num_seqs": spec.slots,
         "max_num_batched_tokens": batched_tokens(engine, spec),
         "seed": spec.seed,
-        "enforce_eager": eager,
+        "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
         "kv_cache_memory_bytes": cache,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is the request's, not the checkpoint's
-        # else a step returns the one before: a freed slot idles for one more, and an abort
-        # leaves a draw behind that a generator kept for the request has already made
+        "generation_config": "vllm",  # sampling comes with each request, not with the checkpoint
+        # otherwise a step returns the tokens of the step before: a freed slot idles one step more,
+        # and an aborted request's generator has already made one draw too many
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -53,8 +138,8 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
         args["distributed_executor_backend"] = "mp"
     if on_cpu:
         args["block_size"] = CPU_BLOCK
-        # vLLM takes back the draw of a half-prefilled request by its generator's offset, which
-        # a CPU generator has not: a seeded request must be prefilled in one piece
+        # vLLM undoes the draw of a half-prefilled request by its generator's offset, which CPU
+        # generators do not have: a seeded request must be prefilled in one piece
         args["enable_chunked_prefill"] = False
         if own is None:
             args["kv_cache_memory_bytes"] = min(full_cache(engine, spec), cache or MAX_CPU_CACHE)
@@ -72,7 +157,7 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
 
 
 def batched_tokens(engine: "VLLMEngine", spec: EngineSpec) -> int:
-    """Tokens of one step: each running request takes one of them."""
+    """Maximum number of tokens per step: at least one for each running request."""
     most = max(spec.slots, engine.engine_kwargs.get("max_num_seqs") or 0)
     if spec.device.type == "cpu":
         return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len)
@@ -80,7 +165,7 @@ def batched_tokens(engine: "VLLMEngine", spec: EngineSpec) -> int:
 
 
 def full_cache(engine: "VLLMEngine", spec: EngineSpec) -> int:
-    """Bytes that keep every slot full: vLLM would take half of the machine, and fill it."""
+    """Bytes of cache when every slot is full. vLLM's default is half of the machine's memory."""
     config = text_config(spec)
     token = kv_bytes_per_token(config, engine.cache_dtype(spec)) * share_of_cache(engine, spec)
     blocks = 1 + spec.slots * (1 + spec.max_model_len // CPU_BLOCK)
@@ -88,7 +173,7 @@ def full_cache(engine: "VLLMEngine", spec: EngineSpec) -> int:
 
 
 def share_of_cache(engine: "VLLMEngine", spec: EngineSpec) -> float:
-    """Share of a token's keys and values that a worker holds: heads are not split."""
+    """Share of a token's keys and values that each worker holds; a head is not split."""
     if engine.tensor_parallel_size == 1:
         return 1.0
     heads = text_config(spec).num_key_value_heads
@@ -96,16 +181,16 @@ def share_of_cache(engine: "VLLMEngine", spec: EngineSpec) -> float:
 
 
 def footprint(engine: "VLLMEngine", spec: EngineSpec, sizes: Sizes) -> Footprint:
-    """What vLLM will hold with these arguments."""
+    """Memory that vLLM will hold with these arguments."""
     args, dtype, full = engine_args(engine, spec), engine.cache_dtype(spec), sizes.full_slots(spec)
     weights, cache = sizes.parameters * dtype.itemsize, args["kv_cache_memory_bytes"]
-    how = "`memory_budget`, or limit"
+    how = "limited by `memory_budget`, `kv_cache_gib` or their default"
     if cache and cache >= full:
         how = f"{sizes.say_slots(spec)}, in whole blocks"
     if cache is None:
         share = args["gpu_memory_utilization"]
         cache = max(0, int(share * sizes.memory) - weights)
-        how = f"the rest of gpu_memory_utilization={share}, vLLM's own steps included"
+        how = f"the rest of gpu_memory_utilization={share}, including vLLM's activations"
     sleeps = spec.device.type == "cuda" and engine.enable_sleep_mode
     asleep = "; vLLM sleeps in the update" if sleeps else ""
     return Footprint(weights, cache, not sleeps, sizes.say_weights(dtype) + asleep, how + asleep)
@@ -114,10 +199,10 @@ def footprint(engine: "VLLMEngine", spec: EngineSpec, sizes: Sizes) -> Footprint
 def cache_tokens(
     engine: "VLLMEngine", spec: EngineSpec, footprint: Footprint, token_bytes: int
 ) -> int:
-    """Tokens that vLLM's cache will hold, in whole blocks, one of which is never used.
+    """Tokens that vLLM's cache will hold: whole blocks, one of which vLLM never uses.
 
     Raises:
-        ValueError: they are less than a completion may take.
+        ValueError: the cache cannot hold one prompt with its completion.
     """
     tokens = int(footprint.cache / share_of_cache(engine, spec)) // token_bytes
     capacity = max(0, tokens // engine.kv_block - 1) * engine.kv_block
@@ -130,8 +215,20 @@ def cache_tokens(
     return capacity
 
 
+def default_slots(device: "torch.device") -> int:
+    """Return vLLM's default `max_num_seqs` for a device (`EngineArgs.get_batch_defaults`)."""
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return DEFAULT_SLOTS
+    gpu = torch.cuda.get_device_properties(device)
+    # vLLM counts no A100 among its large GPUs, although it may have the memory
+    large = gpu.total_memory >= 70 << 30 and "a100" not in gpu.name.lower()
+    return 1024 if large else DEFAULT_SLOTS
+
+
 def text_config(spec: EngineSpec) -> Any:
-    """Of the checkpoint's language model."""
+    """Configuration of the checkpoint's language model."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(spec.model).get_text_config()

@@ -1,4 +1,4 @@
-"""vLLM's errors, with what to do about them."""
+"""vLLM's errors, with advice on what to do about them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ ENDS = get_args(FinishReason)
 
 @contextmanager
 def naming_dead_workers(llm_engine: Any, size: int) -> Iterator[None]:
-    """Say that a worker process is gone, where vLLM names what was called of it.
+    """Report a dead worker process as such, where vLLM only names the call that failed.
 
     Raises:
-        EngineBroken: one is gone, or does not answer.
+        EngineBroken: a worker process has died or does not answer.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def naming_dead_workers(llm_engine: Any, size: int) -> Iterator[None]:
 
 @contextmanager
 def naming_the_budget(spec: EngineSpec) -> Iterator[None]:
-    """Say where a cache that is too small comes from: vLLM would blame `gpu_memory_utilization`."""
+    """Name the run's budget if it makes vLLM's start fail: vLLM blames `gpu_memory_utilization`."""
     try:
         yield
     except ValueError as error:
@@ -49,12 +49,12 @@ def naming_the_budget(spec: EngineSpec) -> Iterator[None]:
 
 
 def unusable(request_id: str, token_ids: Sequence[int], reason: object) -> RuntimeError:
-    """The error for an output of vLLM that is no draw, or has no log-probs."""
+    """Return the error for an output that has no log-probs, or that vLLM ended early."""
     if reason is not None and str(reason) not in ENDS:
         what = f"ended request {request_id!r} with `{reason}` before its completion was whole"
     else:
         what = f"returned {len(token_ids)} tokens of request {request_id!r} without log-probs"
     return RuntimeError(
-        f"vLLM {what}: nothing of it can be trained on. Its own log says more with "
+        f"vLLM {what}: it cannot be trained on. vLLM's own log says more with "
         "`VLLM_LOGGING_LEVEL=INFO`; if `engine_kwargs` are set, try without them."
     )

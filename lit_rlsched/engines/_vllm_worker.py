@@ -1,40 +1,36 @@
-"""What runs beside vLLM's model, in each process that holds it or a part of it.
+"""Functions that `collective_rpc` runs next to vLLM's model, with the worker as first argument.
 
-Functions that `collective_rpc` calls with the worker: in the trainer's process where the model is
-whole, else in the workers'.
+They run in the trainer's process, or in each worker process when the model is split.
 """
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_rlsched._environment import hide_environment
-from lit_rlsched.engines._unsynced import copies, copy_back, unsynced
-
-NOISE = "lit_rlsched_noise"
-"""Under it a request says, in its sampling parameters, which noise is its own."""
+from lit_rlsched.engines._vllm_noise import KeptNoise
 
 
 def prepare(worker: Any) -> str:
     """Patch a worker that was just built.
 
     Returns:
-        How it draws: `by_request`, with a generator for each request, which it keeps from now on;
-        `by_position`; or the name of a model runner that is not known.
+        How it draws: `by_request`, with a generator per request, which is kept from now on;
+        `by_position`, by hashing seed and position; or the name of an unknown model runner.
     """
-    hide_environment()  # reward workers may read it
+    hide_environment()  # reward workers could read it
     if multiprocessing.parent_process() is not None:
-        # Ctrl-C in a terminal goes to all processes: the trainer still needs this one to stop well
+        # Ctrl-C in a terminal reaches all processes, and the trainer needs this one to stop cleanly
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sampler: Any = import_module("vllm.v1.sample.sampler")
-    # nobody reads the rank, but its torch.compile holds up the first step for seconds
+    # the rank is not used here, but its torch.compile delays the first step by seconds
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
     runner = worker.model_runner
     if hasattr(runner, "req_states"):
@@ -47,12 +43,12 @@ def prepare(worker: Any) -> str:
 
 
 def take_names_away(worker: Any) -> str:
-    """Unlink the memory over which workers on CPU exchange tensors: vLLM would leave it behind.
+    """Unlink the shared memory of the CPU workers, which vLLM would leave behind.
 
-    All of them have opened it by now, and whoever has keeps it until it ends, however it ends.
+    All workers have opened it by now and keep it until they end.
 
     Returns:
-        Where the workers have met.
+        The address where the workers met.
     """
     run = os.environ.get("VLLM_DIST_IDENT")
     for path in Path("/dev/shm").glob(f"{run}-*-cpushm_*") if run else ():
@@ -60,73 +56,85 @@ def take_names_away(worker: Any) -> str:
     return str(getattr(worker, "distributed_init_method", ""))
 
 
-def load(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load weights under their Hugging Face names, and forget the noise of the old ones."""
-    with _noting_loads(worker.get_model()) as written:
-        worker.reload_weights(weights_iterator=iter(weights))
-    worker.model_runner.written = written
-    repack_embeddings(worker.get_model())
-    if kept := getattr(worker.model_runner, "kept_noise", None):
-        kept.generators.clear()
-
-
-@contextmanager
-def _noting_loads(model: Any) -> Iterator[set[str]]:
-    """Names of the parameters that are loaded inside, as far as the model says them."""
+def load(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load weights under their Hugging Face names, and forget the noise of the old weights."""
+    model: Any = worker.get_model()
     load_weights = model.load_weights
     written: set[str] = set()
 
-    def noting(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+    def noting(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loaded: set[str] | None = load_weights(weights)
         written.update(loaded or ())
         return loaded
 
     model.load_weights = noting
     try:
-        yield written
+        worker.reload_weights(weights_iterator=iter(weights))
     finally:
         del model.load_weights
-
-
-def keep(worker: Any) -> None:
-    """Copy to the host what vLLM would lose in its sleep and no sync brings back.
-
-    It gives up the memory of the weights with all that was made beside them. Named buffers it keeps
-    itself; parameters come with the sync, if the trainer has them: before the first sync, none do.
-    """
-    written = getattr(worker.model_runner, "written", ())
-    worker.model_runner.kept_tensors = copies(unsynced(worker.get_model(), written))
-
-
-def put_back(worker: Any) -> None:
-    """Undo `keep`, after vLLM has woken up."""
-    copy_back(getattr(worker.model_runner, "kept_tensors", []))
+    worker.model_runner.written = written
+    repack_embeddings(model)
+    if kept := getattr(worker.model_runner, "kept_noise", None):
+        kept.generators.clear()
 
 
 def repack_embeddings(model: torch.nn.Module) -> None:
-    """Pack tied heads anew: on CPU a reload leaves the packed copy of the old weights in use."""
+    """Repack tied heads: on CPU a reload leaves the packed copy of the old weights in use."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedEmbeddingMethod":
             method.process_weights_after_loading(module)
 
 
-class KeptNoise:
-    """Stands in for `InputBatch.add_request`: the generators of requests outlive them.
+def keep(worker: Any) -> None:
+    """Copy to the host what vLLM's sleep would lose and no weight sync restores.
 
-    Each process of a model that is split draws every token, and so keeps the same.
+    Sleep frees all memory that was allocated while the model was loaded. vLLM itself keeps named
+    buffers. Parameters come back with the sync if the trainer has them; none have been synced
+    before the first sync.
     """
+    tensors = unsynced(worker.get_model(), getattr(worker.model_runner, "written", ()))
+    worker.model_runner.kept_tensors = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
 
-    def __init__(self, batch: Any) -> None:
-        self.generators: dict[int, torch.Generator | None] = {}
-        self._add_request = batch.add_request
-        batch.add_request = self
 
-    def __call__(self, state: Any) -> Any:
-        """Called before any draw of a request, and again after a preemption."""
-        key, *ended = (state.sampling_params.extra_args or {}).get(NOISE, (None,))
-        for old in ended:
-            self.generators.pop(old, None)
-        if key is not None:  # else it is one of vLLM's own
-            state.generator = self.generators.setdefault(key, state.generator)
-        return self._add_request(state)
+def put_back(worker: Any) -> None:
+    """Undo `keep` after vLLM has woken up."""
+    kept: list[tuple[Tensor, Tensor]] = getattr(worker.model_runner, "kept_tensors", [])
+    for tensor, copy in kept:
+        tensor.data.copy_(copy)
+    kept.clear()
+
+
+def unsynced(model: torch.nn.Module, written: Collection[str]) -> list[Tensor]:
+    """Tensors of a model that a weight sync does not write.
+
+    These are parameters that are not in `written`, and plain attributes of layers and of their
+    attention (scales of norms without a parameter, ALiBi slopes), but not the key-value cache.
+    """
+    parameters = dict(model.named_parameters())
+    found: list[Tensor] = [each for name, each in parameters.items() if name not in written]
+    known = {_storage(each) for each in (*parameters.values(), *model.buffers())}
+    device = next(iter(parameters.values())).device
+    for module in model.modules():
+        for tensor in _attributes(module):
+            if tensor.device == device and tensor.numel() and _storage(tensor) not in known:
+                known.add(_storage(tensor))
+                found.append(tensor)
+    return found
+
+
+def _attributes(owner: object, deeper: bool = True) -> Iterator[Tensor]:
+    """Tensors in the attributes of an object, in their lists, and one level deeper in theirs."""
+    for name, value in vars(owner).items():
+        if name == "kv_cache":
+            continue
+        several = value.values() if isinstance(value, dict) else value
+        for each in several if isinstance(value, dict | list | tuple) else (value,):
+            if isinstance(each, Tensor):
+                yield each
+            elif deeper and hasattr(each, "__dict__") and not isinstance(each, torch.nn.Module):
+                yield from _attributes(each, deeper=False)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

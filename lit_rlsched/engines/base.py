@@ -1,11 +1,11 @@
-"""The contract between the rollout core and whatever decodes tokens."""
+"""The contract between the rollout loop and the engines that decode tokens."""
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
@@ -16,151 +16,196 @@ if TYPE_CHECKING:
 
 
 class EngineBroken(RuntimeError):
-    """An engine has lost a part of itself; what it held is lost, and only a new start helps."""
+    """An engine has lost one of its processes and its requests; it must be started again."""
 
 
 class EngineDied(RuntimeError):
-    """The engine's process is gone; what it held is lost, and a new one has taken its place."""
+    """An engine's process has died, and its requests are lost; another process replaces it."""
+
+
+def _torch() -> Any:
+    """Import torch only when it is needed: a simulation runs without it."""
+    import torch
+
+    return torch
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine needs to know of the run; handed over once, by the data module."""
+    """What an engine needs to know about the run."""
 
     model: str
-    """Folder or hub name of the checkpoint the policy was loaded from."""
+    """Folder or hub name of the checkpoint that the policy was loaded from."""
     slots: int
-    """Most requests that are ever inside the engine at once."""
+    """Maximum number of requests in the engine at the same time."""
     max_model_len: int
-    """Prompt plus completion, in tokens."""
+    """Maximum number of tokens of a prompt and its completion together."""
     eos_token_ids: tuple[int, ...]
-    """Every token that ends a completion."""
+    """All tokens that end a completion."""
     dtype: "torch.dtype" = field(default_factory=lambda: _torch().float32)
     device: "torch.device" = field(default_factory=lambda: _torch().device("cpu"))
     policy: "torch.nn.Module | None" = None
-    """The trainer's own Hugging Face model: an engine that decodes with it holds no second copy."""
+    """The trainer's Hugging Face model. An engine that decodes with it needs no second copy."""
     seed: int = 0
     kv_cache_bytes: int | None = None
-    """Most memory for the key-value cache, where the run has a budget for it."""
+    """Maximum size of the key-value cache, if the run has a memory budget for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine holds right now, and what it has counted since `start`."""
+    """What the engine holds now, and its counters since `start`."""
 
     running: int
     waiting: int
     kv_tokens: int
-    """Tokens of key-value cache in use; a prefix that the engine shares counts once."""
+    """Tokens of key-value cache in use; a shared prefix counts once."""
     step_kv_tokens: int | None = None
-    """The most in use during the last step, where that is more: before finished requests left."""
+    """Tokens in use during the last step, before finished requests left; None: `kv_tokens`."""
     preemptions: int = 0
     decode_steps: int = 0
     prefill_tokens: int = 0
-    """Prompt and prefix tokens that were computed, not read from a cache."""
+    """Prompt and prefix tokens that were computed."""
     cached_tokens: int = 0
-    """Prompt and prefix tokens that were read from a cache."""
+    """Prompt and prefix tokens that were read from a cache instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What an aborted request had drawn since it was submitted."""
+    """The tokens that an aborted request had drawn since it was submitted."""
 
     token_ids: list[int]
     logprobs: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What an engine's memory depends on besides its `EngineSpec`."""
+
+    parameters: int
+    """Number of the policy's parameters, without adapters."""
+    token_bytes: int
+    """Bytes of key-value cache per token, in all layers."""
+    memory: int
+    """Bytes of memory of the device."""
+    apart: bool = False
+    """Whether the engine runs in another process than the trainer."""
+
+    def full_slots(self, spec: EngineSpec) -> int:
+        """Bytes of key-value cache when all slots are full."""
+        return spec.slots * spec.max_model_len * self.token_bytes
+
+    def say_slots(self, spec: EngineSpec) -> str:
+        """Explain `full_slots`."""
+        tokens = f"{spec.max_model_len:,} tokens x {self.token_bytes:,} bytes"
+        return f"{spec.slots:,} slots x {tokens}"
+
+    def say_weights(self, dtype: "torch.dtype") -> str:
+        """Explain the size of the weights."""
+        return f"{self.parameters:,} parameters, {str(dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory an engine will hold, in bytes."""
+
+    weights: int
+    cache: int
+    stays: bool
+    """Whether weights and cache stay in memory during the update."""
+    how_weights: str
+    """How `weights` follows from the settings."""
+    how_cache: str
+    handed_over: int = 0
+    """Bytes of host memory through which weights reach the engine's process."""
+    like_trainer: bool = False
+    """Whether its steps are forward passes of the trainer's model, whose memory can be measured."""
+
+
 class RolloutEngine(ABC):
-    """Decodes requests step by step and keeps no policy of its own.
+    """Decodes requests step by step.
 
     The caller decides what runs: it never submits more than `slots` requests at once, and the
-    engine never reorders, drops or delays one. Every completion depends on its own seed, not on its
-    company, nor on where it was paused.
-
-    An engine of your own inherits from this class.
+    engine never reorders, drops or delays a request. A completion depends on its request's seed,
+    not on the other requests and not on where it was paused.
     """
 
     logprobs = True
-    """Whether events carry the policy's log-probs of their tokens. Where not, tokens of an earlier
-    policy cannot be trained on."""
+    """Whether events carry the policy's log-probs. Without them, tokens of an earlier policy
+    version cannot be trained on."""
     tensor_parallel_size = 1
-    """Devices of this node that the model is split over. An engine with
+    """Number of this node's devices that the model is split over. An engine with
     `max_tensor_parallel_size` above 1 takes a new value at its next `start`."""
     ends_with_process = False
-    """Whether the process ends after `close`, and with it all that the engine holds."""
+    """Whether the process ends after `close` and frees everything the engine holds."""
     decodes_by_itself = False
-    """Whether it goes on while the caller does something else, in a process of its own."""
+    """Whether it keeps decoding, in another process, while the caller does something else."""
     kv_block: int | None = None
-    """Tokens of the smallest piece of key-value cache; `None` where the cache is not paged and
-    every slot has room for a whole completion. The number may change in `start`."""
+    """Tokens per block of key-value cache; `None`: the cache is not paged, and every slot has room
+    for a whole completion. `start` may change it."""
     kv_capacity: int | None = None
-    """Tokens of key-value cache the engine has room for, once started; `None`: it grows."""
+    """Tokens of key-value cache the started engine has room for; `None`: the cache grows."""
 
     def cache_dtype(self, spec: EngineSpec) -> "torch.dtype":
-        """Precision that it computes in, key-value cache included; may be asked for before `start`.
+        """Precision that the engine computes in, including its cache; known before `start`.
 
-        The check after a weight sync allows for its rounding, and where the engine is in another
-        process, matrices are rounded to it on the way.
+        The check after a weight sync allows for its rounding, and weights for an engine in another
+        process are rounded to it first.
         """
         return spec.dtype
 
     def most_slots(self, spec: EngineSpec) -> int:
-        """Requests it runs at once at most where nobody says; `spec` has no `slots` yet."""
+        """Default maximum of requests at once; `spec.slots` is not set yet."""
         return DEFAULT_SLOTS
 
     def kv_cache(self, spec: EngineSpec, token_bytes: int) -> KVCache:
-        """Its key-value cache, as far as it is known; `token_bytes` is what a token takes."""
+        """The engine's key-value cache as far as it is known; a token takes `token_bytes`."""
         return KVCache(token_bytes, spec.max_model_len, self.kv_block, self.kv_capacity)
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
-        """Most devices of this node that the model can be split over, a power of two.
-
-        1 where the engine does not split it.
-        """
+        """Largest power of two of this node's devices the model can be split over; 1: no split."""
         return 1
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        """What it will hold; asked for before `start`, for an estimate."""
+        """Estimate the engine's memory before `start`."""
         dtype = self.cache_dtype(spec)
         how = f"{sizes.say_weights(dtype)}, if it has its own"
         weights, cache = sizes.parameters * dtype.itemsize, sizes.full_slots(spec)
         return Footprint(weights, cache, True, how, sizes.say_slots(spec))
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
-        """What `kv_capacity` will be once it has started with that; `None`: any number.
+        """Estimate `kv_capacity` from the footprint; `None`: no limit.
 
         Raises:
-            ValueError: it is less than a completion may take.
+            ValueError: the cache cannot hold one prompt with its completion.
         """
         return None
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:
-        """Build what is expensive. Called before anything else, and again only after `close`.
+        """Build the engine and reset its counters.
 
-        All that `stats` counts begins at zero.
+        Called before anything else, and again only after `close`.
         """
 
     def make_worker(self, admission: Admission) -> Worker:
-        """What keeps the slots of the started engine filled, next to it wherever it is."""
+        """Return a worker that keeps the slots of the started engine filled."""
         return RolloutWorker(self, admission)
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests in.
+        """Take all of these requests, or none.
 
         Raises:
             ValueError: a request does not fit the context, its id is already in use, or there are
-                more than `slots` requests; the message names the request. Nothing of the call is
-                taken in then.
+                more than `slots` requests; the message names the request.
         """
 
     @abstractmethod
     def step(self) -> list[Event]:
-        """Advance by one decode step, or as far as the next event where the engine can jump.
+        """Advance by one decode step, or to the next event if the engine can skip steps.
 
         Raises:
-            EngineBroken: a process of the engine is gone. `ProcessEngine` starts another engine.
+            EngineBroken: a process of the engine has died. `ProcessEngine` starts a new engine.
         """
 
     @abstractmethod
@@ -171,22 +216,22 @@ class RolloutEngine(ABC):
     def sync_weights(
         self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
     ) -> None:
-        """Load the policy's weights, under their Hugging Face names, and forget cached prefixes.
+        """Load the policy's weights, under their Hugging Face names, and drop cached prefixes.
 
         Raises:
-            RuntimeError: requests are running: their caches belong to the old weights.
+            RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """What is running, waiting and in memory."""
+        """What the engine holds, and its counters."""
 
     @abstractmethod
     def now(self) -> float:
         """Seconds on the engine's clock: wall time, or virtual time in a simulation."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Give memory back to the trainer while nothing decodes, where the engine can."""
+        """Release memory for the trainer while nothing decodes, if the engine can."""
 
     def wake(self) -> None:  # noqa: B027
         """Undo `sleep`; weights must be synced before the next request."""
@@ -196,19 +241,22 @@ class RolloutEngine(ABC):
         """Free everything; safe to call twice."""
 
 
+def give_back(device: "torch.device | None") -> None:
+    """Empty PyTorch's CUDA cache in the trainer's process, so that the engine gets the memory.
+
+    An engine that wakes up does this itself, in the process of its model.
+    """
+    if device is not None and device.type == "cuda":
+        gc.collect()
+        _torch().cuda.empty_cache()
+
+
 def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
-    """Bytes of key-value cache a token takes in all layers of a plain attention model."""
+    """Bytes of key-value cache per token, in all layers of a model with plain attention."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
-
-
-def _torch() -> Any:
-    """Imported when it is needed: a simulation does without."""
-    import torch
-
-    return torch
 
 
 def check_requests(
@@ -217,15 +265,15 @@ def check_requests(
     requests: Sequence[Request],
     vocab_size: int | None = None,
 ) -> None:
-    """Check a whole `submit` call before any of it is taken in.
+    """Check all requests of a `submit` call before the engine takes any.
 
     Raises:
-        ValueError: as `RolloutEngine.submit` says; the message names the request.
+        ValueError: see `RolloutEngine.submit`.
     """
     if len(live_ids) + len(requests) > spec.slots:
         first = requests[max(spec.slots - len(live_ids), 0)].id
         raise ValueError(
-            f"request {first!r} finds no free slot: {len(live_ids)} running and {len(requests)} "
+            f"request {first!r} has no free slot: {len(live_ids)} running and {len(requests)} "
             f"submitted, but slots={spec.slots}"
         )
     seen: set[str] = set()
@@ -238,7 +286,7 @@ def check_requests(
 
 
 def _misfit(spec: EngineSpec, request: Request, vocab_size: int | None) -> str | None:
-    """Why a request by itself cannot be decoded."""
+    """Return why a request cannot be decoded, or None."""
     most, prompt = request.sampling.max_completion_length, len(request.prompt_ids)
     if prompt == 0:
         return "has an empty prompt"

@@ -12,12 +12,13 @@ from lit_rlsched.engines.base import (
     EngineDied,
     EngineSpec,
     EngineStats,
+    Footprint,
     Partial,
     RolloutEngine,
+    Sizes,
+    give_back,
 )
 from lit_rlsched.engines.child import Child
-from lit_rlsched.engines.device_memory import give_back
-from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.platforms import require_posix

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched.engines.base import (
     EngineSpec,
     EngineStats,
+    Footprint,
     Partial,
     RolloutEngine,
+    Sizes,
     check_requests,
 )
-from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
 from lit_rlsched.types import Event, FinishReason, Request

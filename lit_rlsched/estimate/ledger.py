@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lit_rlsched.engines.footprint import Footprint, Sizes
+from lit_rlsched.engines.base import Footprint, Sizes
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.estimate.run import PlannedRun
 from lit_rlsched.policy import base_model, find_policy

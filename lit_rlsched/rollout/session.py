@@ -5,8 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from inspect import GEN_RUNNING, getgeneratorstate
 
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.engines.device_memory import give_back
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine, give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission

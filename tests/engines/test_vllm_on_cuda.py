@@ -286,7 +286,7 @@ def test_an_engine_that_cannot_be_woken_is_closed_with_a_warning(gpu: Driver) ->
     engine, _ = sleepy(gpu)
     engine.sleep()
     gpu.error = "out of memory"
-    with pytest.warns(UserWarning, match=r"could not be woken before its end \(CUDA Error: out of"):
+    with pytest.warns(UserWarning, match=r"woken before it was closed \(CUDA Error: out of"):
         engine.close()
 
 

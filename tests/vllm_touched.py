@@ -1,8 +1,9 @@
-"""What the engine touches of vLLM, most of it below vLLM's public interface.
+"""What the engine uses of vLLM, most of it below vLLM's public interface.
 
-The tests hold it against every release that pyproject allows and the newest beyond, as recorded in
-`tests/vllm_contract.json`, against the installed release, and against the engine's code:
-whoever reaches for something new adds it here, and records it with `python tests/vllm_contract.py`.
+`tests/engines/test_vllm_contract.py` compares this list with every release that pyproject allows
+and the newest beyond (as recorded in `vllm_contract.json`), with the installed release, and with
+the engine's code. When the engine uses something new, add it here and record it with
+`python tests/vllm_contract.py`.
 """
 
 TOUCHED: dict[str, tuple[str, ...]] = {
@@ -128,4 +129,4 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "VLLM_CPU_OMP_THREADS_BIND",
     ),
 }
-"""By module: attributes, and calls with the arguments that we give and the type of what we use."""
+"""Module -> attributes, and calls with the arguments that the engine gives and the type it uses."""
