@@ -20,36 +20,34 @@ from lit_rlsched.scheduling.admission import Admission
 
 
 class Server:
-    """The engine and, once there is an admission, the worker that keeps its slots filled.
+    """Serves the engine and its worker.
 
-    A worker that was told to run ahead steps as long as it has something to do, and looks for a
-    message in between.
+    A message is a number (0: no answer is expected), the name of a method below, and its arguments.
+    A worker that was told to run ahead steps as long as it is busy; the server looks for a message
+    between two steps.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._engine: RolloutEngine
+        self._engine: RolloutEngine | None = None
         self._worker: RolloutWorker | None = None
         self._ahead = 0
-        """Number of the message that told the worker to run ahead."""
+        """Number of the message that told the worker to run ahead; 0: it does not."""
         self._asked = 0
-        """Number of the message that is answered; 0: none is expected."""
+        """Number of the message that is answered."""
         self._began = 0.0
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # a trainer that computes does not read: a full pipe must not hold the engine up
+        # the trainer does not read while it computes: a full pipe must not block the engine
         threading.Thread(target=self._deliver, daemon=True).start()
 
     def serve(self) -> None:
-        """Until the trainer says `close`, or is gone."""
-        _, engine = self._receive()
-        self._engine = cloudpickle.loads(engine)
-        self._engine.ends_with_process = True
+        """Answer messages until the trainer sends `close` or is gone."""
         while True:
             worker = self._worker
             runs = worker is not None and self._ahead and worker.busy
             try:
                 waits = not runs or self._connection.poll(0)
-                message = self._receive() if waits else None
+                message = pickle.loads(self._connection.recv_bytes()) if waits else None
             except (EOFError, OSError):
                 return  # the trainer is gone
             self._began = time.monotonic()
@@ -61,14 +59,18 @@ class Server:
                     continue
                 self._asked, name, *arguments = message
                 if name == "close":
-                    return self._engine.close()
+                    if self._engine is not None:
+                        self._engine.close()
+                    return
                 getattr(self, name)(*arguments)
             except Exception as error:
                 self._ahead = 0
                 failure = _pickled(error), traceback.format_exc(), is_refusal(error)
                 self._send(failure, raised=True)
 
-    def start(self, spec: EngineSpec) -> None:
+    def start(self, engine: bytes, spec: EngineSpec) -> None:
+        self._engine = cloudpickle.loads(engine)
+        self._engine.ends_with_process = True
         self._engine.start(spec)
         self._send((self._engine.kv_block, self._engine.kv_capacity))
 
@@ -76,29 +78,25 @@ class Server:
         self._send(getattr(self._engine, method)(*arguments))
 
     def admission(self, admission: Admission) -> None:
+        assert self._engine is not None
         self._worker = RolloutWorker(self._engine, admission)
         self._send(None)
 
     def worker(self, method: str, *arguments: Any) -> None:
-        """Call a method of the worker; where it was only told, nobody waits for the answer."""
-        assert self._worker is not None
         answer = getattr(self._worker, method)(*arguments)
         if self._asked:
             self._send(answer)
 
     def ahead(self) -> None:
-        """Step without being asked, from now on."""
+        """Let the worker step without being asked."""
         self._ahead = self._asked
 
     def halt(self) -> None:
-        """Drop everything, and stop."""
+        """Stop the worker and drop its requests."""
         assert self._worker is not None
         self._ahead = 0
         self._worker.abort()
         self._send(None)
-
-    def _receive(self) -> Any:
-        return pickle.loads(self._connection.recv_bytes())
 
     def _send(self, value: Any, raised: bool = False) -> None:
         answer = (self._asked, raised, value, time.monotonic() - self._began)
@@ -123,7 +121,7 @@ def _pickled(error: Exception) -> bytes:
 
 def main(connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
-    hide_environment()  # reward workers may read it
+    hide_environment()  # reward workers could read it
     Server(Connection(connection)).serve()
 
 

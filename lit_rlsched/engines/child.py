@@ -1,74 +1,136 @@
-"""The trainer's side of an engine's process: the pipe to it, and its end."""
+"""The trainer's side of an engine's process: the pipe, the time limits and the end."""
 
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cloudpickle
 
-from lit_rlsched.engines._watch import Watch
-from lit_rlsched.engines.base import EngineBroken, EngineDied, RolloutEngine
+from lit_rlsched.engines.base import EngineBroken, EngineDied, EngineSpec, RolloutEngine
 from lit_rlsched.processes import ChildProcess, how_it_ended
-from lit_rlsched.scheduling.hangs import AnswerTimeouts
+from lit_rlsched.scheduling.hangs import AnswerTimeouts, RunningClock
 from lit_rlsched.scheduling.trace import Step
 
 TIMED = ("start", "sync_weights", "sleep", "wake")
-"""What may be asked and takes a time of its own; everything else waits for a step at most."""
+"""Messages with a time limit of their own; the limit of all others is that of a step."""
 SHUTDOWN = 10.0
-"""Seconds it may take to close the engine before it is killed."""
+"""Seconds for the engine to close before its process is killed."""
+TICK = 1.0
+"""Seconds between two checks of a time limit."""
+
+
+class Watch:
+    """A thread that kills a process which takes too long to answer, so that the wait ends.
+
+    Args:
+        kill: Called with the seconds waited.
+    """
+
+    def __init__(self, kill: Callable[[float], None]) -> None:
+        self._kill = kill
+        self._wait: tuple[RunningClock, Callable[[], float]] | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="engine-watch").start()
+
+    @contextmanager
+    def waiting(self, limit: Callable[[], float]) -> Iterator[None]:
+        """Watch the wait inside; `limit` returns the maximum seconds and is asked at each tick."""
+        self._wait = RunningClock(TICK), limit
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def tick(self, seconds: float) -> None:
+        """Count the time since the last tick, and kill the process if it is over its limit."""
+        wait = self._wait
+        if wait is None:
+            return
+        clock, limit = wait
+        if clock.advance(seconds) > limit() and self._wait is wait:
+            self._wait = None
+            self._kill(clock.seconds)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._ended.wait(TICK):
+            now = time.monotonic()
+            self.tick(now - last)
+            last = now
 
 
 class Child:
-    """An engine in another process: asked over a pipe, killed where it hangs."""
+    """An engine's process, which answers messages over a pipe and is killed if it hangs.
 
-    def __init__(self, engine: RolloutEngine, timeouts: AnswerTimeouts) -> None:
-        try:
-            pickled = cloudpickle.dumps(engine)
-        except Exception as error:
-            raise TypeError(
-                f"`{type(engine).__name__}` cannot be sent to a process of its own: {error}. Let "
-                "it open what cannot be pickled in `start`."
-            ) from error
-        self._asked = 0
-        self._kind = ""
-        """Of the message that was asked last."""
+    Args:
+        timeouts: Time limits of answers.
+    """
+
+    def __init__(self, timeouts: AnswerTimeouts) -> None:
         self._timeouts = timeouts
+        self._asked = 0
+        """Number of the last message that has an answer."""
+        self._kind = ""
+        """What the last message asked for."""
+        self._end = self._fault = ""
+        """How the process ended, and what was wrong with it before."""
         self.prefill: Callable[[], int] = lambda: 0
-        """Most tokens that the next step may have to prefill."""
+        """Returns the maximum number of tokens that the next step may have to prefill."""
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._child = ChildProcess(
             ["-m", "lit_rlsched.engines._engine_server"], {**os.environ, "PYTHONPATH": path}
         )
         self.connection, self.process = self._child.connection, self._child.process
         self._watch = Watch(self._kill_hanging)
-        self.tell(pickled)
+
+    def start(self, engine: RolloutEngine, spec: EngineSpec) -> tuple[int | None, int | None]:
+        """Start an engine in the process; return its `kv_block` and `kv_capacity`.
+
+        Raises:
+            TypeError: the engine cannot be pickled.
+            Exception: see `call`.
+        """
+        try:
+            pickled = cloudpickle.dumps(engine)
+        except Exception as error:
+            raise TypeError(
+                f"`{type(engine).__name__}` cannot be sent to another process: {error}. Let it "
+                "open what cannot be pickled in `start`."
+            ) from error
+        return self.call("start", pickled, spec)
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
         """Send a message and return its answer.
 
         Args:
-            *message: What is asked.
-            skipped: Called with answers to what was asked before, which nobody waits for any more.
+            *message: The name of a method of `_engine_server.Server`, and its arguments.
+            skipped: Called with late answers to earlier messages, which are dropped.
 
         Raises:
-            EngineDied: there is nobody any more.
-            Exception: what was raised there, or by what was told before.
+            EngineDied: the process has died or was killed.
+            Exception: an exception of the process, raised by this message or by one that was told.
         """
         self.ask(*message)
         return self.answer(skipped)
 
     def ask(self, *message: Any) -> None:
-        """Send a message that has answers."""
+        """Send a message that has one or more answers."""
         self._asked += 1
         self._kind = message[1] if message[0] == "engine" else message[0]
         self._send(self._asked, *message)
 
     def answer(self, skipped: Callable[[Any], object] = lambda value: None) -> Any:
-        """The next answer to what was asked last; see `call`."""
+        """Return the next answer to the last message that was asked; see `call`."""
         while True:
             number, raised, value, seconds = self._receive()
             if raised and number in (0, self._asked):
@@ -77,13 +139,17 @@ class Child:
                     self._fault = f"lost a part of its engine ({error})"
                     raise EngineDied(self.kill()) from error
                 raise error
-            self._observe(value, seconds, number == self._asked)
+            if isinstance(value, Step):
+                kind = "prefill" if value.prefill_tokens else "decode"
+                self._timeouts.observe(kind, seconds, value.prefill_tokens)
+            elif number == self._asked and self._kind in TIMED:
+                self._timeouts.observe(self._kind, seconds)
             if number == self._asked:
                 return value
             skipped(value)
 
     def tell(self, *message: Any) -> None:
-        """Send what has no answer."""
+        """Send a message that has no answer."""
         self._send(0, *message)
 
     def _send(self, *message: Any) -> None:
@@ -93,21 +159,13 @@ class Child:
         except OSError:
             raise EngineDied(self.kill()) from None
 
-    def _receive(self) -> tuple[int, bool, Any, float]:
-        """The number of the message that is answered, whether it raised, the answer, its time."""
+    def _receive(self) -> Any:
+        """Return the number of the answered message, whether it raised, the value, the seconds."""
         try:
             with self._watch.waiting(self._limit):
-                answer: tuple[int, bool, Any, float] = pickle.loads(self.connection.recv_bytes())
+                return pickle.loads(self.connection.recv_bytes())
         except (OSError, EOFError):
             raise EngineDied(self.kill()) from None
-        return answer
-
-    def _observe(self, value: Any, seconds: float, asked: bool) -> None:
-        if isinstance(value, Step):
-            kind = "prefill" if value.prefill_tokens else "decode"
-            self._timeouts.observe(kind, seconds, value.prefill_tokens)
-        elif asked and self._kind in TIMED:
-            self._timeouts.observe(self._kind, seconds)
 
     def _limit(self) -> float:
         if self._kind in TIMED:
@@ -119,11 +177,11 @@ class Child:
         self._child.kill_group()
 
     def kill(self) -> str:
-        """Kill the process and all it started; says what it had died of if it was dead."""
+        """Kill the process and all processes it started; return how it ended."""
         if self._child.closed:
             return self._end
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=0.5)  # its own exit code, where it is about to exit
+            self.process.wait(timeout=0.5)  # if it is exiting, its own exit code is wanted
         self._watch.end()
         self._child.kill_group()
         self.process.wait()
@@ -141,17 +199,17 @@ class Child:
         finally:
             self.kill()
 
-    _end = _fault = ""
-
 
 def unpickled(error: tuple[bytes, str, bool]) -> BaseException:
-    """An exception of the child, with the place it comes from and whether it is a refusal."""
+    """Return an exception of the process, with its traceback there and whether it is a refusal."""
     pickled, text, refusal = error
     try:
         raised: BaseException = pickle.loads(pickled)
     except Exception:
         last_line = text.rstrip().rpartition("\n")[2]
-        raised = RuntimeError(f"The engine's process raised what cannot be sent: {last_line}")
+        raised = RuntimeError(
+            f"The engine's process raised an exception that cannot be pickled: {last_line}"
+        )
     raised.add_note(f"In the engine's process:\n{text}")
     raised.refusal = refusal  # type: ignore[attr-defined]  # for `is_refusal`
     return raised

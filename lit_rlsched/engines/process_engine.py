@@ -1,4 +1,4 @@
-"""Any engine in a process of its own."""
+"""Runs any engine in a child process."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -27,29 +27,32 @@ from lit_rlsched.scheduling.hangs import AnswerTimeouts
 from lit_rlsched.types import Event, Request
 
 MAX_DEATHS = 3
-"""Times in a row that the process may die before the run is stopped."""
+"""The run stops when the process dies this many times without a step in between."""
+
+CLOSED = "The engine is closed or was not started."
 
 
 class ProcessEngine(RolloutEngine):
     """Runs another engine in a child process, so that it decodes while the trainer computes.
 
-    There, the engine refills its slots and goes on by itself as long as nothing that the trainer
-    decides between two steps could change what is drawn; `StreamedTraining` needs that. Weights are
-    handed over through memory that both processes share, a second copy of them on the host.
+    The child process refills the slots itself and keeps decoding as long as nothing that the
+    trainer decides between two steps could change what is drawn; `StreamedTraining` needs that.
+    Weights are handed over through shared memory, a second copy of them on the host.
 
-    A process that dies, by the kernel's hand or its own, or loses a worker process of vLLM, is
-    started anew under the same weights, and what it was decoding goes on from the tokens that the
-    trainer has received: from there on it is drawn with other noise, unless the noise of the engine
-    has no state (`TransformersEngine`). One that hangs is killed and replaced in the same way: it
-    may take 20 times as long for a step as 99 % of the run's steps have taken, and 120 s at least;
-    10 minutes for the first, 30 for its start (`AnswerTimeouts`). `rollout/engine_restarts` counts
-    it. One that dies three times without a step in between stops the run.
+    A process that dies, or that loses a worker process of vLLM, is replaced. The new process gets
+    the same weights and resumes all requests from the tokens that the trainer has received. From
+    there on they are drawn with other noise, unless the engine's noise has no state
+    (`TransformersEngine`). A process that hangs is killed and replaced in the same way: a step may
+    take 20 times as long as the 99th percentile of the run's steps, and at least 120 s; the first
+    step 10 minutes, the start 30 (`AnswerTimeouts`). `rollout/engine_restarts` counts replacements.
+    The run stops if the process dies three times without a step in between.
 
     Args:
-        engine: The engine; `VLLMEngine()` by default.
+        engine: The engine to run; `VLLMEngine()` by default.
 
     Raises:
-        RuntimeError: in `start`, what the engine raised there.
+        RuntimeError: on Windows, or if the process keeps dying. Exceptions of the engine are raised
+            as they are.
 
     Example::
 
@@ -67,25 +70,24 @@ class ProcessEngine(RolloutEngine):
             raise ValueError("`ProcessEngine(engine=ProcessEngine(...))`: one process is enough.")
         self.engine = engine
         self.restarts = 0
-        """Times the process died and was started anew."""
+        """Number of times the process was replaced."""
         self.logprobs = engine.logprobs
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
         self._file: WeightsFile | None = None
         self._weights: tuple[SharedWeights, int] | None = None
-        """That were synced last, and their policy version."""
+        """The weights of the last sync, and their policy version."""
         self._deaths = 0
         self._timeouts = AnswerTimeouts()
 
     @property
     def pid(self) -> int | None:
-        """Of the child, where it runs."""
+        """Process id of the child, if there is one."""
         return None if self._child is None else self._child.process.pid
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The engine's."""
         return self.engine.tensor_parallel_size
 
     @tensor_parallel_size.setter
@@ -93,32 +95,27 @@ class ProcessEngine(RolloutEngine):
         self.engine.tensor_parallel_size = size
 
     def most_slots(self, spec: EngineSpec) -> int:
-        """The engine's."""
         return self.engine.most_slots(spec)
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
-        """The engine's."""
         return self.engine.max_tensor_parallel_size(spec)
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        """The engine's."""
         return self.engine.cache_dtype(spec)
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        """The engine's, and weights on their way to it."""
+        """The engine's memory, and the weights handed over to it."""
         apart = self.engine.footprint(spec, replace(sizes, apart=True))
         dtype = self.cache_dtype(replace(spec, policy=None))
         return replace(apart, handed_over=sizes.parameters * dtype.itemsize)
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
-        """The engine's."""
         return self.engine.cache_tokens(spec, footprint, token_bytes)
 
     def start(self, spec: EngineSpec) -> None:
-        """Start the process, and the engine in it."""
         require_posix("`ProcessEngine`")
         self.close()
-        self._spec = replace(spec, policy=None)  # it loads weights of its own
+        self._spec = replace(spec, policy=None)  # it loads its own weights
         self._file = WeightsFile()
         self._deaths = 0
         try:
@@ -132,10 +129,10 @@ class ProcessEngine(RolloutEngine):
 
     def _launch(self) -> None:
         assert self._spec is not None
-        give_back(self._spec.device)  # where it is replaced, the trainer has computed meanwhile
+        give_back(self._spec.device)  # the trainer may have used the GPU since
         self._timeouts.starts()
-        self._child = Child(self.engine, self._timeouts)
-        self.kv_block, self.kv_capacity = self._child.call("start", self._spec)
+        self._child = Child(self._timeouts)
+        self.kv_block, self.kv_capacity = self._child.start(self.engine, self._spec)
         if self._weights is not None:
             self._child.call("engine", "sync_weights", *self._weights)
 
@@ -143,41 +140,37 @@ class ProcessEngine(RolloutEngine):
         self._ask("engine", "submit", requests)
 
     def step(self) -> list[Event]:
-        events: list[Event] = self._ask("engine", "step")
+        events = self._ask("engine", "step")
         self._deaths = 0
         return events
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         try:
-            aborted: dict[str, Partial] = self._ask("engine", "abort", list(request_ids))
+            return self._ask("engine", "abort", list(request_ids))
         except EngineDied:
             return {}
-        return aborted
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self._refuse_when_closed()
-        assert self._file is not None
-        assert self._spec is not None
+        if self._file is None or self._spec is None:
+            raise RuntimeError(CLOSED)
         dtype = self.engine.cache_dtype(self._spec)
         self._weights = self._file.write(named_tensors, dtype), version
         self._insist("engine", "sync_weights", *self._weights)
 
     def stats(self) -> EngineStats:
-        stats: EngineStats = self._insist("engine", "stats")
-        return stats
+        return self._insist("engine", "stats")
 
     def now(self) -> float:
-        return float(self._insist("engine", "now"))
+        return self._insist("engine", "now")
 
     def sleep(self) -> None:
-        if self.alive:  # else it was given up
+        if self.alive:  # not after the process has died too often
             self._insist("engine", "sleep")
 
     def wake(self) -> None:
         self._insist("engine", "wake")
 
     def close(self) -> None:
-        """End the process; it is killed if it does not end by itself."""
         child, self._child = self._child, None
         if child is not None:
             child.close()
@@ -186,39 +179,40 @@ class ProcessEngine(RolloutEngine):
             file.close()
 
     def make_worker(self, admission: Admission) -> RemoteWorker:
-        """The worker is in the engine's process; this stands for it here."""
         return RemoteWorker(self, admission)
 
     @property
     def alive(self) -> bool:
-        """Whether there is a process: it was started, not closed and not given up."""
+        """Whether there is a process, or a dead one that can be replaced."""
         return self._child is not None
 
     @property
-    def child(self) -> "Child":
-        """The process that runs."""
-        self._refuse_when_closed()
-        assert self._child is not None
+    def child(self) -> Child:
+        """The engine's process.
+
+        Raises:
+            RuntimeError: the engine is closed or was not started.
+        """
+        if self._child is None:
+            raise RuntimeError(CLOSED)
         return self._child
 
     def revive(self) -> None:
-        """Start the process anew, under the weights it had.
+        """Replace the process; the new one gets the weights of the last sync.
 
         Raises:
-            RuntimeError: it died too often.
+            RuntimeError: the process has died too often.
         """
-        error: Exception | None = None
+        how = self.child.kill()
+        cause: Exception | None = None
         while True:
-            how = self.child.kill()
-            if error is not None:
-                how = f"did not start again ({error})"
             self._deaths += 1
             if self._deaths >= MAX_DEATHS:
                 self.close()
                 raise RuntimeError(
                     f"The engine's process {how}, {self._deaths} times in a row. If it was killed "
                     "from outside, memory may have run out: give the key-value cache less."
-                ) from error
+                ) from cause
             self.restarts += 1
             warnings.warn(
                 f"The engine's process {how}; another one takes its place and goes on from the "
@@ -228,16 +222,21 @@ class ProcessEngine(RolloutEngine):
             try:
                 return self._launch()
             except EngineDied:
-                error = None
-            except Exception as refusal:  # it has started like this before
-                error = refusal
+                how, cause = self.child.kill(), None
+            except Exception as error:  # the engine has started with these settings before
+                self.child.kill()
+                how, cause = f"did not start again ({error})", error
 
     def went_on(self) -> None:
-        """It has made a step since it was started."""
+        """Note that the process has made a step."""
         self._deaths = 0
 
     def _ask(self, *message: Any) -> Any:
-        """The answer of the child; where it dies, another one is started, which knows nothing."""
+        """Ask the process, and replace it if it dies.
+
+        Raises:
+            EngineDied: the process was replaced, and has no requests.
+        """
         try:
             return self.child.call(*message)
         except EngineDied:
@@ -245,13 +244,9 @@ class ProcessEngine(RolloutEngine):
             raise
 
     def _insist(self, *message: Any) -> Any:
-        """The same of what can be asked of another one."""
+        """Ask the process, and the one that replaces it, until there is an answer."""
         while True:
             with suppress(EngineDied):
                 answer = self._ask(*message)
                 self._deaths = 0
                 return answer
-
-    def _refuse_when_closed(self) -> None:
-        if self._child is None:
-            raise RuntimeError("The engine is closed or was not started.")

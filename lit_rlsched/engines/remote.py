@@ -1,4 +1,4 @@
-"""A worker in the engine's own process, as the controller sees it."""
+"""The trainer's side of a worker that runs in the engine's process."""
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lit_rlsched.engines.base import EngineDied
+from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, Request
@@ -15,42 +16,41 @@ if TYPE_CHECKING:
     from lit_rlsched.engines.process_engine import ProcessEngine
 
 
-class RemoteWorker:
-    """Has the methods of `RolloutWorker`, which sits next to the engine behind a pipe.
+class RemoteWorker(Worker):
+    """Drives a `RolloutWorker` in the engine's process.
 
-    Where the round allows, that one runs ahead: it has often made its next steps when it is asked
-    for one. They are told in order, so that a round ends in the same step, with the same tokens,
-    however far it was ahead; what it drew beyond is dropped, and counted in `ahead_steps`.
+    Where the round allows, that worker runs ahead: it has often made its next steps before it is
+    asked for one. Its steps are reported in order, so a round ends in the same step with the same
+    tokens, however far the worker was ahead. What it drew beyond the end is dropped and counted in
+    `ahead_steps`.
 
-    Everything that runs or waits is known here with the tokens that were told: when the process
-    dies, another one goes on from those.
+    This class knows every request that runs or waits, with the tokens reported so far: when the
+    process dies, the next process continues from them.
 
     Args:
-        engine: Started.
-        admission: Which waiting request takes a free slot.
+        engine: A started engine.
+        admission: Decides which waiting request takes a free slot. It stays in its initial state:
+            a copy in the engine's process does the work.
     """
 
     def __init__(self, engine: "ProcessEngine", admission: Admission) -> None:
+        super().__init__(admission)
         self.engine = engine
-        self.admission = admission
-        """As it was at the start: the one that works is in the other process."""
         self.ahead_steps = 0
-        """Decode steps of the round that were made and not asked for."""
-        self.trace = self._new_trace()
-        self._told: dict[str, Event] = {}
-        """Tokens of each since it was submitted."""
+        """Decode steps of this round that were made but not asked for."""
         self._requests: dict[str, Request] = {}
+        self._reported: dict[str, list[int]] = {}
+        """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
         self._take_turns = self._ahead = False
         self._going = False
-        """Whether it was told to run ahead."""
+        """Whether the worker was told to run ahead."""
         self._now = 0.0
         self._known: Child | None = None
         """The process that was told of this worker."""
         self._set_up()
 
     def metrics(self) -> dict[str, float]:
-        """How often the process was replaced, and what it decoded beyond the round's end."""
         return {
             "rollout/engine_restarts": self.engine.restarts,
             "rollout/ahead_steps": self.ahead_steps,
@@ -58,31 +58,33 @@ class RemoteWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs or waits."""
         return bool(self._requests)
 
+    def start_trace(self) -> RolloutTrace:
+        self.ahead_steps = 0
+        if self.engine.child is not self._known:  # the process died between rounds
+            self._set_up()
+        self._tell("start_trace")
+        return super().start_trace()
+
     def start_round(self, take_turns: bool, ahead: bool) -> None:
-        """See `Worker`."""
         self._take_turns, self._ahead = take_turns, ahead
         self._tell("start_round", take_turns, ahead)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Let requests wait for a slot."""
         new = list(requests)
         for request in new:
             self._requests[request.id] = request
-            self._told[request.id] = Event(request.id, [], [])
+            self._reported[request.id] = []
         self._tell("submit", new)
 
     def rekey(self, expected: Mapping[str, float]) -> None:
-        """New estimates of the tokens that waiting requests will draw, by id."""
         for request_id in expected.keys() & self._requests.keys():
             request = self._requests[request_id]
             self._requests[request_id] = replace(request, expected=expected[request_id])
         self._tell("rekey", dict(expected))
 
     def step(self) -> list[Event]:
-        """The next step of the other process."""
         while True:
             try:
                 step = self._next_step()
@@ -91,7 +93,7 @@ class RemoteWorker:
                 self._revive()
         self.engine.went_on()
         self._now = step.end
-        # it may have gone on with what was aborted here meanwhile
+        # a worker that ran ahead may have continued requests that were aborted here meanwhile
         step = replace(
             step,
             admitted=[name for name in step.admitted if name in self._requests],
@@ -102,64 +104,56 @@ class RemoteWorker:
         self.trace.take(step)
         for event in step.events:
             if event.finish_reason is None:
-                told = self._told[event.request_id]
-                told.token_ids.extend(event.token_ids)
+                self._reported[event.request_id].extend(event.token_ids)
             else:
                 self._forget(event.request_id)
         return step.events
 
     def _next_step(self) -> Step:
         child = self.engine.child
-        step: Step
         if not self._ahead:
-            step = child.call("worker", "advance")
-            return step
+            return child.call("worker", "advance")
         if not self._going:
             child.ask("ahead")
             self._going = True
-        step = child.answer()
-        return step
+        return child.answer()
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
-        """Drop these requests, or everything that runs or waits.
+        """Drop these requests, or all that run or wait.
 
         Returns:
-            The tokens that no event has told of yet, unless it ran ahead.
+            Tokens that no event has reported yet; none if the worker ran ahead.
         """
+        every = request_ids is None
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
-        untold: list[Event] = []
-        if not self._going and ids and self.engine.alive:
+        unreported: list[Event] = []
+        died = False
+        if ids and not self._going and self.engine.alive:
             try:
-                every = request_ids is None
-                untold = self.engine.child.call("worker", "abort", None if every else ids)
+                unreported = self.engine.child.call("worker", "abort", None if every else ids)
             except EngineDied:
-                for name in ids:
-                    self._leave(name)
-                self._revive()
-                return []
-        more = {event.request_id: len(event.token_ids) for event in untold}
+                died = True
+        more = {event.request_id: len(event.token_ids) for event in unreported}
         for name in ids:
-            self._leave(name, more.get(name, 0))
-        if self._going and self.engine.alive:
-            if request_ids is None:
+            if name in self._running:
+                self.trace.left(name, self._now, len(self._reported[name]) + more.get(name, 0))
+            self._forget(name)
+        if died:
+            self._revive()
+        elif self._going and self.engine.alive:
+            if every:
                 self._halt()
             else:
                 self._tell("abort", ids)
-        return untold
-
-    def _leave(self, request_id: str, untold: int = 0) -> None:
-        if request_id in self._running:
-            tokens = len(self._told[request_id].token_ids) + untold
-            self.trace.left(request_id, self._now, tokens)
-        self._forget(request_id)
+        return unreported
 
     def _forget(self, request_id: str) -> None:
-        del self._requests[request_id], self._told[request_id]
+        del self._requests[request_id], self._reported[request_id]
         self._running.discard(request_id)
 
     def _halt(self) -> None:
-        """Stop what ran ahead, and drop what it has drawn."""
+        """Stop a worker that runs ahead, and drop what it has drawn."""
         self._going = False
         try:
             self.engine.child.call("halt", skipped=self._count_ahead)
@@ -170,39 +164,33 @@ class RemoteWorker:
         if isinstance(answer, Step):
             self.ahead_steps += answer.decode_steps
 
-    def start_trace(self) -> RolloutTrace:
-        """Begin a new trace; nothing may be running."""
-        assert not self.busy, "a trace begins between rollouts"
-        self.trace, self.ahead_steps = self._new_trace(), 0
-        if self.engine.child is not self._known:  # the process died between rounds
-            self._set_up()
-        self._tell("start_trace")
-        return self.trace
-
-    def _new_trace(self) -> RolloutTrace:
-        return RolloutTrace(self.admission.slots, dynamic=self.admission.budget is not None)
-
     def _tell(self, method: str, *arguments: object) -> None:
-        """Tell the worker there; a new one knows it from the start."""
         try:
             self.engine.child.tell("worker", method, *arguments)
         except EngineDied:
-            self._revive()
+            self._revive()  # which tells the new process everything
 
     def _revive(self) -> None:
-        """Start the process anew and submit what it had, from the tokens told."""
+        """Start another process, and resume all requests from the tokens reported."""
         self._going = False
         for name in self._running:
-            self.trace.left(name, self._now, len(self._told[name].token_ids))
+            self.trace.left(name, self._now, len(self._reported[name]))
         self._running.clear()
-        names = sorted(self._requests, key=lambda name: not self._told[name].token_ids)
-        self._requests = {name: self._resumed(name) for name in names}  # what has begun first
-        self._told = {name: Event(name, [], []) for name in names}
+        names = sorted(self._requests, key=lambda name: not self._reported[name])  # begun first
+        self._requests = {name: self._resumed(name) for name in names}
+        self._reported = {name: [] for name in names}
         self.engine.revive()
         self._set_up()
 
+    def _resumed(self, request_id: str) -> Request:
+        request, drawn = self._requests[request_id], self._reported[request_id]
+        expected = request.expected
+        if expected is not None:
+            expected = max(1.0, expected - len(drawn))
+        return replace(request, prefix_ids=(*request.prefix_ids, *drawn), expected=expected)
+
     def _set_up(self) -> None:
-        """Tell a new process all that is known here."""
+        """Tell a new process everything that is known here."""
         while True:
             child = self.engine.child
             try:
@@ -216,14 +204,7 @@ class RemoteWorker:
                 self.engine.revive()
 
     def _most_prefill(self) -> int:
-        """Tokens of the longest that wait, as many as there are slots."""
+        """Maximum number of tokens to prefill in a step: the longest waiting, one per slot."""
         waiting = (r for name, r in self._requests.items() if name not in self._running)
         tokens = (len(request.prompt_ids) + len(request.prefix_ids) for request in waiting)
         return sum(heapq.nlargest(self.admission.slots, tokens))
-
-    def _resumed(self, request_id: str) -> Request:
-        request, told = self._requests[request_id], self._told[request_id].token_ids
-        expected = request.expected
-        if expected is not None:
-            expected = max(1.0, expected - len(told))
-        return replace(request, prefix_ids=(*request.prefix_ids, *told), expected=expected)

@@ -1,8 +1,9 @@
-"""What stands between the round loop and an engine: slots are refilled, steps recorded."""
+"""The worker between the round loop and an engine: refills free slots and records each step."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
@@ -12,98 +13,107 @@ if TYPE_CHECKING:
     from lit_rlsched.engines.base import RolloutEngine
 
 
-class Worker(Protocol):
-    """What the round loop drives: a `RolloutWorker`, here or in the engine's own process."""
+class Worker(ABC):
+    """Keeps an engine's slots filled, in this process or in the engine's.
 
-    admission: Admission
-    trace: RolloutTrace
-    """What ran when, in the last or current rollout."""
+    Args:
+        admission: Decides which waiting request takes a free slot.
+    """
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything runs or waits."""
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.trace = self._new_trace()
+        """What ran when, in the last or current rollout."""
 
-    def metrics(self) -> dict[str, float]:
-        """What the trace does not say of the rollout, `rollout/*`."""
+    def _new_trace(self) -> RolloutTrace:
+        return RolloutTrace(self.admission.slots, dynamic=self.admission.budget is not None)
 
     def start_trace(self) -> RolloutTrace:
         """Begin a new trace; nothing may be running."""
+        assert not self.busy, "a trace begins between rollouts"
+        self.trace = self._new_trace()
+        return self.trace
 
+    def metrics(self) -> dict[str, float]:
+        """`rollout/*` metrics of the rollout that do not follow from the trace."""
+        return {}
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether any request runs or waits."""
+
+    @abstractmethod
     def start_round(self, take_turns: bool, ahead: bool) -> None:
-        """Say what holds for the round that is about to be submitted.
+        """Set what holds for the round whose requests are submitted next.
 
         Args:
-            take_turns: Whether requests of `least_attained` order take turns.
-            ahead: Whether nothing that the caller does between two steps changes what the others
-                do. A worker in a process of its own then goes on without being asked.
+            take_turns: Whether requests take turns if the order is `least_attained`.
+            ahead: Whether a worker in the engine's process may keep stepping without being asked.
+                Allowed where nothing the caller does between two steps changes what is drawn.
         """
 
+    @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
-        """Let requests wait for a slot."""
+        """Queue requests for a slot."""
 
+    @abstractmethod
     def step(self) -> list[Event]:
-        """Refill the free slots and advance the engine.
+        """Refill the free slots and step the engine.
 
-        A request that ended where it should pause has the finish reason `paused`; it is no longer
-        here, and goes on when it is submitted again.
+        A request that reached its `pause_at` has the finish reason `paused`. The worker forgets it;
+        it resumes when it is submitted again.
         """
 
+    @abstractmethod
     def rekey(self, expected: Mapping[str, float]) -> None:
-        """New estimates of the tokens that waiting requests will draw, by id."""
+        """Update the predicted number of tokens of waiting requests, by id."""
 
+    @abstractmethod
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
-        """Drop these requests, or everything that runs or waits.
+        """Drop these requests, or all that run or wait.
 
         Returns:
-            The tokens that no event has told of yet, where they are known.
+            Tokens that no event has reported yet, as far as they are known.
         """
 
 
-class RolloutWorker:
-    """Keeps the engine's slots filled and records what ran when.
+class RolloutWorker(Worker):
+    """Worker of an engine in the same process.
 
     Args:
         engine: A started engine.
-        admission: Which waiting request takes a free slot.
+        admission: Decides which waiting request takes a free slot.
     """
 
     def __init__(self, engine: "RolloutEngine", admission: Admission) -> None:
+        super().__init__(admission)
         self.engine = engine
-        self.admission = admission
-        self.trace = self._new_trace()
         self._requests: dict[str, Request] = {}
         self._drawn: dict[str, int] = {}
         self._stats = engine.stats()
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs or waits."""
         return bool(self._drawn) or len(self.admission) > 0
 
-    def metrics(self) -> dict[str, float]:
-        """What the trace does not say of the round: nothing."""
-        return {}
+    def start_trace(self) -> RolloutTrace:
+        self._stats = self.engine.stats()
+        return super().start_trace()
 
     def start_round(self, take_turns: bool, ahead: bool) -> None:
-        """See `Worker`; this one never runs ahead."""
         self.admission.take_turns = take_turns
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Let requests wait for a slot."""
         self.admission.push(requests)
 
     def step(self) -> list[Event]:
-        """Refill the free slots and advance the engine.
-
-        A request that ended where it should pause has the finish reason `paused`; it is no longer
-        here, and goes on when it is submitted again.
-        """
         step = self.advance()
         self.trace.take(step)
         return step.events
 
     def advance(self) -> Step:
-        """The same, not yet in the trace."""
+        """Like `step`, without recording it in the trace."""
         engine, before = self.engine, self._stats
         admitted = self.admission.pop(self._drawn, before.kv_tokens)
         start = engine.now()
@@ -143,40 +153,24 @@ class RolloutWorker:
         return event
 
     def rekey(self, expected: Mapping[str, float]) -> None:
-        """New estimates of the tokens that waiting requests will draw, by id."""
         self.admission.rekey(expected)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
-        """Drop these requests, or everything that runs or waits.
-
-        Returns:
-            The tokens that no event has told of yet.
-        """
         if request_ids is None:
             self.admission.clear()
             running = list(self._drawn)
         else:
             self.admission.discard(request_ids)
             running = [i for i in request_ids if i in self._drawn]
-        untold = []
+        unreported = []
         for request_id, partial in self.engine.abort(running).items():
-            told = self._drawn.pop(request_id)
+            reported = self._drawn.pop(request_id)
             del self._requests[request_id]
             self.trace.left(request_id, self.engine.now(), len(partial.token_ids))
-            if new := partial.token_ids[told:]:
-                untold.append(Event(request_id, new, partial.logprobs[told:]))
+            if new := partial.token_ids[reported:]:
+                unreported.append(Event(request_id, new, partial.logprobs[reported:]))
         if request_ids is None:
             self._drawn.clear()
             self._requests.clear()
-        self._stats = self.engine.stats()  # their cache is free
-        return untold
-
-    def start_trace(self) -> RolloutTrace:
-        """Begin a new trace; nothing may be running."""
-        assert not self.busy, "a trace begins between rollouts"
-        self.trace = self._new_trace()
-        self._stats = self.engine.stats()
-        return self.trace
-
-    def _new_trace(self) -> RolloutTrace:
-        return RolloutTrace(self.admission.slots, dynamic=self.admission.budget is not None)
+        self._stats = self.engine.stats()  # aborted requests have freed their cache
+        return unreported

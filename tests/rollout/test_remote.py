@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.engines._watch import Watch
 from lit_rlsched.engines.base import EngineBroken, EngineSpec
+from lit_rlsched.engines.child import Watch
 from lit_rlsched.engines.process_engine import MAX_DEATHS
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.rollout_worker import RolloutWorker
@@ -463,7 +463,7 @@ def test_an_error_that_cannot_be_sent_is_told_and_no_refusal():
 def test_an_engine_that_cannot_be_sent_is_refused():
     engine = ProcessEngine(SimulatedEngine())
     engine.engine.lock = threading.Lock()
-    with pytest.raises(TypeError, match="`SimulatedEngine` cannot be sent to a process of its own"):
+    with pytest.raises(TypeError, match="`SimulatedEngine` cannot be sent to another process"):
         engine.start(SPEC)
 
 

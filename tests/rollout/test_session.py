@@ -1,9 +1,11 @@
 """What the trainer does around the engine."""
 
+import gc
+
 import pytest
 import torch
 
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, device_memory
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rollout import session as module
 from lit_rlsched.rollout.session import RolloutSession
@@ -25,7 +27,7 @@ class Said(list):
 @pytest.fixture
 def said(monkeypatch):
     said = Said()
-    monkeypatch.setattr(device_memory.gc, "collect", said.collect)
+    monkeypatch.setattr(gc, "collect", said.collect)
     monkeypatch.setattr(torch.cuda, "empty_cache", said.empty_cache)
     return said
 
