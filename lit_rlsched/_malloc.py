@@ -1,4 +1,4 @@
-"""Keep freed memory in the process: glibc otherwise returns big blocks and faults them in again."""
+"""Keeps freed memory in the process; glibc would return big blocks and fault them in again."""
 
 import ctypes
 
@@ -6,13 +6,13 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_heap() -> bool:
-    """Make glibc serve big tensors from a heap that never shrinks.
+    """Make glibc allocate big tensors on a heap that never shrinks.
 
-    CPU training gets several times faster. Call it before the first big allocation; the process
-    then keeps its peak memory until it ends.
+    CPU training gets several times faster, and the process keeps its peak memory until it ends.
+    Call it before the first big allocation.
 
     Returns:
-        Whether it took effect; without glibc (macOS, musl, Windows) nothing is changed.
+        Whether it took effect; without glibc (macOS, musl, Windows) nothing changes.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

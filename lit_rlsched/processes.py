@@ -1,6 +1,6 @@
-"""Child processes that end with their parent: started, killed and accounted for in one place.
+"""Child processes that end with their parent.
 
-Standard library only: reward workers are started with nothing else.
+Only the standard library is imported: reward workers start without anything else.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from multiprocessing import Pipe
 class ChildProcess:
     """A Python process with a pipe to it, which dies when its parent does.
 
-    It runs in a session of its own, so that Ctrl-C stays with the parent and killing its process
-    group also ends what it has started. It is not made by `multiprocessing`, which would run an
-    unguarded script of the user's once more in each child.
+    It runs in its own session: Ctrl-C reaches only the parent, and killing the process group also
+    ends the processes that the child started. `multiprocessing` is not used, as it would run an
+    unguarded script of the user again in each child.
 
     Args:
-        arguments: What Python is started with. The numbers of the connection and of the lifeline,
-            and the parent's process id, are added: `main` of the child passes the last two to
-            `die_with`.
-        environment: All of its environment variables.
+        arguments: Command-line arguments of Python. Three numbers are appended: the descriptors of
+            the connection and of the lifeline, and the parent's process id. The child passes the
+            last two to `die_with`.
+        environment: All environment variables of the child.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -45,7 +45,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the child."""
         return self.process.pid
 
     @property
@@ -54,28 +54,28 @@ class ChildProcess:
         return self._lifeline < 0
 
     def kill_group(self) -> None:
-        """Kill it and its process group; it must not have been waited for."""
+        """Kill the process group of the child, which must not have been waited for."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the pipe to it and its lifeline."""
+        """Close the pipe and the lifeline."""
         self.connection.close()
         os.close(self._lifeline)
         self._lifeline = -1
 
 
 def die_with(parent: int, lifeline: int) -> None:
-    """Kill this process and all it started when the parent dies, whatever it is doing then.
+    """Kill this process and its process group when the parent dies, even inside C code.
 
     Args:
         parent: Process id of the parent.
         lifeline: Read end of a pipe whose write end the parent holds and never writes to.
     """
-    import fcntl  # Windows has none, where nothing of this is started
+    import fcntl  # missing on Windows, where no child process is started
 
     if hasattr(fcntl, "F_SETSIG"):
-        # Linux: the kernel kills when the pipe hangs up, even where C code (`re`) holds the GIL
+        # Linux: the kernel kills when the pipe is closed, even while C code (`re`) holds the GIL
         with contextlib.suppress(OSError):
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
             fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -91,7 +91,7 @@ def die_with(parent: int, lifeline: int) -> None:
 
 
 def how_it_ended(code: int | None) -> str:
-    """What an exit code says, in words."""
+    """Put an exit code into words."""
     if code is not None and code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"died of {names.get(-code, f'signal {-code}')}"

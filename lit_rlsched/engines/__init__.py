@@ -1,4 +1,4 @@
-"""Engines that decode rollouts behind one contract (`engines/base.py`)."""
+"""Engines that decode rollouts, all with the interface of `engines/base.py`."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,14 +1,14 @@
-"""Draws tokens from noise that depends on a request's seed and position, never on its company."""
+"""Draws tokens with noise that depends only on a request's seed and position."""
 
 import torch
 from torch import Tensor
 
 
 def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), as float64: number `counters[i]` of the stream `seeds[i]`.
+    """Return number `counters[i]` of the random stream `seeds[i]`: float64 in [0, 1).
 
-    A stream has no state to keep or to restore: splitmix64 hashes its name and the position.
-    `scheduling.noise.counter_uniform` is the same in NumPy.
+    Streams have no state: splitmix64 hashes seed and counter. `scheduling.noise.counter_uniform`
+    does the same in NumPy.
     """
     mixed = _splitmix64(_splitmix64(seeds) + counters)
     return _shift_right(mixed, 11).double() * 2.0**-53
@@ -28,13 +28,13 @@ def draw(
     Args:
         logits: `[B, V]`, in float32 or float64.
         noise: `[B]`, float64 in [0, 1).
-        temperature: `[B]`; where it is 0, the most likely token is taken and the rest ignored.
+        temperature: `[B]`; 0 takes the most likely token and ignores the other settings.
         top_k: `[B]`, 0 for all tokens.
         top_p: `[B]`, 1 for all tokens.
         min_p: `[B]`, 0 for all tokens.
 
     Returns:
-        The tokens and their log-probabilities in the truncated distribution, both `[B]`.
+        Tokens and their log-probs in the truncated distribution, both `[B]`.
     """
     greedy = temperature == 0
     logits = logits / temperature.masked_fill(greedy, 1.0).to(logits.dtype).unsqueeze(1)
@@ -51,7 +51,7 @@ def draw(
 
 
 def inverse_cdf(weights: Tensor, noise: Tensor | float) -> Tensor:
-    """The token in whose share of the cumulative distribution the noise falls.
+    """Return the token whose share of the cumulative distribution contains the noise.
 
     Args:
         weights: `[..., V]`, proportional to the probabilities.
@@ -62,14 +62,14 @@ def inverse_cdf(weights: Tensor, noise: Tensor | float) -> Tensor:
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1]
-    # strictly below the total, so that the step across the target is a token of some probability
+    # strictly below the total, so that the token found has a positive probability
     target = torch.minimum(noise * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Put -inf where top-k, then top-p, then min-p drop a token: the order of `generate`."""
-    ordered, index = logits.sort(dim=-1, stable=True)  # ascending: the unlikely ones first
+    """Set tokens dropped by top-k, then top-p, then min-p to -inf, in the order of `generate`."""
+    ordered, index = logits.sort(dim=-1, stable=True)  # ascending
     vocab = logits.shape[1]
     kth = torch.where(top_k > 0, vocab - top_k, 0).clamp(min=0).long().unsqueeze(1)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, kth), -torch.inf)
@@ -82,13 +82,13 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """Scramble int64s; their arithmetic wraps, as the algorithm wants."""
-    x = x - 0x61C8864680B583EB  # the constants are splitmix64's, read as signed numbers
+    """Hash int64s; the algorithm relies on wrapping arithmetic."""
+    x = x - 0x61C8864680B583EB  # splitmix64's constants as signed numbers
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift in zeros, where `>>` would repeat the sign."""
+    """Logical shift: `>>` would repeat the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

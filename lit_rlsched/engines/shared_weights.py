@@ -1,4 +1,4 @@
-"""Weights on their way to another process: named tensors in memory that both can see."""
+"""Hands weights to another process through shared memory."""
 
 import os
 import tempfile
@@ -19,10 +19,10 @@ class SharedWeights:
     path: str
     size: int
     index: list[tuple[str, torch.dtype, torch.Size, int]]
-    """Name, type, shape and first byte of each."""
+    """Name, type, shape and first byte of each tensor."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Map them, without a copy."""
+        """Yield names and tensors, mapped without a copy."""
         memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
         for name, dtype, shape, start in self.index:
             bytes_ = memory[start : start + shape.numel() * dtype.itemsize]
@@ -30,10 +30,10 @@ class SharedWeights:
 
 
 class WeightsFile:
-    """Memory to write them to, which is gone with this process at the latest.
+    """Shared memory that weights are written to.
 
-    On Linux it has no name in `/dev/shm`, and so is not bound by its size, 64 MB in many
-    containers; elsewhere it is a temporary file.
+    On Linux it is anonymous: it is freed with the process and not limited by the size of `/dev/shm`
+    (64 MB in many containers). Elsewhere it is a temporary file.
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,14 @@ class WeightsFile:
     def write(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
     ) -> SharedWeights:
-        """Replace what is in it, one tensor after the other: merged adapters are large.
-
-        Nobody may be reading.
+        """Replace the content; no process may be reading it.
 
         Args:
-            named_tensors: The weights, on any device.
-            dtype: What the reader computes in. Matrices that are wider are rounded to it before
-                they leave their device; vectors (norms, biases) and routers of experts are not, as
-                engines keep some of them in fp32.
+            named_tensors: The weights, on any device. They are taken one at a time, as merged
+                adapters are large.
+            dtype: Precision of the reader. Wider matrices are rounded to it on their device;
+                vectors (norms, biases) and routers of experts are not, as engines keep some of them
+                in fp32.
         """
         index, end = [], 0
         with open(self._descriptor, "wb", closefd=False) as file:
@@ -71,7 +70,7 @@ class WeightsFile:
         return SharedWeights(self._path, end, index)
 
     def close(self) -> None:
-        """Give the memory back, once nobody has it mapped any more."""
+        """Free the memory as soon as no process maps it."""
         os.close(self._descriptor)
         with suppress(OSError):
             if not self._path.startswith("/proc/"):

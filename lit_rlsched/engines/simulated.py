@@ -1,4 +1,4 @@
-"""Decodes nothing: lengths come from a trace or a distribution, time from a cost model."""
+"""Simulates decoding: lengths come from a trace or a distribution, times from a cost model."""
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,28 +27,27 @@ class SimulatedEngine(RolloutEngine):
     """Event-driven engine on a virtual clock.
 
     One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`
-    seconds, plus `per_prefill_token` for each token of the requests that are new in it. `step`
-    jumps to the next step in which a request finishes or pauses. A completion is as long as
-    `lengths` says, prefix included, and ends in EOS if the request's limit allows; its other tokens
-    and their log-probabilities are noise that depends on the request's seed and the position alone.
+    seconds, plus `per_prefill_token` for each prompt and prefix token of new requests. `step` jumps
+    to the next step in which a request finishes or pauses. A completion, prefix included, is as
+    long as `lengths` says and ends in EOS if the request's limit allows. Its other tokens and their
+    log-probs are noise that depends only on the request's seed and the position.
 
     Args:
-        lengths: a function from a request to the length of its completion, such as
-            `LogNormalLengths` (the default); or a trace, as `TraceLengths` takes it. One with a
-            method `token_ids(request)`, such as `RecordedCompletions`, gives the tokens too.
-        step_time_base: seconds that any step takes, to read the weights and to launch kernels.
-        per_running: seconds a step takes for each running request.
-        per_kv_token: seconds a step takes for each token in the key-value cache.
-        per_prefill_token: seconds for each prompt or prefix token of a new request.
-        length_only: True makes no tokens up: events have their number alone (`LengthOnly`).
-        stream: False tells of a request only when it has finished, which is much faster with many
-            slots; an aborted one's tokens are then in what `abort` returns, and nowhere else.
-        max_jump: most decode steps of one `step`; 1 for the events of a real engine.
-        vocab_size: the made-up tokens are below it; by default that of the policy, or 1000.
-        kv_block: tokens of a block of key-value cache, as callers see it; None for a cache that is
-            not paged.
-        kv_capacity: tokens of key-value cache, as callers see it; None for any number. It is theirs
-            to keep: the simulation never runs out of memory.
+        lengths: A function from a request to the length of its completion, such as
+            `LogNormalLengths` (the default), or a trace that `TraceLengths` accepts. A function
+            with a method `token_ids(request)`, such as `RecordedCompletions`, also gives tokens.
+        step_time_base: Seconds of every step, to read the weights and launch kernels.
+        per_running: Seconds per step for each running request.
+        per_kv_token: Seconds per step for each token in the key-value cache.
+        per_prefill_token: Seconds for each prompt or prefix token of a new request.
+        length_only: Make up no tokens: events only carry their number (`LengthOnly`).
+        stream: False reports a request only when it has finished, which is much faster with many
+            slots; only `abort` returns the tokens of an aborted request then.
+        max_jump: Maximum number of decode steps per `step`; 1 gives the events of a real engine.
+        vocab_size: Made-up tokens are below it; by default the policy's, or 1000.
+        kv_block: Tokens per block of key-value cache that callers see; None: not paged.
+        kv_capacity: Tokens of key-value cache that callers see; None: no limit. The simulation
+            itself never runs out of memory.
 
     Raises:
         ValueError: a negative cost, or a `max_jump`, `kv_block` or `kv_capacity` below 1.
@@ -97,14 +96,14 @@ class SimulatedEngine(RolloutEngine):
         self._spec = spec
         self._words = np.setdiff1d(np.arange(vocab), spec.eos_token_ids)
         self._live: dict[str, _Live] = {}
-        self._ends: list[tuple[int, int, _Live]] = []  # heap by last step; aborted ones stay in it
+        self._ends: list[tuple[int, int, _Live]] = []  # heap by last step; keeps aborted requests
         self._now = 0.0
         self._step = self._submitted = 0
         self._kv_tokens = self._new_tokens = self._prefill_tokens = self._step_kv_tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(self._spec, self._live, requests)
-        for live in [self._draw(request) for request in requests]:  # may refuse one
+        for live in [self._draw(request) for request in requests]:  # `_draw` may raise
             self._live[live.id] = live
             self._submitted += 1
             heapq.heappush(self._ends, (self._step + len(live.token_ids), self._submitted, live))
@@ -165,19 +164,13 @@ class SimulatedEngine(RolloutEngine):
     def now(self) -> float:
         return self._now
 
-    def sleep(self) -> None:
-        """Nothing to give back."""
-
-    def wake(self) -> None:
-        """Nothing to do."""
-
     def close(self) -> None:
         self._live, self._ends = {}, []
 
     def _draw(self, request: Request) -> "_Live":
-        """Make the whole completion up, or take the recorded one."""
+        """Make up the whole completion, or look up the recorded one."""
         prefix, limit = len(request.prefix_ids), request.limit
-        total = max(self.length_of(request), prefix + 1)  # one that is resumed draws at least one
+        total = max(self.length_of(request), prefix + 1)  # a resumed request draws at least one
         context = len(request.prompt_ids) + prefix
         if self.length_only:
             drawn: Any = LengthOnly(min(total, limit) - prefix)
@@ -186,7 +179,7 @@ class SimulatedEngine(RolloutEngine):
         stops = total <= limit
         if hasattr(self.length_of, "token_ids"):
             token_ids = np.asarray(self.length_of.token_ids(request))[prefix:limit]
-            if total == request.sampling.max_completion_length:  # perhaps cut when it was recorded
+            if total == request.sampling.max_completion_length:  # the recording may have cut it
                 stops = stops and token_ids[-1] in self._spec.eos_token_ids
         else:
             token_ids = self._words[(noise * len(self._words)).astype(np.int64)]
@@ -204,22 +197,22 @@ class SimulatedEngine(RolloutEngine):
 
 @dataclass(slots=True)
 class _Live:
-    """A running request, its completion known in advance."""
+    """A running request with its whole completion."""
 
     id: str
     start: int
-    """Decode steps taken when it came in."""
+    """Number of the decode step before its first."""
     context: int
     """Tokens of prompt and prefix."""
     token_ids: list[int]
     logprobs: list[float]
     stops: bool
-    told: int = 0
-    """Tokens that were in events."""
+    reported: int = 0
+    """Tokens that events have reported."""
 
     def event(self, step: int) -> Event:
-        new = slice(self.told, step - self.start)
-        self.told = new.stop
+        new = slice(self.reported, step - self.start)
+        self.reported = new.stop
         reason: FinishReason | None = None
         if new.stop == len(self.token_ids):
             reason = "stop" if self.stops else "length"

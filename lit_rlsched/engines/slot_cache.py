@@ -1,4 +1,4 @@
-"""Key-value cache with a slot for every running request, and decode attention over it."""
+"""Key-value cache with a slot per running request, and attention over it in a decode step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from transformers import AttentionInterface
 
 
 class SlotCache:
-    """What a transformers model writes to and reads from as its `past_key_values`.
+    """The `past_key_values` of a transformers model.
 
-    Takes its shapes from what the layers hand in, and grows up to `slots` rows of `max_length`.
+    Takes its shapes from the first keys and values, and grows up to `slots` rows of `max_length`.
     """
 
     is_compileable = False
@@ -24,27 +24,25 @@ class SlotCache:
         self._targets: list[list[int]] | None = None
 
     def prefill(self, targets: list[list[int]], length: int) -> None:
-        """Row i of the next pass, of `length` tokens, goes to each of the slots `targets[i]`."""
+        """Store row i of the next pass, of `length` tokens, in each of the slots `targets[i]`."""
         self._targets, self._length = targets, length
         self._target = [slot for slots in targets for slot in slots]
         self._source = [row for row, slots in enumerate(targets) for _ in slots]
 
     def decode(self, positions: Tensor, length: int) -> None:
-        """The next pass is one token of each slot in use; the last position is `length - 1`."""
+        """Prepare for one token per slot in use; the largest position is `length - 1`."""
         self._targets, self._length = None, length
-        self._rows, self._positions = (
-            torch.arange(len(positions), device=positions.device),
-            positions,
-        )
+        self._positions = positions
+        self._rows = torch.arange(len(positions), device=positions.device)
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions from slot to slot; no slot may be on both sides."""
+        """Copy the first `length` positions; no slot may be both source and target."""
         for layer, stored in self._layers.items():
             for tensor in self._room(layer, *stored, max(targets) + 1, length):
                 tensor[targets, :, :length] = tensor[sources, :, :length]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Store what a layer computed; return what it attends to."""
+        """Store a layer's keys and values, and return those it attends to."""
         length = self._length
         if self._targets is not None:
             room = self._room(layer, keys, values, max(self._target) + 1, length)
@@ -63,13 +61,13 @@ class SlotCache:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Asked for in a prefill alone: a decode step brings its mask."""
+        """Only called in a prefill: a decode step passes its own mask."""
         return query_length, 0
 
     def _room(
         self, layer: int, keys: Tensor, values: Tensor, rows: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        """The layer's tensors, with at least `rows` slots of `length`."""
+        """Return the layer's tensors, grown to at least `rows` slots of `length`."""
         old = self._layers.get(layer, ())
         have_rows, have_length = (old[0].shape[0], old[0].shape[2]) if old else (0, 0)
         if rows > have_rows or length > have_length:
@@ -77,7 +75,7 @@ class SlotCache:
             new_length = _capacity(have_length, length, self._max_length)
             grown = []
             for i, like in enumerate((keys, values)):
-                # zeros: attention multiplies what it masks by 0, which must not be NaN
+                # zeros, not garbage: masked values are multiplied by 0 and must not be NaN
                 new = like.new_zeros(new_rows, like.shape[1], new_length, like.shape[3])
                 if old:
                     new[:have_rows, :, :have_length] = old[i]
@@ -87,15 +85,15 @@ class SlotCache:
 
 
 def _capacity(have: int, need: int, most: int) -> int:
-    """Double what is too small, so that a token is copied a bounded number of times."""
+    """Grow by doubling, so that each token is copied a bounded number of times."""
     return have if need <= have else min(max(need, 2 * have), most)
 
 
 def check_full_attention(policy: Any, max_model_len: int) -> None:
-    """Refuse what a cache of whole contexts cannot serve.
+    """Refuse a model with layers other than full attention.
 
     Raises:
-        ValueError: a layer slides a window, recurs or mixes otherwise.
+        ValueError: a layer has a sliding window, is recurrent or of another kind.
     """
     config = policy.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -115,9 +113,9 @@ def check_full_attention(policy: Any, max_model_len: int) -> None:
 
 @contextmanager
 def grouped_attention(config: Any) -> Iterator[None]:
-    """Let a model decode without a copy of the cache for every query head."""
+    """Use `_attend`, which does not copy keys and values for every query head."""
     before = config._attn_implementation
-    if before != "eager":  # which some models insist on, for what torch's attention cannot do
+    if before != "eager":  # some models need eager attention
         config._attn_implementation = "lit_rlsched_decode"
     try:
         yield
@@ -134,7 +132,7 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """One query position: the heads that share a key head take the place of positions."""
+    """Attention of one query position, with the query heads of a key head as its positions."""
     batch, heads = query.shape[:2]
     query = query.reshape(batch, key.shape[1], -1, query.shape[-1])
     out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)

@@ -1,4 +1,4 @@
-"""Decodes with the trainer's own Hugging Face model: no second copy, no weights to move."""
+"""Decodes with the trainer's own Hugging Face model: no second copy and no weight sync."""
 
 import time
 from array import array
@@ -24,19 +24,19 @@ from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grou
 from lit_rlsched.types import Event, FinishReason, Request
 
 PREFILL_TOKENS = 16_384
-"""Most tokens, padding included, of one prefill pass; a single longer prompt still runs."""
+"""Maximum tokens of a prefill pass, padding included; one longer prompt still runs alone."""
 INTEGERS = ("token", "position", "seed", "drawn", "limit")
 RULES = ("temperature", "top_k", "top_p", "min_p")
 
 
 class TransformersEngine(RolloutEngine):
-    """Step-level decoding with a slot for every running request and a key-value cache.
+    """Decodes step by step, with a slot and key-value cache for every running request.
 
-    Decodes with `spec.policy` itself, so that syncing weights costs nothing; without a policy it
-    loads `spec.model`. Needs a decoder in which every layer attends to the whole context. The draw
-    of a token depends on its request's seed and on its position in the completion: a request
-    resumed under the same seed and weights goes on as if it had never been interrupted. The cache
-    is not paged: `spec.kv_cache_bytes` is the caller's to keep, by the number of slots.
+    Decodes with `spec.policy` itself, so a weight sync costs nothing; without a policy it loads
+    `spec.model`. The draw of a token depends on its request's seed and its position in the
+    completion: a request that is resumed with the same seed and weights continues as if it had
+    never been interrupted. The cache is not paged, and `spec.kv_cache_bytes` is ignored: the caller
+    limits memory by the number of slots.
 
     Raises:
         ValueError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
@@ -46,11 +46,10 @@ class TransformersEngine(RolloutEngine):
     """Policy version of the last `sync_weights`."""
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        """The policy's: its layers write the cache."""
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        """A cache of full slots; weights only in a process of its own."""
+        """Full slots, and weights only if the engine runs in another process."""
         cache, how = sizes.full_slots(spec), sizes.say_slots(spec)
         if not sizes.apart:
             return Footprint(0, cache, False, "", how, like_trainer=True)
@@ -70,13 +69,13 @@ class TransformersEngine(RolloutEngine):
         self._device, self._dtype = parameter.device, parameter.dtype
         if self._device.type == "mps":
             raise ValueError(
-                "TransformersEngine samples in float64, which MPS devices have not. Train with "
-                "`Trainer(accelerator='cpu')`."
+                "TransformersEngine samples in float64, which MPS devices do not support. Train "
+                "with `Trainer(accelerator='cpu')`."
             )
         self._eos = torch.tensor(spec.eos_token_ids, device=self._device)
         self._cache = SlotCache(spec.slots, spec.max_model_len)
-        self._rows: list[_Row] = []  # row i is in slot i: those in use are the first
-        # of every slot, in the columns INTEGERS and RULES; `token` is to be fed at `position`
+        self._rows: list[_Row] = []  # row i is in slot i, so the first slots are in use
+        # one column per slot, with the rows INTEGERS and RULES; `token` is fed next, at `position`
         self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
         self._rules = torch.zeros(len(RULES), spec.slots, dtype=torch.float64).to(self._device)
         self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
@@ -157,12 +156,9 @@ class TransformersEngine(RolloutEngine):
         return time.perf_counter()
 
     def sleep(self) -> None:
-        """Drop the cache; it grows again with the next requests."""
+        """Drop the cache, which grows again with the next requests."""
         assert not self._rows, "asleep with requests running"
         self._cache = SlotCache(self._spec.slots, self._spec.max_model_len)
-
-    def wake(self) -> None:
-        """Nothing to do."""
 
     def close(self) -> None:
         self._rows = []
@@ -170,16 +166,16 @@ class TransformersEngine(RolloutEngine):
         self._cache = SlotCache(0, 0)
 
     def _prefill(self, rows: list["_Row"]) -> None:
-        """Fill the slots after the running ones with all of each context but its last token.
+        """Compute the cache of new rows, except for the last token of each context.
 
-        A context that several requests share is computed once, or copied from one that runs.
+        A context that several requests share is computed once, or copied from a running request.
         """
         slots: dict[bytes, list[int]] = {}
         contexts: dict[bytes, list[int]] = {}
         for slot, row in enumerate(rows, start=len(self._rows)):
             slots.setdefault(row.key, []).append(slot)
             contexts[row.key] = row.context[:-1]
-        self._prefill_tokens += len(rows)  # the last tokens: the first decode step feeds them
+        self._prefill_tokens += len(rows)  # the last tokens, which the first decode step feeds
         running = {row.key: slot for slot, row in enumerate(self._rows)}
         new = []
         for key, context in contexts.items():
@@ -195,16 +191,16 @@ class TransformersEngine(RolloutEngine):
             width = len(contexts[part[-1]])
             ids = [contexts[key] + [0] * (width - len(contexts[key])) for key in part]
             self._cache.prefill([slots[key] for key in part], width)
-            # no mask: the padding is on the right, where a causal model does not look
+            # no mask: a causal model does not see the padding, which is on the right
             positions = torch.arange(width, device=self._device)[None]
             self._forward(torch.tensor(ids, device=self._device), positions)
 
     def _decode(self, token: Tensor, position: Tensor) -> Tensor:
-        """Feed every row's waiting token; the logits of the next, `[B, V]`."""
+        """Feed every row's last token and return the logits of the next, `[B, V]`."""
         length = int(position.max()) + 1
         self._cache.decode(position, length)
         ahead = torch.arange(length, device=self._device) > position[:, None, None, None]
-        # to add to the scores, as not every attention takes a boolean mask
+        # additive, as not every attention takes a boolean mask
         mask = torch.zeros_like(ahead, dtype=self._dtype)
         mask.masked_fill_(ahead, torch.finfo(self._dtype).min)
         with grouped_attention(self._config):
@@ -213,7 +209,7 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        # no dropout; flag by flag, as some may not be training; `Module.__setattr__` is slow
+        # no dropout; module by module, as some may be in eval mode; `Module.__setattr__` is slow
         training = [vars(module) for module in self._modules if module.training]
         for attributes in training:
             attributes["training"] = False
@@ -232,7 +228,7 @@ class TransformersEngine(RolloutEngine):
         return output.logits[:, -1]
 
     def _free(self, dropped: list[int]) -> None:
-        """Give slots back; rows from the end move into the holes."""
+        """Free slots; rows from the end move into the gaps."""
         left = len(self._rows) - len(dropped)
         holes = [slot for slot in dropped if slot < left]
         movers = sorted(set(range(left, len(self._rows))) - set(dropped))
@@ -255,7 +251,7 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     key: bytes = b""
-    """Names the part of the context that can be shared; bytes, because they keep their hash."""
+    """The context without its last token, to find shared contexts; bytes cache their hash."""
 
     def __post_init__(self) -> None:
         self.key = array("q", self.context[:-1]).tobytes()
@@ -265,7 +261,7 @@ class _Row:
 
 
 def _split(keys: Sequence[bytes], contexts: dict[bytes, list[int]]) -> Iterator[list[bytes]]:
-    """Cut contexts sorted by length into passes of at most `PREFILL_TOKENS`."""
+    """Split contexts, sorted by length, into prefill passes of at most `PREFILL_TOKENS`."""
     part: list[bytes] = []
     for key in keys:
         if part and (len(part) + 1) * len(contexts[key]) > PREFILL_TOKENS:
