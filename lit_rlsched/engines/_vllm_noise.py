@@ -6,7 +6,6 @@ scheduler, knows the key of each request. The second model runner (`vllm.v1.work
 of recent CUDA builds) hashes seed and position, so there is nothing to keep.
 """
 
-import warnings
 from itertools import count
 from typing import Any
 
@@ -22,21 +21,15 @@ class Noise:
     """The keys under which the generators of requests are kept.
 
     Args:
-        draws: How the model runner draws, as returned by `_vllm_worker.prepare`.
+        by_position: Whether the model runner hashes seed and position.
     """
 
-    def __init__(self, draws: str) -> None:
-        self._by_position = draws == "by_position"
+    def __init__(self, by_position: bool) -> None:
+        self._by_position = by_position
         self._keys = count()
         self._running: dict[str, int] = {}  # request id -> key
         self._kept: dict[str, tuple[int, int, int]] = {}  # request id -> seed, length, key
         self._ended: list[int] = []  # keys that are no longer needed
-        if draws not in ("by_position", "by_request"):
-            warnings.warn(
-                f"VLLMEngine does not know the model runner {draws}: requests that pause will "
-                "resume with other noise than without the pause.",
-                stacklevel=3,
-            )
 
     def seed(self, request: Request) -> int:
         """Seed for vLLM; it matters only where no generator of the request was kept."""

@@ -18,12 +18,12 @@ from lit_rlsched._environment import hide_environment
 from lit_rlsched.engines._vllm_noise import KeptNoise
 
 
-def prepare(worker: Any) -> str:
+def prepare(worker: Any) -> bool:
     """Patch a worker that was just built.
 
     Returns:
-        How it draws: `by_request`, with a generator per request, which is kept from now on;
-        `by_position`, by hashing seed and position; or the name of an unknown model runner.
+        Whether it draws by hashing seed and position. Otherwise it draws with one generator per
+        request, which `KeptNoise` keeps from now on.
     """
     hide_environment()  # reward workers could read it
     if multiprocessing.parent_process() is not None:
@@ -33,13 +33,10 @@ def prepare(worker: Any) -> str:
     # the rank is not used here, but its torch.compile delays the first step by seconds
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)
     runner = worker.model_runner
-    if hasattr(runner, "req_states"):
-        return "by_position"
-    batch = getattr(runner, "input_batch", None)
-    if not hasattr(batch, "generators"):
-        return type(runner).__name__
-    runner.kept_noise = KeptNoise(batch)
-    return "by_request"
+    by_position = hasattr(runner, "req_states")
+    if not by_position:
+        runner.kept_noise = KeptNoise(runner.input_batch)
+    return by_position
 
 
 def take_names_away(worker: Any) -> str:

@@ -295,8 +295,6 @@ def _misfit(spec: EngineSpec, request: Request, vocab_size: int | None) -> str |
             f"does not fit: {prompt} prompt tokens and max_completion_length={most} "
             f"exceed max_model_len={spec.max_model_len}"
         )
-    if request.pause_at is not None and request.pause_at < 1:
-        return f"has pause_at={request.pause_at}: it must be at least 1"
     if len(request.prefix_ids) >= request.limit:
         bound = "max_completion_length" if request.limit == most else "pause_at"
         return (

@@ -145,7 +145,7 @@ class VLLMEngine(RolloutEngine):
             warn_of_missing_tools()
         args = arguments.engine_args(self, spec)
         guest.bound_kernels(spec.slots)
-        self._apart = args.get("distributed_executor_backend") == "mp"
+        self._apart = self.tensor_parallel_size > 1
         workers = self.tensor_parallel_size if self._apart else 0
         with guest.building(spec.device, workers), naming_the_budget(spec):
             config = vllm.EngineArgs(**args).create_engine_config()

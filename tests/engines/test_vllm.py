@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_args import OF_THE_RUN, OWN, PASSED_ON
+from lit_rlsched.engines._vllm_noise import NOISE, Noise
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine, _Held
 from lit_rlsched.types import Event, Request, Sampling
@@ -362,19 +362,22 @@ def test_kept_noise_is_dropped_with_the_weights(
         assert other == rest(whole[:5]), "as a fresh process would draw it"
 
 
-def test_noise_of_other_model_runners() -> None:
-    fresh, resumed = (
-        Request("r", PROMPT, 3, Sampling(30)),
-        Request("r", PROMPT, 3, Sampling(30), [4]),
-    )
-    by_position = guest.Noise("by_position")
+def test_a_prefix_that_was_not_drawn_here_has_another_seed() -> None:
+    fresh = Request("r", PROMPT, 3, Sampling(30))
+    resumed = replace(fresh, prefix_ids=[4])
+    by_position, by_request = Noise(by_position=True), Noise(by_position=False)
     assert by_position.seed(fresh) == by_position.seed(resumed) == 3
-    with pytest.warns(UserWarning, match="model runner NewRunner"):
-        unknown = guest.Noise("NewRunner")
-    for request in (fresh, resumed, fresh):
-        unknown.enter(request)
-        unknown.leave(request, 1)
-    assert unknown.seed(fresh) == 3 != unknown.seed(resumed)
+    assert by_request.seed(fresh) == 3 != by_request.seed(resumed)
+
+
+def test_a_key_is_used_again_only_where_its_request_stopped() -> None:
+    noise, fresh = Noise(by_position=False), Request("r", PROMPT, 3, Sampling(30))
+    resumed = replace(fresh, prefix_ids=[4])
+    assert noise.enter(fresh) == {NOISE: [0]}
+    noise.leave(fresh, 1)
+    assert noise.enter(resumed) == {NOISE: [0]}
+    noise.leave(resumed, 1)
+    assert noise.enter(fresh) == {NOISE: [1, 0]}, "the old one is dropped"
 
 
 @pytest.mark.parametrize(
