@@ -87,8 +87,6 @@ class Sizes:
     """Bytes of key-value cache per token, in all layers."""
     memory: int
     """Bytes of memory of the device."""
-    apart: bool = False
-    """Whether the engine runs in another process than the trainer."""
 
     def full_slots(self, spec: EngineSpec) -> int:
         """Bytes of key-value cache when all slots are full."""
@@ -168,7 +166,7 @@ class RolloutEngine(ABC):
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """Estimate the engine's memory before `start`."""
         dtype = self.cache_dtype(spec)
-        how = f"{sizes.say_weights(dtype)}, if it has its own"
+        how = f"{sizes.say_weights(dtype)}, if the engine has its own"
         weights, cache = sizes.parameters * dtype.itemsize, sizes.full_slots(spec)
         return Footprint(weights, cache, True, how, sizes.say_slots(spec))
 

@@ -105,9 +105,9 @@ class ProcessEngine(RolloutEngine):
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """The engine's memory, and the weights handed over to it."""
-        apart = self.engine.footprint(spec, replace(sizes, apart=True))
-        dtype = self.cache_dtype(replace(spec, policy=None))
-        return replace(apart, handed_over=sizes.parameters * dtype.itemsize)
+        spec = replace(spec, policy=None)
+        held = self.engine.footprint(spec, sizes)
+        return replace(held, handed_over=sizes.parameters * self.cache_dtype(spec).itemsize)
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
         return self.engine.cache_tokens(spec, footprint, token_bytes)

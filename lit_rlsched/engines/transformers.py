@@ -49,12 +49,12 @@ class TransformersEngine(RolloutEngine):
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        """Full slots, and weights only if the engine runs in another process."""
-        cache, how = sizes.full_slots(spec), sizes.say_slots(spec)
-        if not sizes.apart:
-            return Footprint(0, cache, False, "", how, like_trainer=True)
-        weights, copy = sizes.parameters * spec.dtype.itemsize, sizes.say_weights(spec.dtype)
-        return Footprint(weights, cache, True, copy, how, like_trainer=True)
+        """Full slots, and weights only if the engine does not decode with the trainer's model."""
+        own = spec.policy is None
+        weights = sizes.parameters * spec.dtype.itemsize if own else 0
+        how = sizes.say_weights(spec.dtype) if own else ""
+        cache, how_cache = sizes.full_slots(spec), sizes.say_slots(spec)
+        return Footprint(weights, cache, own, how, how_cache, like_trainer=True)
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy

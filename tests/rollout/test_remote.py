@@ -467,6 +467,17 @@ def test_an_engine_that_cannot_be_sent_is_refused():
         engine.start(SPEC)
 
 
+def test_an_engine_that_its_process_cannot_read_is_an_error():
+    class Unreadable(SimulatedEngine):
+        def __setstate__(self, state):
+            raise ValueError("not here")
+
+    engine = ProcessEngine(Unreadable())
+    with pytest.raises(ValueError, match="not here"):
+        engine.start(SPEC)
+    assert engine.restarts == 0
+
+
 def test_it_dies_with_the_trainer(tiny_model):
     script = f"""
         from lit_rlsched.engines import ProcessEngine, SimulatedEngine
