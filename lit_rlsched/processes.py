@@ -44,11 +44,6 @@ class ChildProcess:
         os.close(read)
 
     @property
-    def pid(self) -> int:
-        """Process id of the child."""
-        return self.process.pid
-
-    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._lifeline < 0

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lit_rlsched.engines.base import EngineSpec, Footprint, Sizes, kv_bytes_per_token
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
 
 if TYPE_CHECKING:
-    import torch
-
     from lit_rlsched.engines.vllm import VLLMEngine
 
 CPU_BLOCK = 32
@@ -215,10 +215,8 @@ def cache_tokens(
     return capacity
 
 
-def default_slots(device: "torch.device") -> int:
+def default_slots(device: torch.device) -> int:
     """Return vLLM's default `max_num_seqs` for a device (`EngineArgs.get_batch_defaults`)."""
-    import torch
-
     if device.type != "cuda" or not torch.cuda.is_available():
         return DEFAULT_SLOTS
     gpu = torch.cuda.get_device_properties(device)
