@@ -96,7 +96,7 @@ def keep(worker: Any) -> None:
 
 def put_back(worker: Any) -> None:
     """Undo `keep` after vLLM has woken up."""
-    kept: list[tuple[Tensor, Tensor]] = getattr(worker.model_runner, "kept_tensors", [])
+    kept: list[tuple[Tensor, Tensor]] = vars(worker.model_runner).get("kept_tensors", [])
     for tensor, copy in kept:
         tensor.data.copy_(copy)
     kept.clear()
