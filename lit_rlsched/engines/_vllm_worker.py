@@ -39,7 +39,7 @@ def prepare(worker: Any) -> bool:
     return by_position
 
 
-def take_names_away(worker: Any) -> str:
+def unlink_shared_memory(worker: Any) -> str:
     """Unlink the shared memory of the CPU workers, which vLLM would leave behind.
 
     All workers have opened it by now and keep it until they end.

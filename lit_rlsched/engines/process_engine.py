@@ -227,7 +227,7 @@ class ProcessEngine(RolloutEngine):
                 self.child.kill()
                 how, cause = f"did not start again ({error})", error
 
-    def went_on(self) -> None:
+    def stepped(self) -> None:
         """Note that the process has made a step."""
         self._deaths = 0
 

@@ -91,7 +91,7 @@ class RemoteWorker(Worker):
                 break
             except EngineDied:
                 self._revive()
-        self.engine.went_on()
+        self.engine.stepped()
         self._now = step.end
         # a worker that ran ahead may have continued requests that were aborted here meanwhile
         step = replace(

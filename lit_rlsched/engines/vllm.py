@@ -152,7 +152,7 @@ class VLLMEngine(RolloutEngine):
             if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # otherwise vLLM takes the first GPU
             self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        (met, *_) = self._engine.collective_rpc(beside_model.take_names_away)
+        (met, *_) = self._engine.collective_rpc(beside_model.unlink_shared_memory)
         self._meeting_place = met.removeprefix("file://") if met.startswith("file:") else None
         self._noise = Noise(self._engine.collective_rpc(beside_model.prepare)[0])
         self._forget_counts()
@@ -289,13 +289,13 @@ class VLLMEngine(RolloutEngine):
             return
         self._held.clear()
         self._inside.clear()
-        self._map_memory()
+        self._wake_before_close()
         if self._meeting_place is not None:
             Path(self._meeting_place).unlink(missing_ok=True)
         self._engine.engine_core.shutdown()
         self._engine = None
 
-    def _map_memory(self) -> None:
+    def _wake_before_close(self) -> None:
         """Wake an engine of this process before it is freed.
 
         When a sleeping engine is freed, vLLM's allocator unmaps its memory a second time. The
