@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import bubbles, lm_head, results, steps, tails
+from benchmarks.replay import replay
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.simulate.replay import replay
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 RECORDED = Path(__file__).with_name("counts.json")

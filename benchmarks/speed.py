@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import results
 from benchmarks.models import make_model
 from benchmarks.record import read_recording, record
+from benchmarks.replay import Schedule
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
@@ -36,7 +37,6 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.simulate.replay import Schedule
 from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 

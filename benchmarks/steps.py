@@ -16,8 +16,9 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.record import read_recording, record
+from benchmarks.replay import Replayed, Schedule, least_steps, replay
+from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.simulate.replay import Replayed, Schedule, least_steps, oracle, replay
 from lit_rlsched.types import Completion, Group, Sampling
 
 Rounds = Sequence[Sequence[Group]]
@@ -76,11 +77,11 @@ SHAPES = [
 
 SCHEDULES = [
     Schedule("naive rounds (micro groups)", refill="rounds"),
-    Schedule("sorted rounds, lengths known", "rounds", "longest_first", oracle),
+    Schedule("sorted rounds, lengths known", "rounds", "longest_first", Oracle),
     Schedule("continuous, fifo"),
-    Schedule("continuous, shortest first, lengths known", "continuous", "shortest_first", oracle),
-    Schedule("continuous, longest first, lengths known", "continuous", "longest_first", oracle),
-    Schedule("continuous, planned, lengths known", "continuous", "planned", oracle),
+    Schedule("continuous, shortest first, lengths known", "continuous", "shortest_first", Oracle),
+    Schedule("continuous, longest first, lengths known", "continuous", "longest_first", Oracle),
+    Schedule("continuous, planned, lengths known", "continuous", "planned", Oracle),
 ]
 
 
@@ -119,7 +120,7 @@ def table(name: str, rounds: Rounds, slots: int, probe_tokens: Sequence[int]) ->
             f"| {schedule.name} | {replayed.decode_steps:,} | "
             f"+{replayed.decode_steps / least - 1:.1%} | {1 - replayed.decode_steps / naive:.1%} |"
         )
-        if schedule.order == "longest_first" and schedule.predictor is not oracle:
+        if schedule.order == "longest_first" and schedule.predictor is not Oracle:
             figures["rank_correlation"] = rank_correlation(replayed)
             lines[-1] += f" rank correlation {figures['rank_correlation']:.2f} |"
         results.add(f"{name}, {slots} slots: {schedule.name}", figures)

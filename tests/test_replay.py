@@ -13,10 +13,11 @@ from benchmarks.bubbles import (
     row,
 )
 from benchmarks.record import read_recording, record
+from benchmarks.replay import Schedule, least_steps, replay
 from benchmarks.steps import SHAPES, Shape, learned, table
+from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.simulate.replay import Schedule, least_steps, oracle, replay
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -40,7 +41,7 @@ def test_steps_by_hand():
     rounds = recorded([[9, 1, 1, 1, 9, 1, 1, 1]])
     assert replay(rounds, Schedule("naive", "rounds"), slots=2).decode_steps == 9 + 1 + 9 + 1
     assert replay(rounds, Schedule("fifo"), slots=2).decode_steps == 3 + 9
-    known = Schedule("known", "continuous", "longest_first", oracle)
+    known = Schedule("known", "continuous", "longest_first", Oracle)
     assert replay(rounds, known, slots=2).decode_steps == 12
     assert least_steps(rounds, 2) == 12
     assert least_steps(recorded([[9, 3], [4, 4]]), 2) == 9 + 4
@@ -48,7 +49,7 @@ def test_steps_by_hand():
 
 def test_a_probe_costs_what_it_delays():
     rounds = recorded([[8, 8, 8, 8]])
-    probing = Schedule("probe", "continuous", "longest_first", oracle, probe_tokens=3)
+    probing = Schedule("probe", "continuous", "longest_first", Oracle, probe_tokens=3)
     replayed = replay(rounds, probing, slots=2)
     assert replayed.decode_steps == 16  # nothing is drawn twice
     assert replayed.traces[0].pauses == 4

@@ -1,4 +1,4 @@
-"""Which waiting request takes a free slot, and when."""
+"""Admission: which waiting request takes a free slot, and when."""
 
 import heapq
 from collections import deque
@@ -12,64 +12,60 @@ from lit_rlsched.types import Request
 Refill = Literal["continuous", "rounds"]
 
 TURNS = 8
-"""Turns of a completion as long as it may get. More make completions stop more often; of `fifo`'s
-distance to the lower bound, 8 leave a quarter."""
+"""Turns that a completion of the maximum length takes in `least_attained` order. More turns mean
+more pauses; 8 remove three quarters of the gap between `fifo` and the lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """Key-value cache that running requests may take, counted in blocks as a paged cache does."""
+    """Limit on the key-value cache of all running requests, counted in blocks as a paged cache."""
 
     tokens: int
-    """Of all requests together."""
+    """Tokens of all requests together."""
     block: int = 1
     """Tokens of a block."""
     lease: int = 128
-    """Tokens a request may draw before it must ask again, where others wait."""
+    """Tokens that a request may draw before it pauses, where others wait."""
 
     def blocks(self, tokens: int) -> int:
-        """Tokens of the whole blocks that `tokens` take."""
+        """Round `tokens` up to whole blocks."""
         return -(-tokens // self.block) * self.block
 
     def cost(self, request: Request) -> int:
-        """Most that a request not yet running will take."""
+        """Maximum number of tokens that a request takes when it is not running yet."""
         return self.blocks(len(request.prompt_ids) + request.limit)
 
     def growth(self, request: Request, drawn: int) -> int:
-        """Most that a request will take beyond what it has, `drawn` tokens after it came in."""
+        """Maximum number of tokens that a request may still take after drawing `drawn` tokens."""
         if not drawn:
             return self.cost(request)
         have = len(request.prompt_ids) + len(request.prefix_ids) + drawn
-        return self.cost(request) - self.blocks(have - 1)  # the last one is not yet in the cache
+        return self.cost(request) - self.blocks(have - 1)  # the newest token is not cached yet
 
 
 class Admission:
-    """The waiting room of an engine: at most `slots` requests are let in at once.
+    """Decides which waiting requests an engine of `slots` slots starts in each step.
 
-    `continuous` refills a slot in the step after it was freed (Infinite Sampling's continuous
-    sampling, arXiv 2506.22950); `rounds` lets the next requests in only when all of the last have
-    finished (its naive micro sampling groups).
+    Requests that resume after a lease go first. Then come requests with a `pause_at`: they probe,
+    so they are short, and a length predictor needs their tokens. The others follow in `order`.
 
-    What is let in: first, requests that go on after a lease; then those with a `pause_at`, which
-    probe (they are short, and tell of the rest); then the others in `order`.
+    In `least_attained` order (least attained service first, as in operating systems) requests take
+    turns: where others wait, a request is admitted for an eighth of the maximum length, then pauses
+    until those with fewer tokens have caught up. The long completions thus start early and end at
+    about the same time, without any prediction. Rounds that may throw away unfinished completions
+    set `take_turns` to false: requests then keep their slot, as in `fifo`.
 
-    In `least_attained` order requests take turns: where others wait, one is let in for an eighth of
-    the longest completion, then waits for those that have drawn less. So all that become long have
-    begun early, and end about together, without anybody having predicted which they are: least
-    attained service first, as operating systems do where the length of a job is unknown. Nobody
-    takes turns in a round that may throw away what has begun; they go as in `fifo` there.
-
-    With a `budget`, requests are let in only while all that run can never take more cache than it
-    allows. So that this does not reserve room for the longest completion each time, a request is
-    let in with a lease of some tokens: it pauses when it has drawn them, and asks again. The number
-    of running requests then follows from the cache in use (Infinite Sampling's dynamic slots).
+    With a `budget`, a request is admitted only if all running requests can never take more cache
+    than the budget (the dynamic slots of Infinite Sampling, arXiv 2506.22950). To reserve less than
+    a whole completion, a request is admitted for a lease of some tokens, pauses, and waits again.
 
     Args:
-        slots: Most requests that decode at once.
-        refill: When freed slots are refilled.
-        order: Which waiting request goes first.
-        epsilon: Of the plan of `planned`.
-        budget: Key-value cache that all running requests may take.
+        slots: Maximum number of requests that decode at once.
+        refill: `continuous` refills each slot in the step after it became free (the paper's
+            continuous sampling), `rounds` waits until all slots are free (its micro groups).
+        order: The order of the waiting requests.
+        epsilon: See `plan_makespan`; for the order `planned`.
+        budget: Limit on the key-value cache of the running requests.
     """
 
     def __init__(
@@ -86,31 +82,29 @@ class Admission:
         self.order = order
         self.take_turns = True
         """Whether requests of `least_attained` order take turns in this round."""
-        self._paused: deque[Request] = deque()
-        self._probes: deque[Request] = deque()
+        self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
         self._waiting = waiting_queue(order, epsilon)
         self._leased: set[str] = set()
-        self._pushed, self._expected_tokens = 0, 0.0  # of all that came in: contexts, at their end
-        self._running: dict[str, tuple[Request, int]] = {}  # and its slot
+        self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
+        self._running: dict[str, tuple[Request, int]] = {}  # with the slot
         self._free = list(range(slots))
 
     @property
     def pauses(self) -> bool:
-        """Whether requests that are let in may have to pause for those that wait."""
+        """Whether admitted requests may have to pause while others wait."""
         return self.budget is not None or self.order == "least_attained"
 
     def __len__(self) -> int:
-        return len(self._paused) + len(self._probes) + len(self._waiting)
+        return len(self._first) + len(self._waiting)
 
     def push(self, requests: Iterable[Request]) -> None:
-        """Let requests wait."""
         for request in requests:
             leased = request.id in self._leased
             self._leased.discard(request.id)
             if leased and self.order != "least_attained":
-                self._paused.appendleft(request)  # its cache is the last to be overwritten
+                self._first.appendleft(request)  # its cache is the last to be overwritten
             elif request.pause_at is not None:
-                self._probes.append(request)
+                self._first.append(request)
             else:
                 self._waiting.push(request)
                 self._pushed += 1
@@ -118,14 +112,14 @@ class Admission:
                 self._expected_tokens += request.expected or 0.0
 
     def rekey(self, expected: Mapping[str, float]) -> None:
-        """New estimates of the tokens that requests will draw, by id; others are ignored."""
+        """Set new predictions of tokens to come, by request id; other ids are ignored."""
         self._waiting.rekey(expected)
 
     def pop(self, running: Mapping[str, int], kv_tokens: int = 0) -> list[Request]:
-        """The requests that go in now.
+        """Remove and return the requests that start now.
 
         Args:
-            running: Tokens that each running request has drawn since it was let in.
+            running: Tokens that each running request has drawn since it was admitted.
             kv_tokens: Tokens of key-value cache in use.
         """
         if not len(self) or len(running) >= self.slots or (running and self.refill == "rounds"):
@@ -137,13 +131,17 @@ class Admission:
         room = self._room(running, kv_tokens)
         admitted: list[Request] = []
         while self._free and len(self):
-            whole = self._peek()
+            slot = self._free[0]
+            whole = self._first[0] if self._first else self._waiting.peek(slot)
             request = self._lease(whole, room)
             if self.budget is not None:
                 room -= self.budget.cost(request)
                 if room < 0:
                     break
-            self._take()
+            if self._first:
+                self._first.popleft()
+            else:
+                self._waiting.pop(slot)
             if request.limit < whole.limit:
                 self._leased.add(request.id)
             self._running[request.id] = request, heapq.heappop(self._free)
@@ -151,54 +149,38 @@ class Admission:
         return admitted
 
     def discard(self, request_ids: Collection[str]) -> None:
-        """Forget some of what waits."""
+        """Remove these requests if they wait."""
         self._waiting.discard(request_ids)
-        self._paused = deque(r for r in self._paused if r.id not in request_ids)
-        self._probes = deque(r for r in self._probes if r.id not in request_ids)
+        self._first = deque(r for r in self._first if r.id not in request_ids)
         self._leased -= set(request_ids)
 
     def clear(self) -> None:
-        """Forget what waits."""
         self._waiting.clear()
-        self._paused.clear()
-        self._probes.clear()
+        self._first.clear()
         self._leased.clear()
         self._pushed, self._expected_tokens = 0, 0.0
 
-    def _peek(self) -> Request:
-        for queue in (self._paused, self._probes):
-            if queue:
-                return queue[0]
-        return self._waiting.peek(self._free[0])
-
-    def _take(self) -> None:
-        for queue in (self._paused, self._probes):
-            if queue:
-                queue.popleft()
-                return
-        self._waiting.pop(self._free[0])
-
     def _loads(self, running: Mapping[str, int]) -> list[float]:
-        """Tokens still expected of what each slot runs, as many slots as there is room for."""
+        """Tokens still expected of each slot's request, for as many slots as the budget allows."""
         loads = [0.0] * self.slots
         for request_id, (request, slot) in self._running.items():
             loads[slot] = max((request.expected or 0.0) - running[request_id], 0.0)
         if self.budget is None or not self._pushed:
             return loads
-        # a plan for slots that are never there would put off what it gave them
+        # requests planned for a slot that memory never allows would wait until the end
         usual = self._expected_tokens // self._pushed + self.budget.lease
         used = 1 + max((slot for _, slot in self._running.values()), default=0)
         return loads[: max(used, int(self.budget.tokens // usual))]
 
     def _room(self, running: Mapping[str, int], kv_tokens: int) -> int:
-        """Tokens of the budget that neither are in use nor may be taken by what runs."""
+        """Tokens of the budget that running requests neither use nor may still take."""
         if self.budget is None:
             return 0
         growth = sum(self.budget.growth(r, running[r.id]) for r, _ in self._running.values())
         return self.budget.tokens - kv_tokens - growth
 
     def _lease(self, request: Request, room: int) -> Request:
-        """The request as it is let in: whole in rounds, or where it makes nobody wait."""
+        """The request as it is admitted, with a `pause_at` where it must make way for others."""
         lease = request.sampling.max_completion_length
         if self.order == "least_attained" and self.take_turns and len(self) > len(self._free):
             lease = -(-lease // TURNS)

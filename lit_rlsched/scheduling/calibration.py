@@ -1,4 +1,4 @@
-"""How good length predictions are, and what to do where they are not."""
+"""Calibration of a length predictor: measure its predictions, replace it where they are poor."""
 
 import sys
 import warnings
@@ -17,33 +17,33 @@ from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.types import Sample
 
 HALF_LIFE = 4.0
-"""Rounds after which a round's rank correlation counts half."""
+"""Rounds after which the figures of a round count half."""
 MARGIN = 0.05
-"""By which a predictor's rank correlation must be below the history's to be replaced."""
+"""A predictor whose rank correlation is this much below the history's is replaced."""
 ERROR = 1.5
-"""Times the history's mean error that is too much where a predictor ranks no better."""
+"""A predictor that ranks no better is replaced if its error is this many times the history's."""
 MIN_OBSERVATIONS = 256
-"""Predicted completions that must have finished before a predictor may be replaced."""
+"""Finished completions that are needed before a predictor may be replaced."""
 
 
 class CalibratedPredictor:
-    """Asks a predictor, measures it, and falls back on the prompts' history where it does worse.
+    """Measures a predictor, and answers from the prompts' history while the predictor is worse.
 
-    Of each completion one prediction a round is compared with what came: the first, or the last of
-    a predictor that revises, which before any sibling has finished has nothing to say.
+    For each completion and round, one prediction is compared with the tokens that followed: the
+    first one, or the last one if the predictor revises (before a sibling has finished, such a
+    predictor knows nothing).
 
-    Rank correlation decides, for a schedule needs the order: when its average over rounds
-    (half-life 4 rounds, each weighted by its completions) is below that of the history by more than
-    0.05, after at least 256 completions, the history answers until the predictor is better again;
-    and so where it ranks no better and errs by half as much again.
-    Meanwhile the predictor is still asked, and learns. Never replaced are an `Oracle`, a
-    `PromptHistory`, and `SiblingMax`, whose probes go first on purpose and not because they are
-    thought to be long.
+    The history takes over if the predictor's rank correlation, on which the order of completions
+    depends, is more than 0.05 below that of the history; or if it ranks no better and its mean
+    error is more than 1.5 times as large. Both are averages over rounds (half-life 4 rounds,
+    weighted by completions), after at least 256 completions. The predictor is still asked and
+    taught, and takes over again once it is better. `Oracle` and `PromptHistory` are never replaced,
+    nor is `SiblingMax`, which sends its probes ahead by predicting that they are long.
 
     Args:
-        predictor: What to ask. What it raises is not caught.
-        history: What replaces it; a `PromptHistory()` unless given. It must not be the predictor's
-            own, which would learn everything twice.
+        predictor: The predictor to measure. Its exceptions are not caught.
+        history: What replaces it (default: `PromptHistory()`). It must not be the predictor's own
+            history, which would then learn everything twice.
     """
 
     def __init__(self, predictor: LengthPredictor, history: PromptHistory | None = None) -> None:
@@ -52,71 +52,55 @@ class CalibratedPredictor:
         if self.history in (predictor, getattr(predictor, "history", None)):
             raise ValueError(
                 "`history` is the predictor's own and would learn everything twice. "
-                "Give another `PromptHistory`, or none."
+                "Give another `PromptHistory`, or leave `history` out."
             )
         self.fallback = False
-        """Whether the history answers."""
+        """Whether the history answers in place of the predictor."""
         self.invalid = 0
-        """Predictions that were no positive number, or came in the wrong number: replaced."""
+        """Predictions that the history replaced: not positive numbers, or too few or too many."""
         self._asked: dict[tuple[str, int], tuple[int, float, float]] = {}
-        self._pairs: dict[tuple[str, int], tuple[float, float, float, int, bool]] = {}
         self._finished: list[Sample] = []
         self._invalid = 0
         self._warned = False
-        self._averages = np.zeros(5)  # weight; weighted sums of correlations and errors
+        self._averages = np.zeros(5)  # weight; weighted sums of the four figures
         self._observations = 0
 
     @property
     def revises(self) -> bool:
-        """Whether to ask again when a sibling has finished."""
+        """Whether predictions change when a sibling finishes."""
         return self.predictor.revises
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:
-        """Hand on how token ids become text, to a predictor that reads text."""
         self.predictor.bind(decode)
 
     def start_round(self) -> None:
-        """Forget what is left of a round that did not come to its end: it is drawn again."""
+        """Forget a round that was interrupted; it is drawn again."""
         self._asked.clear()
-        self._pairs.clear()
         self._finished.clear()
         self._invalid = 0
 
     def expect(self, samples: Sequence[Sample]) -> list[float]:
-        """Tokens still to come of each completion, between 1 and what it may still draw."""
+        """Predict the tokens to come of each completion, between 1 and the number it may draw."""
         if not samples:
             return []
         from_history = np.array(self.history.predict(samples))
         expected = within_limit(samples, self._valid(self.predictor.predict(samples), from_history))
         for sample, *pair in zip(samples, expected.tolist(), from_history.tolist(), strict=True):
-            key = (sample.group.id, sample.completion.index)
-            if self.revises or key not in self._asked:
-                self._asked[key] = (len(sample.completion.token_ids), pair[0], pair[1])
+            if self.revises or _key(sample) not in self._asked:
+                self._asked[_key(sample)] = (len(sample.completion.token_ids), pair[0], pair[1])
         return (from_history if self.fallback else expected).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Note finished completions and how well they were predicted; `end_round` learns from them.
-
-        Once a round and in an order of its own, so that what is learned does not depend on which
-        finished first.
-        """
+        """Record finished completions; `end_round` learns from them."""
         self._finished.extend(samples)
-        for sample in samples:
-            key = (sample.group.id, sample.completion.index)
-            if (asked := self._asked.pop(key, None)) is None:
-                continue
-            have, expected, from_history = asked
-            remaining = len(sample.completion.token_ids) - have
-            if remaining > 0:  # else it was drawn anew since
-                capped = sample.completion.finish_reason == "length"
-                self._pairs[key] = expected, from_history, float(remaining), have, capped
 
     def end_round(self) -> dict[str, float]:
-        """Let both learn from the round; its metrics, without those that are undefined."""
-        finished = sorted(
-            self._finished, key=lambda sample: (sample.group.id, sample.completion.index)
-        )
-        pairs = [pair for _, pair in sorted(self._pairs.items())]
+        """Teach predictor and history, and return the metrics that are defined for this round.
+
+        Both learn in the order of the groups, whichever completion finished first.
+        """
+        finished = sorted(self._finished, key=_key)
+        pairs = [pair for sample in finished if (pair := self._compare(sample))]
         self.invalid += self._invalid
         self.start_round()
         self.predictor.observe(finished)
@@ -131,11 +115,23 @@ class CalibratedPredictor:
         metrics["length_prediction/fallback"] = float(self.fallback)
         return metrics
 
+    def _compare(self, sample: Sample) -> tuple[float, float, float, int, bool] | None:
+        """What predictor and history predicted, what came, what was drawn before, if capped."""
+        if (asked := self._asked.pop(_key(sample), None)) is None:
+            return None
+        have, expected, from_history = asked
+        remaining = len(sample.completion.token_ids) - have
+        if remaining <= 0:
+            return None  # the completion was restarted after the prediction
+        capped = sample.completion.finish_reason == "length"
+        return expected, from_history, float(remaining), have, capped
+
     def state_dict(self) -> dict[str, Any]:
-        """State of predictor and history, and how they compare; not what a round has begun.
+        """State of predictor and history, and their averages; nothing of an unfinished round.
 
         Raises:
-            ValueError: The predictor's own holds what a checkpoint could not be loaded with.
+            ValueError: The predictor's state holds an object that a checkpoint cannot be loaded
+                with.
         """
         own = self.predictor.state_dict()
         _check_plain(f"{type(self.predictor).__name__}.state_dict()", own)
@@ -150,12 +146,12 @@ class CalibratedPredictor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it; the state of another class is left alone, with a warning."""
+        """Restore the state; warn and ignore it if it is that of another predictor class."""
         name = type(self.predictor).__name__
         if state["class"] != name:
             warnings.warn(
-                f"The checkpoint holds what a `{state['class']}` learned, and "
-                f"`LengthPrediction(predictor={name}(...))` learns anew.",
+                f"The checkpoint holds the state of a `{state['class']}`, so that "
+                f"`LengthPrediction(predictor={name}(...))` starts untrained.",
                 stacklevel=2,
             )
             return
@@ -167,7 +163,7 @@ class CalibratedPredictor:
         self.start_round()
 
     def _valid(self, predictions: Any, otherwise: np.ndarray) -> np.ndarray:
-        """The predictions, and the history's where they make no sense."""
+        """The predictions, with invalid ones replaced by the history's."""
         try:
             if _is_tensor(predictions):
                 predictions = predictions.detach().double().cpu()
@@ -183,14 +179,14 @@ class CalibratedPredictor:
             warnings.warn(
                 f"`{type(self.predictor).__name__}.predict` returned a "
                 f"`{type(predictions).__name__}` without a single positive number for "
-                f"{len(otherwise)} completions: the prompts' history stands in. It should return "
-                "one number of tokens for each.",
+                f"{len(otherwise)} completions; the prompts' history is used instead. Return one "
+                "number of tokens per completion.",
                 stacklevel=2,
             )
         return np.where(wrong, otherwise, values)
 
     def _average(self, count: int, metrics: dict[str, float]) -> None:
-        """Add a round's figures to the averages; change over if they say so."""
+        """Add a round's figures to the averages, and switch between predictor and history."""
         names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
         figures = [metrics[f"length_prediction/{name}"] for name in names]
         self._averages *= 0.5 ** (1 / HALF_LIFE)
@@ -207,17 +203,21 @@ class CalibratedPredictor:
         self.fallback = not self.fallback
         warnings.warn(
             f"`LengthPrediction`: `{type(self.predictor).__name__}` "
-            f"{'is replaced by the history of prompts' if self.fallback else 'answers again'}: "
-            f"rank correlation {own:.3f} and mean error {error:.3g} tokens, that history's "
+            f"{'is replaced by the history of prompts' if self.fallback else 'is used again'}: its "
+            f"rank correlation is {own:.3f} and its mean error {error:.3g} tokens; the history has "
             f"{history:.3f} and {history_error:.3g}.",
             stacklevel=3,
         )
 
 
+def _key(sample: Sample) -> tuple[str, int]:
+    return sample.group.id, sample.completion.index
+
+
 def _calibration(
     predicted: np.ndarray, remaining: np.ndarray, have: np.ndarray, capped: np.ndarray
 ) -> dict[str, float]:
-    """Error (tokens), rank correlation and coverage of capped completions; all arguments `[N]`."""
+    """Error (tokens), rank correlation and coverage of capped completions; arguments `[N]`."""
     error = float(np.abs(predicted - remaining).mean())
     metrics = {"mae": error, "rank_correlation": 0.0}
     if len(np.unique(predicted)) > 1 and len(np.unique(remaining)) > 1:
@@ -229,16 +229,16 @@ def _calibration(
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks `[N]`, where equal values share the mean of theirs."""
+    """Ranks `[N]`; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends: np.ndarray = counts.cumsum()
     return (ends - (counts - 1) / 2)[inverse]
 
 
 def _coverage(predicted: np.ndarray, capped: np.ndarray) -> float:
-    """R-precision: of the R capped completions, the share among the R longest predicted.
+    """R-precision: the share of the R capped completions among the R longest predicted.
 
-    Where predictions are equal, as they often are, the order of the data decides nothing.
+    Of equal predictions at the border each counts in part, so that their order does not matter.
     """
     count = int(capped.sum())
     least = np.sort(predicted)[-count]
@@ -248,13 +248,13 @@ def _coverage(predicted: np.ndarray, capped: np.ndarray) -> float:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is a tensor; where torch was not imported, nothing is."""
+    """Whether `value` is a tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _check_plain(name: str, state: Any) -> None:
-    """Refuse what `torch.load(weights_only=True)` would: to find out on resuming is too late."""
+    """Refuse objects that `torch.load(weights_only=True)` refuses, before they are saved."""
     if isinstance(state, dict):
         for key, value in state.items():
             _check_plain(f"{name}[{key!r}]", value)
@@ -264,5 +264,5 @@ def _check_plain(name: str, state: Any) -> None:
     elif not (state is None or type(state) in (bool, int, float, str) or _is_tensor(state)):
         raise ValueError(
             f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
-            "Keep numbers, strings, tensors, and lists and dicts of them."
+            "Use numbers, strings, tensors, and lists and dicts of them."
         )

@@ -1,4 +1,4 @@
-"""Domains of prompts: how many prompts of each one an update has, and whether the data fits."""
+"""Domains of prompts: the quota of each in an update, and a check of the data set."""
 
 import math
 from collections import Counter
@@ -11,14 +11,14 @@ COLUMN = "domain"
 
 
 def quotas(shares: Mapping[str, float] | None, prompts: int) -> dict[str | None, int]:
-    """Whole prompts of each domain that add up to `prompts`, by largest remainder.
+    """Split `prompts` into whole numbers by domain (largest remainder).
 
     Args:
-        shares: Of each domain; they add up to 1. `None`: all prompts are of one domain, `None`.
-        prompts: Of an update.
+        shares: Share of each domain; they add up to 1. `None`: one domain, `None`, for all.
+        prompts: Prompts of an update.
 
     Raises:
-        ValueError: a domain would have none.
+        ValueError: a domain would have no prompt.
     """
     if shares is None:
         return {None: prompts}
@@ -37,20 +37,19 @@ def quotas(shares: Mapping[str, float] | None, prompts: int) -> dict[str | None,
 
 
 def domain_of(prompt: Prompt) -> str:
-    """The prompt's domain."""
     return str(prompt.columns[COLUMN])
 
 
 def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], waiting: int) -> None:
-    """Refuse prompts without a domain or of another, and domains with too few prompts.
+    """Refuse prompts without a domain or of an unknown one, and domains with too few prompts.
 
     Args:
-        prompts: Of the data set.
-        raced: Prompts of each domain in a race.
-        waiting: Prompts that may wait for a long round, all of one domain in the worst case.
+        prompts: The data set.
+        raced: Number of prompts of each domain in a race.
+        waiting: Maximum number of prompts that wait for a long round, perhaps all of one domain.
 
     Raises:
-        ValueError: names a prompt or a domain, and the fix.
+        ValueError: names the prompt or the domain, and the fix.
     """
     there: Counter[str] = Counter()
     for prompt in prompts:
@@ -61,15 +60,15 @@ def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], wa
             )
         if (domain := domain_of(prompt)) not in raced:
             raise ValueError(
-                f"The prompt {prompt.uid} is of the domain {domain!r}, which "
-                f"`TailBatching(per_domain=...)` gives no share: it has "
-                f"{sorted(map(str, raced))}. Give it one, or leave its prompts out."
+                f"The prompt {prompt.uid} has the domain {domain!r}, to which "
+                f"`TailBatching(per_domain=...)` gives no share. Its domains are "
+                f"{sorted(map(str, raced))}: add a share, or remove the domain's prompts."
             )
         there[domain] += 1
     for name, n in raced.items():
         if there[str(name)] < (most := n + waiting):
             raise ValueError(
-                f"`TailBatching(per_domain=...)` has up to {most} prompts of {name!r} "
-                f"waiting, {n} of them in a short round, and `train_data` holds "
-                f"{there[str(name)]}. Use a lower share, `prompts_per_round` or `prompt_ratio`."
+                f"`TailBatching(per_domain=...)` may hold {most} prompts of {name!r} at once, "
+                f"{n} of them in a short round, and `train_data` has only {there[str(name)]}. Use "
+                "a lower share, `prompts_per_round` or `prompt_ratio`."
             )

@@ -1,8 +1,8 @@
-"""Which completions of each group are trained on when more were drawn than that (PODS).
+"""PODS: which completions of each group are trained on.
 
-Policy Optimization with Down-Sampling (arXiv 2504.13818): draw `n` completions of a prompt, score
-all, and train on the `keep` whose rewards say most. The rules here only choose; advantages are the
-caller's.
+Policy Optimization with Down-Sampling (arXiv 2504.13818) draws and scores `n` completions per
+prompt, and trains on `keep` of them. The rules here choose these by their rewards; the caller
+computes advantages.
 """
 
 from collections.abc import Callable
@@ -13,36 +13,35 @@ from numpy.typing import ArrayLike
 
 Rule = Literal["max_variance", "max_reward", "percentile", "random"]
 
-_ROUNDING = 1e-12  # variances this close, as a share of the largest, are equal
+_ROUNDING = 1e-12  # variances that differ by less than this share of the largest count as equal
 
 
 def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:
-    """The `keep` completions of each group whose rewards have the largest variance.
+    """Choose the `keep` completions of each group whose rewards have the largest variance.
 
-    Some k highest and `keep - k` lowest (Lemma 3.1 of arXiv 2504.13818), in O(n log n). Of several
-    k with equal variance the one nearest to `keep / 2` is taken, and the smaller of two as near.
-    Of equal rewards the first ones are taken, so that all alike gives `0 .. keep - 1`.
+    These are the k highest and `keep - k` lowest rewards for some k (Lemma 3.1 of arXiv
+    2504.13818), found in O(n log n). Ties: of several k the one nearest to `keep / 2`, then the
+    smaller; of equal rewards the first ones, so that `0 .. keep - 1` is chosen if all are equal.
 
     Args:
-        rewards: `[P, n]`, or `[n]` for one group. One that is NaN or infinite is no score.
-        keep: How many of each group, from 1 to n.
+        rewards: `[P, n]`, or `[n]` for one group. NaN and infinite values count as missing.
+        keep: Completions to choose per group, from 1 to n.
 
     Returns:
-        `[P, keep]` (or `[keep]`) int64 indices, ascending and distinct in each group; never that
-        of one without a score: where fewer than `keep` have one, all these, then -1 to the end.
+        `[P, keep]` (or `[keep]`) int64 indices, ascending in each group. Completions without a
+        reward are never chosen: if fewer than `keep` have one, their indices are followed by -1.
 
     Raises:
-        ValueError: `rewards` has another number of dimensions, or `keep` is less than 1 or more
-            than n.
+        ValueError: `rewards` has more dimensions, or `keep` is not within 1 and n.
     """
     values = _check(rewards, keep)
     order, ordered, spare = _sort(values, keep)
     j = np.arange(keep)
     lowest, highest = ordered[..., :keep], np.take_along_axis(ordered, spare + j, axis=-1)
-    # powers of two are exact, and nothing overflows below 1
+    # scale by a power of two, which is exact, so that squares do not overflow
     largest = np.maximum(np.abs(lowest[..., :1]), np.abs(highest[..., -1:]))
     exponent = -np.frexp(largest)[1]
-    # deviations from one of the rewards: exact where they are close to each other, however large
+    # deviations from one of the rewards are exact if rewards are close, however large
     middle = np.take_along_axis(ordered, (spare + keep) // 2, axis=-1)
     center = np.ldexp(middle, exponent)
     low = np.ldexp(lowest, exponent) - center
@@ -54,24 +53,24 @@ def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:
     variance = squares - total**2 / keep  # times keep
     equal = variance >= variance.max(axis=-1, keepdims=True) * (1 - _ROUNDING)
     far = np.where(equal, np.abs(2 * k - keep), keep + 1)
-    highs = far.argmin(axis=-1)[..., None]  # with a NaN among them any k gives all that is scored
+    highs = far.argmin(axis=-1)[..., None]  # any k will do if rewards are missing
     return _take(j + spare * (j >= keep - highs), order, ordered)
 
 
 def max_reward(rewards: ArrayLike, keep: int) -> np.ndarray:
-    """The `keep` completions of each group with the highest rewards, of equal ones the first.
+    """Choose the `keep` completions of each group with the highest rewards, first ones on ties.
 
-    Shapes and errors are those of `max_variance`.
+    For shapes and errors see `max_variance`.
     """
     order, ordered, spare = _sort(_check(rewards, keep), keep)
     return _take(np.arange(keep) + spare, order, ordered)
 
 
 def percentile(rewards: ArrayLike, keep: int) -> np.ndarray:
-    """The completions of each group at the `(i - 1/2) / keep` quantiles, i = 1 .. keep.
+    """Choose the completions of each group at the quantiles `(i - 1/2) / keep`, i = 1 .. keep.
 
-    Quantiles of the scored ones; of equal rewards the first are taken. From an early version of
-    arXiv 2504.13818. Shapes and errors are those of `max_variance`.
+    Quantiles are those of the scored completions; of equal rewards the first are chosen. From an
+    early version of arXiv 2504.13818. For shapes and errors see `max_variance`.
     """
     order, ordered, spare = _sort(_check(rewards, keep), keep)
     ranks = (2 * np.arange(keep) + 1) * (spare + keep) // (2 * keep)
@@ -79,14 +78,14 @@ def percentile(rewards: ArrayLike, keep: int) -> np.ndarray:
 
 
 def random(rewards: ArrayLike, keep: int, seed: Any = 0) -> np.ndarray:
-    """Any `keep` completions of each group, every set of scored ones as likely as another.
+    """Choose `keep` scored completions of each group uniformly at random.
 
-    Shapes and errors are those of `max_variance`.
+    For shapes and errors see `max_variance`.
 
     Args:
-        rewards: As in `max_variance`; only which of them are scores matters.
-        keep: How many of each group, from 1 to n.
-        seed: What `np.random.default_rng` takes; a generator is advanced.
+        rewards: As in `max_variance`; only whether they are missing matters.
+        keep: Completions to choose per group, from 1 to n.
+        seed: Argument of `np.random.default_rng`; a generator is advanced.
     """
     values = _check(rewards, keep)
     draws = np.random.default_rng(seed).random(values.shape)
@@ -104,14 +103,11 @@ RULES: dict[Rule, Callable[..., np.ndarray]] = {
 
 
 def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
-    """The rewards as float64, NaN where there is no score; nobody may write to it.
-
-    It is perhaps the caller's own memory.
-    """
+    """The rewards as float64, NaN where missing; perhaps the caller's own array: do not write."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim not in (1, 2):
         raise ValueError(
-            f"`rewards` has the shape {values.shape}: give a row for each group, or one flat group."
+            f"`rewards` has the shape {values.shape}: give one row per group, or one flat group."
         )
     n = values.shape[-1]
     if not 1 <= keep <= n:
@@ -121,10 +117,11 @@ def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
 
 
 def _sort(values: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices and values from the lowest to the highest, NaN last; how many scored to leave out.
+    """Sort each group in ascending order, NaN last.
 
     Returns:
-        `[..., n]`, `[..., n]` and `[..., 1]`; 0 are left out where fewer than `keep` have a score.
+        Indices `[..., n]`, sorted values `[..., n]`, and the number of scored completions beyond
+        `keep` `[..., 1]`.
     """
     order = np.argsort(values, axis=-1, kind="stable")
     scored = np.count_nonzero(~np.isnan(values), axis=-1)[..., None]
@@ -132,14 +129,14 @@ def _sort(values: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """Sums of the first 0, 1 .. of them: `[..., keep + 1]` of `[..., keep]`."""
+    """Sums of the first 0, 1, .. values: `[..., keep + 1]` from `[..., keep]`."""
     sums = np.cumsum(values, axis=-1)
     return np.concatenate([np.zeros_like(sums[..., :1]), sums], axis=-1)
 
 
 def _take(ranks: np.ndarray, order: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    """Indices of the completions at these ascending ranks, of equal rewards those of the first."""
-    alike = _starts(ordered)  # the first rank with the same reward
+    """Indices of the completions at ascending ranks, of equal rewards the first completions."""
+    alike = _starts(ordered)  # first rank with the same reward
     first = np.take_along_axis(alike, ranks, axis=-1)
     ranks = first + np.arange(ranks.shape[-1]) - _starts(first)
     unscored = np.isnan(np.take_along_axis(ordered, ranks, axis=-1))
@@ -147,7 +144,7 @@ def _take(ranks: np.ndarray, order: np.ndarray, ordered: np.ndarray) -> np.ndarr
 
 
 def _starts(ordered: np.ndarray) -> np.ndarray:
-    """For each place the first one with the same value; a NaN is like no other."""
+    """For each place the first one with an equal value; NaN equals nothing."""
     new = np.ones(ordered.shape, bool)
     new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
     return np.maximum.accumulate(np.where(new, np.arange(ordered.shape[-1]), 0), axis=-1)

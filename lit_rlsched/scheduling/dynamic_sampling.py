@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: which prompts teach something."""
+"""DAPO's dynamic sampling (arXiv 2503.14476): which prompts have a gradient."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -8,12 +8,12 @@ SPREAD = 1e-8
 
 
 def informative(rewards: ArrayLike) -> bool:
-    """Whether completions with these rewards have an advantage over each other.
+    """Whether these rewards differ, so that some completions get an advantage other than 0.
 
     Args:
-        rewards: Of one prompt, `[G]`; NaN where there is none.
+        rewards: Of one group, `[G]`; NaN for a completion without a reward.
     """
     scored = np.asarray(rewards)
     scored = scored[~np.isnan(scored)]
-    with np.errstate(over="ignore"):  # infinite is a spread as well
+    with np.errstate(over="ignore"):  # an infinite deviation counts as a spread
         return len(scored) > 1 and bool(scored.std(ddof=1) >= SPREAD)

@@ -1,24 +1,24 @@
-"""When a process that does not answer is taken to hang, from how long its answers have taken."""
+"""Time limits that detect a hanging process, learned from how long its answers have taken."""
 
 from collections import deque
 
 WINDOW = 1000
-"""Answers of a kind that are remembered."""
+"""Number of answers of each kind that are remembered."""
 
 
 class AnswerTimeouts:
-    """How long a process may take to answer: a multiple of what such answers took in this run.
+    """Time limits for the answers of a process, by kind of answer.
 
-    `max(floor, factor * p99)`, the 99th percentile over the last 1,000 answers of the same kind. An
-    answer to something larger than ever was asked may take longer in proportion: steps that prefill
-    long prompts. The first answer of its kind since the process started may take `first`, as it may
-    compile; the start itself may take `start`, as it reads the weights.
+    The limit is `max(floor, factor * p99)`, where `p99` is the 99th percentile over the last 1,000
+    answers of the same kind. A request larger than all before it (a step that prefills long
+    prompts) may take longer in proportion. The first answer of a kind after a start of the process
+    may take `first`, since it may compile; the start itself, which reads the weights, `start`.
 
     Args:
-        floor: Seconds.
-        factor: Of the percentile.
-        first: Seconds.
-        start: Seconds.
+        floor: Minimum limit in seconds.
+        factor: Multiple of the percentile.
+        first: Minimum limit of first answers in seconds.
+        start: Minimum limit of a start in seconds.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class AnswerTimeouts:
         """Kinds that were answered since the process started."""
 
     def starts(self) -> None:
-        """Another process takes the place of the one before."""
+        """Tell that a new process replaces the last one."""
         self._known.clear()
 
     def observe(self, kind: str, seconds: float, size: int = 0) -> None:
-        """Take in how long an answer took, and how much was asked for."""
+        """Record how long an answer took; `size` is the amount of work, such as prompt tokens."""
         self._known.add(kind)
         self._seconds.setdefault(kind, deque(maxlen=WINDOW)).append(seconds)
         self._largest[kind] = max(size, self._largest.get(kind, 0))
 
     def limit(self, *kinds: str, size: int = 0) -> float:
-        """Seconds to wait for an answer, which may be of any of these kinds."""
+        """Seconds to wait for an answer that may be of any of these kinds."""
         return max(self._limit(kind, size) for kind in kinds)
 
     def _limit(self, kind: str, size: int) -> float:
@@ -63,13 +63,13 @@ class AnswerTimeouts:
 
 
 class RunningClock:
-    """Seconds that this process has waited, and run meanwhile.
+    """Counts the seconds for which this process has waited while it was running.
 
-    It is told the time in short ticks. One that lasts longer than a tick counts as a tick: the
-    process itself was stopped, or the machine slept.
+    A tick that takes longer than `tick` seconds counts as `tick`: this process was stopped, or the
+    machine was suspended.
 
     Args:
-        tick: Seconds between two calls, while all is well.
+        tick: Usual seconds between two calls of `advance`.
     """
 
     def __init__(self, tick: float) -> None:
@@ -77,6 +77,6 @@ class RunningClock:
         self.seconds = 0.0
 
     def advance(self, seconds: float) -> float:
-        """So much time has passed since the last call; all that counts until now."""
+        """Add the seconds since the last call, and return the total."""
         self.seconds += min(seconds, self.tick)
         return self.seconds

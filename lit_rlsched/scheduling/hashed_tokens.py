@@ -1,4 +1,4 @@
-"""Numbers for a regression from token ids, without a vocabulary."""
+"""Features of token ids for a linear regression."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from lit_rlsched.types import Sample
 
 
 class HashedTokens:
-    """Features `[N, size]` of prompt and first tokens, without a vocabulary.
+    """Hashes the tokens of samples into features `[N, size]`, without a vocabulary.
 
-    Signed hashing (Weinberger et al., arXiv 0902.2206) of single tokens and pairs of the prompt and
-    of the completion, and of its last tokens with their place counted from the end.
+    Signed feature hashing (Weinberger et al., arXiv 0902.2206) of the single tokens and the pairs
+    of prompt and completion, and of the completion's last tokens with their distance from its end.
 
     Args:
-        size: Columns that all of them share.
+        size: Number of features.
     """
 
     last = 4
@@ -24,13 +24,12 @@ class HashedTokens:
         self.size = size
 
     def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Hash the tokens of each sample, the prompt of each group once."""
+        """Hash the tokens of each sample; the prompt of each group only once."""
         groups = {sample.group.id: sample.group for sample in samples}
         at = {name: i for i, name in enumerate(groups)}
         ids, owners, _ = _flat([group.prompt.token_ids for group in groups.values()])
-        scale = (
-            np.bincount(owners, minlength=len(groups)).clip(1) ** -0.5
-        )  # long ones must not outweigh
+        # long prompts must not dominate
+        scale = np.bincount(owners, minlength=len(groups)).clip(1) ** -0.5
         prompts = np.zeros((len(groups), self.size))
         self._add(prompts, owners, 1, ids, scale[owners])
         keys, pair_owners = _pairs(ids, owners)
@@ -53,7 +52,7 @@ class HashedTokens:
         keys: np.ndarray,
         values: np.ndarray,
     ) -> None:
-        """Add each value to a column of its owner's row that key and salt decide."""
+        """Add each value to the feature of its owner that key and salt select."""
         bits = splitmix64(keys + splitmix64(np.atleast_1d(salt).astype(np.uint64)))
         signs = 1.0 - 2.0 * (bits >> np.uint64(63))
         columns = (bits % np.uint64(self.size)).astype(np.int64)
@@ -61,7 +60,7 @@ class HashedTokens:
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All values one after the other, the list each is from, and its place from that list's end."""
+    """All values, the index of each value's list, and its distance from that list's end."""
     sizes = np.array([len(values) for values in lists], dtype=np.int64)
     ids = np.fromiter((v for values in lists for v in values), np.uint64, int(sizes.sum()))
     ends = np.repeat(sizes.cumsum(), sizes)
@@ -69,13 +68,13 @@ def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _pairs(ids: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A key for each two neighbours of the same owner, and the owner."""
+    """A key for each pair of neighbours in one list, and the index of the list."""
     inside = owners[:-1] == owners[1:]
     return (splitmix64(ids[:-1]) + ids[1:])[inside], owners[1:][inside]
 
 
 def _unique(keys: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each key of an owner once, the owners, and how often it came."""
+    """Each distinct key of an owner, the owners, and the number of occurrences."""
     order = np.lexsort((keys, owners))
     keys, owners = keys[order], owners[order]
     first = np.ones(len(keys), dtype=bool)

@@ -1,4 +1,4 @@
-"""How many tokens a completion will still draw: predictors that learn from the run itself."""
+"""Predictors of completion lengths that learn from the run itself."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Sample
 
 BINS = 256
-"""Of the histogram of lengths; each is 5 % wider than the last, so the last begins at 344,000."""
+"""Bins of the length histogram, each 5 % wider than the last; the last one starts at 344,000."""
 
 
 class LengthPredictor(ABC):
-    """Predicts how long unfinished completions go on. All lengths are in tokens.
+    """Predicts how many tokens unfinished completions will still draw.
 
     Example::
 
@@ -24,64 +24,62 @@ class LengthPredictor(ABC):
     """
 
     revises: bool = False
-    """Whether a finished completion changes what is predicted for its unfinished siblings in the
-    same round."""
+    """Whether a finished completion changes the predictions for its unfinished siblings."""
 
     @abstractmethod
     def predict(self, samples: Sequence[Sample]) -> Sequence[float]:
-        """Tokens still to come of each completion, given what it has drawn so far.
+        """Predict the tokens to come of each completion, given those it has drawn.
 
-        Each should lie between 1 and `max_completion_length` minus what was drawn.
+        Predictions should lie between 1 and `max_completion_length` minus the drawn tokens.
         """
 
     def observe(self, samples: Sequence[Sample]) -> None:  # noqa: B027
         """Learn from finished completions."""
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:  # noqa: B027
-        """Learn how token ids become text, before the first `predict`."""
+        """Receive the function that decodes token ids, before the first `predict`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, in primitives and tensors."""
+        """State for checkpoints: primitives and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Restore what was learned."""
+        """Restore the state."""
 
 
 def drawn(samples: Sequence[Sample]) -> np.ndarray:
-    """Tokens each completion has, `[N]`."""
+    """Number of drawn tokens of each completion, `[N]`."""
     return np.array([len(sample.completion.token_ids) for sample in samples], dtype=float)
 
 
 def within_limit(samples: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
-    """Predictions `[N]` held between 1 and what each completion may still draw."""
+    """Clip predictions `[N]` to between 1 and the tokens that each completion may still draw."""
     caps = np.array([s.group.sampling.max_completion_length for s in samples], dtype=float)
     return np.clip(tokens, 1.0, np.maximum(caps - drawn(samples), 1.0))
 
 
 def tensor(values: np.ndarray) -> Any:
-    """A tensor, which `torch.load(weights_only=True)` takes; torch is imported for it alone."""
+    """Convert to a tensor, which `torch.load(weights_only=True)` accepts, unlike an array."""
     import torch
 
     return torch.tensor(values)
 
 
 class PromptHistory(LengthPredictor):
-    """What the run's lengths, and earlier completions of the same prompt, let expect.
+    """Predicts from the lengths of the run, and of earlier completions of the same prompt.
 
-    The run's lengths are kept as a histogram, in which old ones count ever less. A prompt scales it
-    by its own ratio: the decayed mean of its lengths over the run's mean at that time, shrunk
-    towards 1 where few were seen. Of a completion that has drawn `d` tokens, what is expected is
-    the mean residual life `E[L - d | L > d]` of the scaled histogram; where nothing as long was
-    ever seen, it is all that may still come.
+    A histogram holds the lengths of the run, with decaying weights. A prompt scales it by its own
+    ratio: the decayed mean of its lengths relative to the run's mean at that time, shrunk towards 1
+    while few are known. A completion of `d` tokens gets the mean residual life `E[L - d | L > d]`
+    of the scaled histogram, or the maximum if no completion was ever that long.
 
-    Memory: two numbers a prompt, for the `max_prompts` observed last, and a fixed histogram.
+    Memory: the histogram, and two numbers for each of the `max_prompts` prompts observed last.
 
     Args:
-        decay: Weight of a prompt's completion relative to the one seen after it.
-        shrinkage: Completions of a prompt that count as much as the run's mean.
+        decay: Weight of a prompt's completion relative to its next one.
+        shrinkage: Number of completions of a prompt that weigh as much as the run's mean.
         half_life: Completions of the run after which one counts half.
-        max_prompts: Prompts remembered.
+        max_prompts: Maximum number of prompts to remember.
     """
 
     def __init__(
@@ -103,12 +101,11 @@ class PromptHistory(LengthPredictor):
         self._prompts: dict[str, tuple[float, float]] = {}  # weight, weighted sum of ratios
 
     def ratio(self, uid: str) -> float:
-        """Length of a prompt's completions over the run's mean; 1 for an unseen prompt."""
+        """Mean length of a prompt's completions over the run's mean; 1 for an unknown prompt."""
         weight, total = self._prompts.get(uid, (0.0, 0.0))
         return (total + self.shrinkage) / (weight + self.shrinkage) if weight else 1.0
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
-        """Expect the mean residual life."""
         caps = np.array([s.group.sampling.max_completion_length for s in samples], dtype=float)
         weights, tokens = self._histogram[:, self._histogram[0] > 0]
         ratios = np.array([self.ratio(sample.group.prompt.uid) for sample in samples])
@@ -120,7 +117,7 @@ class PromptHistory(LengthPredictor):
         return within_limit(samples, expected - drawn(samples)).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Add to the histogram, then to each prompt its lengths over the run's mean."""
+        """Update the histogram, then the ratio of each prompt."""
         if not samples:
             return
         lengths = np.maximum(drawn(samples), 1.0)
@@ -138,7 +135,7 @@ class PromptHistory(LengthPredictor):
             del self._prompts[next(iter(self._prompts))]
 
     def state_dict(self) -> dict[str, Any]:
-        """The histogram, and the prompts in the order in which they would be forgotten."""
+        """The histogram and the ratios; the prompts observed last come last."""
         ratios = np.array(list(self._prompts.values()), dtype=float).reshape(-1, 2)
         return {
             "histogram": tensor(self._histogram),
@@ -147,25 +144,23 @@ class PromptHistory(LengthPredictor):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both."""
         self._histogram = state["histogram"].numpy().copy()
         ratios = [(weight, total) for weight, total in state["ratios"].tolist()]
         self._prompts = dict(zip(state["uids"], ratios, strict=True))
 
 
 class SiblingMax(LengthPredictor):
-    """As long as the longest sibling: Seer's estimate from within the round (arXiv 2511.14617).
+    """Predicts that siblings become as long as the longest of them (Seer, arXiv 2511.14617).
 
-    As soon as one completion of a group has finished, the others are expected to reach the longest
-    that the group has, finished or not; one that is the longest itself gets the history's residual
-    life. Until then the group's first completion counts as long as allowed, so that longest-first
-    lets it go ahead and probe. The others get the history's estimate: Seer also gives them the
-    limit, but keeps its probes in a queue of their own, and in a single queue the siblings of one
-    group would then delay the probe of the next.
+    Once a completion of a group has finished, the others are predicted to reach the length of the
+    group's longest completion; the longest itself gets the history's prediction. Before that, the
+    first completion of each group is predicted to reach the limit, so that `longest_first` starts
+    it first, as a probe; the others get the history's prediction. (Seer predicts the limit for all,
+    but keeps probes in a queue of their own. In a single queue the siblings of one group would
+    delay the probe of the next.)
 
     Args:
-        history: What is expected of a group of which nothing is known yet; a `PromptHistory()`
-            unless given.
+        history: Predicts while nothing is known of a group (default: `PromptHistory()`).
     """
 
     revises = True
@@ -174,7 +169,6 @@ class SiblingMax(LengthPredictor):
         self.history = history or PromptHistory()
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
-        """Expect what the longest sibling has more."""
         estimates = np.array(self.history.predict(samples))
         for i, sample in enumerate(samples):
             siblings = sample.group.completions
@@ -187,13 +181,10 @@ class SiblingMax(LengthPredictor):
         return within_limit(samples, estimates).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Learn what to expect of the next groups."""
         self.history.observe(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history's."""
         return self.history.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the history."""
         self.history.load_state_dict(state)

@@ -1,11 +1,11 @@
-"""Noise without a state: number `counter` of the stream `seed`, wherever it is asked for."""
+"""Stateless random numbers: each is a function of a seed and a position."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
 def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit numbers (Steele et al., 2014): the same on every platform."""
+    """Hash 64-bit integers (Steele et al., 2014); equal on all platforms."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -13,10 +13,9 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def counter_uniform(seeds: ArrayLike, counters: ArrayLike) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1): number `counters[i]` of the stream `seeds[i]`.
+    """Uniform numbers in [0, 1): number `counters[i]` of the stream with the seed `seeds[i]`.
 
-    A stream has no state to keep or to restore: splitmix64 hashes its name and the position.
-    `engines.sampling.counter_uniform` is the same for tensors.
+    `engines.sampling.counter_uniform` computes the same on tensors.
 
     Args:
         seeds: Integers of 64 bits, signed or not; broadcast with `counters`.

@@ -1,4 +1,4 @@
-"""How many devices a round's model is split over, by how often requests lost their cache."""
+"""RollPacker's parallelism planner: choose tensor-parallel sizes from the rounds' preemptions."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,55 +7,53 @@ from typing import Any, Literal
 RoundKind = Literal["short", "long"]
 
 RISE = 1.05
-"""Times the average above which preemptions rise (RollPacker, section 4.2)."""
+"""Preemptions rise if they exceed this multiple of their average (RollPacker, section 4.2)."""
 QUIET_ROUNDS = 4
-"""Rounds in a row without a preemption after which the size is halved (the same)."""
+"""Rounds in a row without a preemption after which the size is halved (same section)."""
 SMOOTHING = 0.5
 """Weight of the newest round in the average."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one kind of rounds."""
-
     size: int
     average: float | None = 0.0
-    """Of preemptions; `None`: the next round sets it."""
+    """Moving average of preemptions; `None`: the next round sets it."""
     quiet: int = 0
     """Rounds in a row without a preemption."""
     patience: int = QUIET_ROUNDS
-    """As many of them halve the size."""
+    """Quiet rounds after which the size is halved."""
     halved: bool = False
-    """Whether the last change was to halve, and may yet be wrong."""
+    """Whether the last change was a halving that may still prove wrong."""
     cooling: bool = False
-    """Whether the next round changes nothing."""
+    """Whether the next round does not change the size."""
 
 
 class TensorParallelPlanner:
-    """Chooses the tensor-parallel size of each kind of rounds from the preemptions of earlier ones.
+    """Chooses the tensor-parallel size of each kind of round from the preemptions of past rounds.
 
     RollPacker (arXiv 2509.21009, section 4.2). More devices per replica mean fewer copies of the
-    weights, and so more key-value cache: a size doubles when the preemptions of its kind rise above
-    1.05 times their moving average, and halves after four rounds of its kind without any. Sizes are
-    powers of two: a group stays inside one node. What the paper leaves open:
+    weights and thus more key-value cache. A size doubles when the preemptions of its kind of round
+    exceed 1.05 times their moving average, and halves after four rounds of that kind without any.
+    Sizes are powers of two, so that a group stays inside one node. Details that the paper leaves
+    open:
 
-    - The average starts at zero, as if the first size had been profiled: a run that preempts from
-      the start doubles after its first round. After a doubling the next round sets the average
-      anew, so that what is left, at another size, is no rise.
-    - After a change the next round of that kind changes nothing.
-    - A halving that is taken back before as many quiet rounds was wrong, and twice as many must
-      come before the next: the same size is not tried every few rounds for ever.
+    - The average starts at 0, as if the first size had been profiled: a run that preempts in its
+      first round doubles after it. The first round after a doubling sets the average.
+    - The first round after a change does not change the size again.
+    - If a halving is undone before as many quiet rounds have passed, the next halving needs twice
+      as many, so that the planner does not alternate between two sizes.
 
-    It says a size; where the devices come from is the engine's business: whether other replicas
-    give way (`dp * tp` constant) or idle devices are taken.
+    The planner only names a size. The engine decides where the devices come from: from other
+    replicas (`dp * tp` constant) or from idle devices.
 
     Args:
-        size: That both kinds begin with.
+        size: First size of both kinds.
         maximum: Largest size.
         minimum: Smallest size.
 
     Raises:
-        ValueError: a size is no power of two, or they are out of order.
+        ValueError: a size is not a power of two, or `size` is out of bounds.
 
     Example:
         >>> planner = TensorParallelPlanner(size=1, maximum=8)
@@ -76,34 +74,36 @@ class TensorParallelPlanner:
         self._kinds: dict[RoundKind, _Kind] = {"short": _Kind(size), "long": _Kind(size)}
 
     def size(self, kind: RoundKind) -> int:
-        """Of the next round of that kind."""
         return self._kinds[kind].size
 
     def observe(self, kind: RoundKind, preemptions: int) -> None:
-        """Learn from a round that was drawn with the size of its kind."""
+        """Update the size from a round that ran with the size of its kind."""
         state = self._kinds[kind]
         self._proven.add(state.size)
         average = state.average
-        state.average = preemptions if average is None else _mix(average, preemptions)
+        rise = preemptions - (average or 0.0)
+        state.average = preemptions if average is None else average + SMOOTHING * rise
         state.quiet = 0 if preemptions else state.quiet + 1
         if state.cooling:
             state.cooling = False
         elif average is not None and preemptions > RISE * average:
-            self._double(state)
+            if state.size < self.maximum:
+                state.patience *= 2 if state.halved else 1
+                self._change(state, 2 * state.size, average=None)
         elif state.quiet >= state.patience:
             state.halved = False
             if state.size > self.minimum:
                 self._change(state, state.size // 2, average=0.0)
 
     def exclude(self, size: int, working: int) -> bool:
-        """Stay within the sizes that work, as this one turned out not to.
+        """Limit sizes to those that work, after an engine did not start with `size`.
 
         Args:
-            size: Larger or smaller than all that rounds were drawn with.
-            working: One that works.
+            size: The size that failed.
+            working: A size that works.
 
         Returns:
-            Whether it is. Nothing changes where it has worked before.
+            Whether the limits changed. They do not if `size` lies within those that have worked.
         """
         proven = self._proven | {working}
         if size > max(proven):
@@ -119,16 +119,17 @@ class TensorParallelPlanner:
         return True
 
     def restart(self, kind: RoundKind, working: int, start: Callable[[int], None]) -> str | None:
-        """Start an engine with the size of the next round, or with another if it does not start.
+        """Restart the engine with the size of the next round, or with another one if that fails.
+
+        An error at a size that has worked before is raised: it has another cause.
 
         Args:
-            kind: Of the next round.
-            working: Size that the engine has.
-            start: Starts it anew with a size.
+            kind: Kind of the next round.
+            working: Current size of the engine.
+            start: Restarts the engine with a size.
 
         Returns:
-            What to tell the user where it did not start. What it raises with a size that has worked
-            before is raised: then something else is wrong.
+            A warning for the user if the engine did not start with the planned size.
         """
         size = self.size(kind)
         try:
@@ -144,23 +145,15 @@ class TensorParallelPlanner:
             )
         return None
 
-    def _double(self, state: _Kind) -> None:
-        if state.size == self.maximum:
-            return
-        if state.halved:
-            state.patience *= 2
-        self._change(state, 2 * state.size, average=None)
-
     def _change(self, state: _Kind, size: int, average: float | None) -> None:
         state.halved = size < state.size
         state.size, state.average, state.quiet, state.cooling = size, average, 0, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes and what they follow from."""
         return {kind: asdict(state) for kind, state in self._kinds.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with those of a checkpoint, as far as the limits of this run allow."""
+        """Restore the state, with sizes brought within the limits of this run."""
         for kind in self._kinds:
             state = _Kind(**state_dict[kind])
             state.size = min(max(state.size, self.minimum), self.maximum)
@@ -168,7 +161,7 @@ class TensorParallelPlanner:
 
 
 def check_bounds(minimum: int, maximum: int | None) -> None:
-    """Refuse bounds that leave no size between them; a `maximum` of `None` is not known yet.
+    """Refuse bounds without a size between them; a `maximum` of `None` is not known yet.
 
     Raises:
         ValueError: names the arguments, their values and what works.
@@ -182,7 +175,7 @@ def check_bounds(minimum: int, maximum: int | None) -> None:
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Refuse what is no power of two; `None` is a size that is not known yet.
+    """Refuse sizes that are not powers of two; `None` is a size that is not known yet.
 
     Raises:
         ValueError: names the argument, its value and what works.
@@ -193,7 +186,3 @@ def check_sizes(**sizes: int | None) -> None:
                 f"`ParallelismPlanner`: `{name}={n!r}`: must be a power of two, such as 1, 2, 4 "
                 "or 8."
             )
-
-
-def _mix(average: float, new: float) -> float:
-    return average + SMOOTHING * (new - average)

@@ -1,8 +1,13 @@
-"""Which slot decodes which completions when their lengths are known beforehand.
+"""Planning which slot decodes which completions when their lengths are known.
 
-The offline stage of Infinite Sampling's scheduler (arXiv 2506.22950). Slots are identical
-machines, completions are jobs, a job takes as many decode steps as the completion is long, and the
-plan keeps the makespan small: the step in which the last slot is done. That is P||Cmax.
+The offline stage of Infinite Sampling's scheduler (arXiv 2506.22950). Slots are identical machines,
+completions are jobs, and a plan keeps the makespan (the step in which the last slot is done) small:
+the problem P||Cmax. A plan has one queue of indices into `lengths` per slot, longest job first and
+equal jobs in the order of `lengths`.
+
+All functions take `lengths`, the decode steps of each job; the number of `slots`; and `loads`, the
+decode steps for which each slot is still busy (default: 0). They raise `ValueError` if `slots` is
+less than 1, a length or load is negative or not finite, or `loads` has not one value per slot.
 """
 
 import heapq
@@ -10,28 +15,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# What `plan_makespan` may spend: pairs of jobs that are looked at for a swap (nanoseconds each),
-# and loads in the states of the search (some 50 ns each).
+# Limits of the work in `plan_makespan`: pairs of jobs tried for a swap (nanoseconds each), and
+# loads in the states of the search (about 50 ns each).
 _MAX_PAIRS = 8_000_000
 _MAX_CELLS = 1_000_000
 
-_STEP_CELLS = 500  # what a step of the search costs however few states there are, in cells
-_ROUNDING = 1e-9  # this close to the bound is optimal, as bounds of floats are rounded down
+_STEP_CELLS = 500  # fixed cost of one step of the search, in loads
+_ROUNDING = 1e-9  # a plan this close to the bound is optimal: bounds of floats are rounded down
 
 Steps = Sequence[float] | np.ndarray
 
 
 def makespan(queues: Sequence[Sequence[int]], lengths: Steps, loads: Steps | None = None) -> float:
-    """Decode steps until the last queue is done; an int when lengths and loads are.
-
-    Args:
-        queues: One a slot, of indices into `lengths`.
-        lengths: Decode steps of each job.
-        loads: Decode steps that each slot is busy with before its queue begins. None: none.
-
-    Raises:
-        ValueError: a length or load is negative or not finite, or `loads` is not one a queue.
-    """
+    """Decode steps until the last of the plan's queues is done; an int if all inputs are ints."""
     jobs, busy = (steps.tolist() for steps in _check(lengths, len(queues), loads))
     return max(
         (sum((jobs[i] for i in queue), start) for queue, start in zip(queues, busy, strict=True)),
@@ -40,20 +36,11 @@ def makespan(queues: Sequence[Sequence[int]], lengths: Steps, loads: Steps | Non
 
 
 def lower_bound(lengths: Steps, slots: int, loads: Steps | None = None) -> float:
-    """Decode steps that no plan can beat; an int when lengths and loads are.
+    """Decode steps that no plan can beat; an int if all inputs are ints.
 
-    The largest of: the longest job after the smallest load; the level to which the jobs fill the
-    slots if they can be cut up; and, as of the `k * slots + 1` longest jobs and loads some
-    `k + 1` share a slot, the sum of the `k + 1` shortest of these, for every k.
-
-    Args:
-        lengths: Decode steps of each job.
-        slots: Jobs that decode at once.
-        loads: Decode steps that each slot is busy with already. None: none.
-
-    Raises:
-        ValueError: `slots` is less than 1, a length or load is negative or not finite, or `loads`
-            is not one a slot.
+    The largest of three bounds: the longest job after the smallest load; the level to which the
+    jobs would fill the slots if they could be cut up; and, for every k, the `k + 1` shortest of the
+    `k * slots + 1` longest jobs and loads, since some slot has `k + 1` of these.
     """
     check_slots(slots)
     jobs, busy = _check(lengths, slots, loads)
@@ -72,22 +59,10 @@ def lower_bound(lengths: Steps, slots: int, loads: Steps | None = None) -> float
 
 
 def longest_first(lengths: Steps, slots: int, loads: Steps | None = None) -> list[list[int]]:
-    """The longest waiting job always goes to the slot that is free first (LPT, Graham 1969).
+    """Give the longest waiting job to the slot that is free first (LPT, Graham 1969).
 
-    At most 4/3 - 1/(3 slots) times the shortest makespan, or 3/2 - 1/(2 slots) times with `loads`
-    (Lee 1991).
-
-    Args:
-        lengths: Decode steps of each job.
-        slots: Jobs that decode at once.
-        loads: Decode steps that each slot is busy with already. None: none.
-
-    Returns:
-        One queue of indices into `lengths` a slot, longest first and of equal ones the first first.
-
-    Raises:
-        ValueError: `slots` is less than 1, a length or load is negative or not finite, or `loads`
-            is not one a slot.
+    The makespan is at most 4/3 - 1/(3 slots) times the shortest, or 3/2 - 1/(2 slots) times the
+    shortest with `loads` (Lee 1991).
     """
     check_slots(slots)
     jobs, busy = _check(lengths, slots, loads)
@@ -98,31 +73,21 @@ def longest_first(lengths: Steps, slots: int, loads: Steps | None = None) -> lis
 def plan_makespan(
     lengths: Steps, slots: int, epsilon: float = 0.1, loads: Steps | None = None
 ) -> list[list[int]]:
-    """Which slot runs which jobs, so that all are done early.
+    """Plan with a small makespan, never larger than that of `longest_first`.
 
-    Starts from `longest_first`, then swaps jobs of the fullest slot with others while that helps.
-    What is not optimal by `lower_bound` then goes through the approximation scheme for a fixed
-    number of slots (Sahni 1976; Horowitz and Sahni 1976): jobs are placed longest first, a state
-    is the slots' sorted loads, states alike up to `epsilon * lower_bound / (2 * n)` are merged,
-    and those no better than the plan at hand are dropped.
+    Start from `longest_first` and swap jobs of the fullest slot with others while that helps. If
+    `lower_bound` does not prove the result optimal, continue with the approximation scheme for a
+    fixed number of slots (Sahni 1976; Horowitz and Sahni 1976): place jobs longest first; a state
+    is the sorted loads of the slots; merge states that are equal up to
+    `epsilon * lower_bound / (2 * n)`, and drop states no better than the plan found so far.
 
-    The makespan is at most `1 + epsilon` times the shortest one if it is at most that multiple of
-    `lower_bound` or the search came to its end. States grow exponentially with `slots`: beyond 20
-    jobs on 4 or more slots the search mostly gives up, and the bound of `longest_first` holds,
-    than which the plan is never worse.
-
-    Args:
-        lengths: Decode steps of each job.
-        slots: Jobs that decode at once.
-        epsilon: How much longer than the shortest makespan is good enough.
-        loads: Decode steps that each slot is busy with already. None: none.
-
-    Returns:
-        One queue of indices into `lengths` a slot, longest first and of equal ones the first first.
+    The makespan is at most `1 + epsilon` times the shortest if it is at most that multiple of
+    `lower_bound`, or if the search completes. The number of states grows exponentially with
+    `slots`: beyond 20 jobs on 4 or more slots the search usually stops at its limit, and only the
+    guarantee of `longest_first` is left.
 
     Raises:
-        ValueError: `epsilon` is not positive, `slots` is less than 1, a length or load is negative
-            or not finite, or `loads` is not one a slot.
+        ValueError: `epsilon` is not positive, or as in the module's docstring.
     """
     if not epsilon > 0:
         raise ValueError(f"`epsilon={epsilon}`: use more than 0, such as 0.1 for 10 %.")
@@ -136,7 +101,7 @@ def plan_makespan(
     plans.append(_queues(_swap(jobs, slot_of, busy, lower), order, slots))
     best = min(makespan(plan, lengths, loads) for plan in plans)
     if best > lower * (1 + _ROUNDING):
-        certain = best <= lower * (1 + epsilon)  # good enough already: a quick try
+        certain = best <= lower * (1 + epsilon)  # good enough: search only a little
         cells = _MAX_CELLS // 16 if certain else _MAX_CELLS
         grain = max(epsilon * lower / (2 * len(jobs)), best * 2**-50)
         found = _search(jobs, busy, best, grain, cells)
@@ -146,7 +111,7 @@ def plan_makespan(
 
 
 def _list_schedule(jobs: np.ndarray, busy: np.ndarray) -> np.ndarray:
-    """The slot of each job when it goes to the one that is free first."""
+    """The slot of each job when each job in turn goes to the slot that is free first."""
     free = [(load, slot) for slot, load in enumerate(busy.tolist())]
     heapq.heapify(free)
     slot_of = np.empty(len(jobs), np.int64)
@@ -157,7 +122,7 @@ def _list_schedule(jobs: np.ndarray, busy: np.ndarray) -> np.ndarray:
 
 
 def _swap(jobs: np.ndarray, slot_of: np.ndarray, busy: np.ndarray, lower: float) -> np.ndarray:
-    """Swap a job of the fullest slot so that both slots end lowest, as long as that helps."""
+    """Swap a job of the fullest slot where it lowers both slots the most, while that helps."""
     home = slot_of.copy()
     loads = busy.copy()
     np.add.at(loads, home, jobs)
@@ -183,13 +148,13 @@ def _swap(jobs: np.ndarray, slot_of: np.ndarray, busy: np.ndarray, lower: float)
 def _search(
     jobs: np.ndarray, busy: np.ndarray, best: float, grain: float, max_cells: int
 ) -> np.ndarray | None:
-    """The slot of each job in a plan below `best`; None if there is none or it takes too long."""
+    """The slot of each job in a plan below `best`; None if there is none or the limit is hit."""
     states = np.sort(busy)[None]
     history = []
     cells = 0
     for job in jobs:
         fits = states + job < best
-        fits[:, 1:] &= states[:, 1:] != states[:, :-1]  # slots alike lead to the same state
+        fits[:, 1:] &= states[:, 1:] != states[:, :-1]  # equal slots lead to the same state
         parent, rank = np.nonzero(fits)
         cells += parent.size * len(busy) + _STEP_CELLS
         if not parent.size or cells > max_cells:
@@ -216,7 +181,7 @@ def _search(
 
 
 def _first_of_each(rows: np.ndarray) -> np.ndarray:
-    """An index of every distinct row."""
+    """The index of the first of each group of equal rows."""
     order = np.lexsort(rows.T)
     new = np.ones(len(order), bool)
     new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
@@ -236,13 +201,13 @@ def check_slots(slots: int) -> None:
 
 
 def _check(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray, np.ndarray]:
-    """Jobs and loads as arrays of one dtype: int64, or float64 if any of them is a float."""
+    """Jobs and loads as arrays of one dtype: int64, or float64 if any value is a float."""
     jobs = check_steps("lengths", lengths)
     busy = check_steps("loads", [0] * slots if loads is None else loads)
     if len(busy) != slots:
         raise ValueError(
-            f"`loads` has {len(busy)} values for {slots} slots: give one a slot, 0 for one that is "
-            "free."
+            f"`loads` has {len(busy)} values for {slots} slots: give one per slot, 0 for a free "
+            "slot."
         )
     dtype = np.result_type(jobs, busy)
     return jobs.astype(dtype), busy.astype(dtype)

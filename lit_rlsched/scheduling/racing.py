@@ -1,4 +1,4 @@
-"""Races: rounds that begin more than they train on, and train on what is ready first."""
+"""Racing rounds: start more prompts than an update needs, and train on the first ones ready."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,33 +13,32 @@ Race = Literal["prompt", "completion"]
 Reuse = Literal["drafts"]
 
 PATIENCE = 5.0
-"""Seconds of a round for which a race waits for scores before others may overtake."""
+"""Seconds per round for which a race waits for scores before others may overtake."""
 
 
 class RacingRound(RoundRule):
-    """The race of a round: who is ahead, when it is over, what becomes of those who lost.
+    """A race between the prompts of a round for the places of an update.
 
-    Prompts are ahead in the order in which their last completion is decoded. The round is over once
-    those that are ahead, an update's worth, are scored; while `patience` lasts others do not
-    overtake them, however late their scores come. The others stay in the pool. With
-    `race="completion"` the completions of a prompt race in the same way: the first
-    `num_generations` of more are kept.
+    Prompts rank in the order in which their last completion is decoded. The first
+    `update_prompts` of them win, and the round ends once these are scored. While `patience` lasts,
+    no other prompt overtakes them, however late their scores come. The losers stay in the pool.
+    With `race="completion"` the completions of a prompt race in the same way: more than
+    `num_generations` start, and the first of them are kept.
 
-    With `shares` each domain races for itself: it has a quota of each update, and more prompts than
-    that are begun of it.
+    With `shares` each domain has its own race: a quota of each update, and more prompts than that
+    in the round.
 
     Args:
         update_prompts: Prompts of an update.
-        num_generations: Completions of a prompt that are trained on.
+        num_generations: Completions per prompt that are trained on.
         prompt_ratio: Prompts of a race, as a multiple of `update_prompts`.
-        completion_ratio: Completions of a fresh prompt that are begun, as a multiple of
-            `num_generations`, if single completions race.
-        race: Whether only prompts race, each with all its completions, or also the completions of
-            a prompt.
+        completion_ratio: With `race="completion"`: completions to start for a fresh prompt, as a
+            multiple of `num_generations`.
+        race: Whether only prompts race, or also the completions of each prompt.
         patience: See `RoundRule`.
-        reuse: Whether what losers had drawn is kept for a later round to verify.
-        shares: Of each domain in an update; they add up to 1. By default prompts of all domains
-            race together.
+        reuse: Whether losers keep their tokens as drafts for a later round to verify.
+        shares: Share of each domain in an update; they add up to 1. By default prompts of all
+            domains race together.
 
     Raises:
         ValueError: A domain has no prompt in an update.
@@ -63,69 +62,59 @@ class RacingRound(RoundRule):
         self.shares = shares
         self.quotas = quotas(shares, update_prompts)
         self._ratio = completion_ratio if race == "completion" else 1.0
-        self._begun = self.launched(num_generations)
-        self.stops_groups = self._begun > num_generations
+        self.stops_groups = self.launched(num_generations) > num_generations
         self._raced_of = {domain: at_least(prompt_ratio, n) for domain, n in self.quotas.items()}
         self._raced = sum(self._raced_of.values())
         self.ends_early = self._raced > update_prompts
-        # those that lost, until they fill a round of their own
+        # losers wait until they fill a round of their own
         self.most_deferred = update_prompts - 1 if self.ends_early else 0
 
     def domain_of(self, prompt: Prompt) -> str | None:
-        """Its column `domain`, where domains race for themselves."""
         return None if self.shares is None else domain_of(prompt)
 
     def check_domains(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts without a domain or of another, and domains with too few prompts."""
         if self.shares is not None:
             check_domains(prompts, self._raced_of, self.most_deferred)
 
     def launched(self, num_generations: int) -> int:
-        """More than are trained on, where they race."""
         return at_least(self._ratio, num_generations)
 
     def most_prompts(self) -> int:
-        """Those of a race."""
         return self._raced
 
     def done(self, state: RoundState) -> bool:
-        """When an update's worth is scored, and can be trained on."""
-        ahead = self._enough_ahead(state)
-        return bool(ahead) and all(group.complete for group in ahead)
+        winners = self._all_winners(state)
+        return bool(winners) and all(group.complete for group in winners)
 
     def discards(self, state: RoundState) -> bool:
-        """Where there is a race."""
         return len(state.planned) > self.update_prompts
 
     def final_groups(self, state: RoundState) -> Sequence[Group]:
-        """An update's worth of those that were decoded first."""
         final = state.decoded[: state.final]
-        return self._first((group for group in final if not useless(group)), state)
+        return self._take_places((group for group in final if not useless(group)), state)
 
     def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
-        """The first that are scored, as many as are trained on, where they race."""
-        ahead = self._ahead_of(group.id, state)
-        if len(ahead) < self.num_generations or not all(c.scored for c in ahead):
+        """The first `num_generations` completions once they are scored, sorted by index."""
+        winners = self._winners_of(group.id, state)
+        if len(winners) < self.num_generations or not all(c.scored for c in winners):
             return None
-        return sorted(ahead, key=lambda c: c.index)
+        return sorted(winners, key=lambda c: c.index)
 
     def awaits(self, state: RoundState) -> bool:
-        """Where those that are ahead are not scored."""
-        if not all(group.complete for group in self._enough_ahead(state)):
+        if not all(group.complete for group in self._all_winners(state)):
             return True
-        races = (g for g in state.planned if len(g.completions) > self.num_generations)
+        racing = (g for g in state.planned if len(g.completions) > self.num_generations)
         return any(
-            len(ahead) == self.num_generations and not all(c.scored for c in ahead)
-            for ahead in (self._ahead_of(group.id, state) for group in races)
+            len(winners) == self.num_generations and not all(c.scored for c in winners)
+            for winners in (self._winners_of(group.id, state) for group in racing)
         )
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        """Trained on: the groups that were ready first, as many as an update has.
+        """Train on the winners; the losers stay, with `num_generations` completions each.
 
-        Groups whose completions are all dropped go with them, so that they leave the pool.
-        The others stay in the pool, with as many completions as are trained on.
+        Groups whose completions are all dropped count as trained on, so that they leave the pool.
         """
-        won = {group.id for group in self._ahead(state) if group.complete}
+        won = {group.id for group in self._winners(state) if group.complete}
         trained, left = [], []
         for group in groups:
             if group.id in won or useless(group):
@@ -136,41 +125,38 @@ class RacingRound(RoundRule):
                 left.append(replace(group, completions=kept, deferred=group.deferred + 1))
         return trained, left
 
-    def _ahead(self, state: RoundState) -> list[Group]:
-        """An update's worth of what is decoded, or, once patience is over, of what is scored."""
-        decoded = state.decoded
-        able = (g for g in decoded if (state.patient or g.complete) and not useless(g))
-        return self._first(able, state)
+    def _winners(self, state: RoundState) -> list[Group]:
+        """The first groups: of those decoded, or of those scored once patience is over."""
+        able = (g for g in state.decoded if (state.patient or g.complete) and not useless(g))
+        return self._take_places(able, state)
 
-    def _enough_ahead(self, state: RoundState) -> list[Group]:
-        """What is ahead, where it is an update's worth; else nothing."""
+    def _all_winners(self, state: RoundState) -> list[Group]:
+        """The winners if all places of the update are taken, else an empty list."""
         if len(state.decoded) < self.update_prompts:
-            return []  # asked in every step
-        ahead = self._ahead(state)
-        return ahead if len(ahead) == self.update_prompts else []
+            return []  # the usual case, asked in every step
+        winners = self._winners(state)
+        return winners if len(winners) == self.update_prompts else []
 
-    def _first(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
-        """The first, as many as an update has of each domain."""
-        left = dict(self.quotas)
-        return [group for group in groups if self._takes_place(group, left)]
+    def _take_places(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
+        """Those of `groups` that get a place in the update: the first ones of each domain."""
+        places = dict(self.quotas)
+        return [group for group in groups if self._takes_place(group, places)]
 
-    def _takes_place(self, group: Group, left: dict[str | None, int]) -> bool:
-        """Whether its domain has a place `left`, which it then takes."""
+    def _takes_place(self, group: Group, places: dict[str | None, int]) -> bool:
+        """Take a place of the group's domain; false if none is left."""
         domain = self.domain_of(group.prompt)
-        left[domain] -= 1
-        return left[domain] >= 0
+        places[domain] -= 1
+        return places[domain] >= 0
 
-    def _ahead_of(self, group_id: str, state: RoundState) -> list[Completion]:
-        """Of a group's completions those that are ahead, where they race."""
-        if self._begun == self.num_generations:
-            return []
+    def _winners_of(self, group_id: str, state: RoundState) -> list[Completion]:
+        """The first completions of a group where completions race."""
         finished = state.finished.get(group_id, [])
-        if len(finished) < self.num_generations:
-            return []  # asked in every step
+        if not self.stops_groups or len(finished) < self.num_generations:
+            return []  # the usual case, asked in every step
         able = (c for c in finished if (state.patient or c.scored) and not c.dropped)
         return list(islice(able, self.num_generations))
 
 
 def useless(group: Group) -> bool:
-    """Whether nothing of it can be trained on: it was filtered, or every completion is bad."""
+    """Whether nothing of a group can be trained on: all its completions are scored and dropped."""
     return group.complete and all(c.dropped for c in group.completions)

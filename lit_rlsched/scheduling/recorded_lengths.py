@@ -1,4 +1,4 @@
-"""Lengths that are known in advance: recorded ones, and those of a simulation."""
+"""Completion lengths known in advance: drawn from a distribution, or recorded."""
 
 import json
 import math
@@ -16,14 +16,14 @@ from lit_rlsched.types import Request, Sample, stable_hash
 
 
 class LogNormalLengths:
-    """Completion lengths with a long tail: `round(median * exp(sigma * z))`, at least 1.
+    """Log-normal completion lengths: `round(median * exp(sigma * z))`, at least 1.
 
     Args:
-        median: half of the completions are longer than this.
-        sigma: standard deviation of the logarithm; about 1 for reasoning models.
-        seed: another seed, other lengths.
-        key: what a length belongs to. By `id`, a resumed request keeps its length; by `seed`, a
-            request drawn again under a new seed gets a new one.
+        median: Median length.
+        sigma: Standard deviation of the logarithm; about 1 for reasoning models.
+        seed: Seed of the lengths.
+        key: Field of the request that decides its length. With `id`, a resumed request keeps its
+            length; with `seed`, a request drawn again under a new seed gets a new one.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class LogNormalLengths:
 
 
 class TraceLengths:
-    """Completion lengths that were recorded, or given one by one.
+    """Recorded completion lengths.
 
     Args:
-        lengths: lengths by request id, or a plain list of which every id takes one by its hash. A
-            path is a Parquet or JSONL file like the spans of a `RolloutTrace`, with columns
-            `tokens` and, to replay the lengths request by request, `request`; or the folder
-            `traces/` that `RolloutLogger(save_trace=True)` fills, all rounds of it.
+        lengths: Lengths by request id; or a list of which each id takes one by its hash; or the
+            path of a Parquet or JSONL file like the spans of a `RolloutTrace`, with the column
+            `tokens` and optionally `request`; or the folder `traces/` that
+            `RolloutLogger(save_trace=True)` writes, with all its rounds.
     """
 
     def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
@@ -68,10 +68,10 @@ class TraceLengths:
 
 
 class RecordedCompletions:
-    """Completions that were drawn before, to be drawn again token by token.
+    """Recorded completions, to be drawn again token by token.
 
     Args:
-        token_ids: the tokens of each completion, the last one included, by request id.
+        token_ids: All tokens of each completion, by request id.
     """
 
     def __init__(self, token_ids: Mapping[str, Sequence[int]]) -> None:
@@ -81,10 +81,10 @@ class RecordedCompletions:
         return len(self.token_ids(request))
 
     def token_ids(self, request: Request) -> Sequence[int]:
-        """The whole completion, whatever the request has as its prefix.
+        """All tokens of the request's completion, its prefix included.
 
         Raises:
-            ValueError: there is none, or it ends within the prefix.
+            ValueError: there is none, or the prefix is not shorter than the completion.
         """
         tokens = self._token_ids.get(request.id, ())
         if not tokens:
@@ -98,31 +98,22 @@ class RecordedCompletions:
 
 
 class Oracle(LengthPredictor):
-    """Knows the lengths: the bound that a predictor could reach, for simulations and tests.
+    """Knows all lengths: the bound of what a predictor can achieve, for simulations and tests.
 
     Args:
-        trace: Lengths by request id (`<group id>/<index>`); or a Parquet or JSONL file with columns
-            `request` and `tokens`, like the spans of a `RolloutTrace`; or the folder `traces/` of
-            a run with `RolloutLogger(save_trace=True)`, whose completions a run with the same
-            settings draws again.
+        trace: Lengths by request id (`<group id>/<index>`); or a path as in `TraceLengths`, with
+            the column `request`. A run with the same settings draws the same lengths again.
 
     Raises:
-        ValueError: The file does not say which request each length belongs to.
+        ValueError: The file does not exist, or does not name the request of each length.
     """
 
     def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
-        if isinstance(trace, str | Path):
-            if not Path(trace).exists():
-                raise ValueError(
-                    f"`Oracle(trace={str(trace)!r})`: there is no such file or folder."
-                )
-            recorded = TraceLengths(trace).lengths
-        else:
-            recorded = trace
+        recorded = TraceLengths(trace).lengths if isinstance(trace, str | Path) else trace
         if not isinstance(recorded, Mapping) or not recorded:
             raise ValueError(
-                f"`Oracle(trace={trace!r:.80})` does not say which request each length belongs to. "
-                "Give lengths by request id, or a trace with a column `request`."
+                f"`Oracle(trace={trace!r:.80})` does not name the request of each length. Give "
+                "lengths by request id, or a trace with a column `request`."
             )
         self.lengths = recorded
 
@@ -133,11 +124,11 @@ class Oracle(LengthPredictor):
 
 
 def _read(path: Path) -> Mapping[str, int] | list[int]:
-    """Read lengths; the spans of a request that was resumed add up."""
-    if path.is_dir():
-        table = [row for file in sorted(path.glob("*_spans.parquet")) for row in _rows(file)]
-    else:
-        table = _rows(path)
+    """Read lengths; the spans of a resumed request add up."""
+    if not path.exists():
+        raise ValueError(f"trace {str(path)!r}: there is no such file or folder")
+    files = sorted(path.glob("*_spans.parquet")) if path.is_dir() else [path]
+    table = [row for file in files for row in _rows(file)]
     if not table or "tokens" not in table[0]:
         raise ValueError(f"trace {str(path)!r} needs rows with a column `tokens`, as spans have")
     if "request" not in table[0]:

@@ -1,4 +1,4 @@
-"""When a round ends and what becomes of what did not finish."""
+"""The interface of round rules: which prompts a round decodes, when it ends, what remains."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,102 +10,108 @@ from lit_rlsched.types import Completion, Group, Prompt
 
 @dataclass(slots=True)
 class RoundState:
-    """What a rule may look at: what is planned, and what is decoded of it.
+    """What a rule may look at while a round decodes.
 
-    Unless a rule races for scores they do not count, and so neither does how long reward
-    functions take: when a round ends follows from its seeds and its schedule alone.
+    Only rules that race look at scores. For all others the end of a round does not depend on how
+    long reward functions take, but on seeds and schedule alone.
     """
 
     planned: list[Group]
     completions: int
+    """Completions of all planned groups."""
     decoded: list[Group] = field(default_factory=list)
-    """Groups of which all is decoded, in the order of the steps in which they were, then of the
-    pool."""
+    """Groups whose completions are all decoded, by the step in which that happened, then in the
+    order of the pool."""
     completions_decoded: int = 0
     finished: dict[str, list[Completion]] = field(default_factory=dict)
-    """Completions of each group that are decoded, in that order."""
+    """Decoded completions of each group, in the same order."""
     stopped: dict[str, list[Completion]] = field(default_factory=dict)
-    """Completions of each group that were taken out of it, as it needed no more."""
+    """Completions that were removed from each group because it had `enough`."""
     patient: bool = False
-    """Whether a race still waits for the scores of those that are ahead."""
+    """Whether the round still waits for the scores of those that were decoded first."""
     final: int = 0
-    """How many of `decoded`, the first ones, nothing can come before any more: those of earlier
-    steps."""
+    """Length of the prefix of `decoded` whose order is final: the groups of earlier steps."""
 
 
 class RoundRule(ABC):
-    """Decides which prompts a round takes, when it is over, and what becomes of the rest."""
+    """Decides which prompts a round decodes, when it ends, and what becomes of the rest.
+
+    Rules have no side effects.
+    """
 
     update_prompts: int
-    """Prompts that a round trains on, unless fewer are left, or more are ready at once."""
+    """Prompts that a round trains on, unless fewer are left or more finish in the same step."""
     max_staleness: int | None = 0
-    """Policy versions that may lie between a completion's first token and the round: an older one
-    is begun anew. 0: every token of a round is of one version; `None`: no limit."""
+    """Maximum number of policy versions between a completion's first token and the round. An older
+    completion is restarted. 0: all tokens of a round have one version; `None`: no limit."""
     most_deferred = 0
-    """Prompts that may wait in the pool beside those of a round."""
+    """Maximum number of prompts that wait in the pool beside those of a round."""
     ends_early = False
-    """Whether rounds end before all that they may decode is decoded."""
+    """Whether rounds may end before all planned completions are decoded."""
     stops_groups = False
-    """Whether a group may have `enough` while some of it still decodes."""
+    """Whether a group may have `enough` while some of its completions still decode."""
     keeps_drafts = False
-    """Whether what a round puts off keeps its tokens, for a later one to verify."""
+    """Whether deferred completions keep their tokens as drafts that a later round verifies."""
     patience: float | None = None
-    """Seconds of a round for which it waits, when it could be over, for the scores of what is
-    decoded; then others may overtake. `None`: scores do not count until it is over."""
+    """Seconds per round for which a round that could end waits for the scores of those that were
+    decoded first; then others may overtake them. `None`: the end does not depend on scores."""
 
     @property
     def off_policy(self) -> bool:
-        """Whether a round may train on tokens that an earlier policy drew."""
+        """Whether a round may train on tokens of earlier policies."""
         return self.ends_early and self.max_staleness != 0
 
     @abstractmethod
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
-        """How many prompts to draw from the source, given those that wait in the pool."""
+        """Number of prompts to draw from the data, given the groups in the pool."""
 
     def draws(self, pool: Sequence[Group]) -> list[tuple[str | None, int]]:
-        """The same by domain, where a round has quotas for some; `None`: of any."""
+        """The same number by domain; `None` stands for any domain."""
         return [(None, self.fresh_prompts(pool))]
 
     def domain_of(self, prompt: Prompt) -> str | None:
-        """Whose quota a prompt counts towards."""
+        """The domain whose quota a prompt counts towards; `None` without quotas."""
         return None
 
     def check_domains(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027
-        """Refuse prompts that the quotas do not fit.
+        """Refuse a data set whose domains do not fit the quotas.
 
         Raises:
-            ValueError: names a prompt or a domain, and the fix.
+            ValueError: names the prompt or the domain, and the fix.
         """
 
     def is_long(self, planned: Sequence[Group]) -> bool:
-        """Whether a round waits for prompts that earlier ones did not wait for."""
+        """Whether this round waits for prompts that were deferred by earlier ones."""
         return False
 
     def metrics(self, planned: Sequence[Group]) -> dict[str, float]:
-        """What kind of round it is."""
+        """Metrics of this round."""
         return {}
 
     def launched(self, num_generations: int) -> int:
-        """Completions of a fresh prompt that are begun."""
+        """Number of completions to start for a fresh prompt."""
         return num_generations
 
     def enough(self, group: Group, state: RoundState) -> list[Completion] | None:
-        """What is trained on of a group that needs no more of its completions."""
+        """The completions to train on if the group needs no more; else `None`."""
         return None
 
     def awaits(self, state: RoundState) -> bool:
-        """Whether a race, of the round or of a group, is over but for scores."""
+        """Whether only missing scores keep the round, or a group, from ending."""
         return False
 
     @abstractmethod
     def most_prompts(self) -> int:
-        """Prompts that a round may decode, at most."""
+        """Maximum number of prompts that a round decodes."""
 
     def check_enough(self, prompts: int) -> None:
         """Refuse a data set that cannot fill a round.
 
+        Args:
+            prompts: Size of the data set.
+
         Raises:
-            ValueError: names the argument, its value and the most that works.
+            ValueError: names the argument, its value and the largest value that works.
         """
         if prompts < self.update_prompts:
             raise ValueError(
@@ -115,40 +121,40 @@ class RoundRule(ABC):
 
     @abstractmethod
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """The groups that the round may decode, in the order of the pool."""
+        """The groups that this round decodes, in the order of the pool."""
 
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
-        """Whether all that was drawn for early rounds was trained on with this one.
+        """Whether this round ends a cycle, over which `pool/*` metrics are collected.
 
         Args:
             planned: The round's groups.
-            left: What is in the pool after it.
+            left: The groups in the pool after the round.
         """
         return not left
 
     @abstractmethod
     def done(self, state: RoundState) -> bool:
-        """Whether the round has what it needs, asked after each step while some still decode."""
+        """Whether the round may end; asked after each step while completions still decode."""
 
     def final_groups(self, state: RoundState) -> Sequence[Group]:
-        """What is decoded and will be trained on in this round, whatever comes: in that order.
+        """Groups that are certain of a place in this update, in final order.
 
-        A group may still leave the list: its scores may show that nothing of it can be trained on.
-        Once every group before a given one is scored, no new group can come in before that one.
+        A group may still drop out, if its scores show that nothing of it can be trained on. None is
+        overtaken by a new one once all groups before it are scored.
         """
         return state.decoded[: state.final]
 
     def discards(self, state: RoundState) -> bool:
-        """Whether the end of the round may throw away what was drawn."""
+        """Whether the end of the round may throw away tokens."""
         return False
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        """Split a round's groups into those that are trained on and those that stay in the pool."""
+        """Split the round's groups into those to train on and those that stay in the pool."""
         return list(groups), []
 
 
 class FullRound(RoundRule):
-    """Every planned prompt is completed before anything is trained on: plain synchronous GRPO.
+    """Decode all planned prompts before training on any: plain synchronous GRPO.
 
     Args:
         prompts_per_round: Prompts of a round.
@@ -158,22 +164,18 @@ class FullRound(RoundRule):
         self.update_prompts = prompts_per_round
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
-        """As many as the pool lacks."""
         return max(0, self.update_prompts - len(pool))
 
     def most_prompts(self) -> int:
-        """Those of a round."""
         return self.update_prompts
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """Those of a round."""
         return pool[: self.update_prompts]
 
     def done(self, state: RoundState) -> bool:
-        """Not before everything is decoded."""
         return False
 
 
 def at_least(ratio: float, n: int) -> int:
-    """`ratio * n`, rounded up."""
+    """Round `ratio * n` up, ignoring errors of floating-point arithmetic."""
     return math.ceil(round(ratio * n, 6))

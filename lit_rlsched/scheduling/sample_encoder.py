@@ -1,4 +1,4 @@
-"""What a Hugging Face encoder makes of a prompt and the first tokens of its completion."""
+"""Features from a Hugging Face encoder, in place of hashed tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,20 +8,20 @@ from lit_rlsched.types import Sample
 
 BATCH = 32
 SCALE = 8.0
-"""Norm of a sample's features: about that of as many hashed tokens as are usually probed."""
+"""Norm of a sample's features: about that of as many hashed tokens as a usual probe has."""
 
 
 class SampleEncoder:
-    """Features `[N, size]`: the encoder's last hidden state, averaged over the text's tokens.
+    """Computes features `[N, size]`: the encoder's last hidden state, averaged over the tokens.
 
-    Runs on the CPU in float32 and is never trained. A text longer than the encoder allows loses its
-    beginning, since the end, which was drawn, tells more.
+    The encoder runs on the CPU in float32 and is not trained. A text that is too long for it loses
+    its beginning, since the drawn tokens at the end say more about the length.
 
     Args:
         name: Folder or hub name of an encoder such as BERT, with its tokenizer.
 
     Raises:
-        ValueError: It cannot be loaded.
+        ValueError: The encoder cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,14 +45,13 @@ class SampleEncoder:
         self._decode: Callable[[list[int]], str] | None = None
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:
-        """Say how the policy's token ids become text."""
         self._decode = decode
 
     def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
         """Encode prompt and drawn tokens of each sample.
 
         Raises:
-            RuntimeError: Nobody has called `bind`.
+            RuntimeError: `bind` was not called.
         """
         if self._decode is None:
             raise RuntimeError("call `bind(decode)` first: an encoder reads text, not token ids")
@@ -70,5 +69,5 @@ class SampleEncoder:
         mask = batch["attention_mask"][..., None]
         with torch.no_grad():
             states = self._model(**batch).last_hidden_state
-        hidden = (states * mask).sum(1)  # the norm divides their number away
+        hidden = (states * mask).sum(1)  # a sum is enough: it is normalised
         return (SCALE * torch.nn.functional.normalize(hidden, dim=-1)).double().numpy()

@@ -1,14 +1,14 @@
-"""SortedRL's rounds: they train on what finishes first, and use a pool up before the next."""
+"""SortedRL: train on completions as they finish, and load prompts a pool at a time."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, get_args
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
 from lit_rlsched.settings import check_choice, check_count
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import Group
 
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
@@ -16,7 +16,7 @@ Unit = Literal["group", "completion"]
 
 @dataclass(frozen=True, slots=True)
 class SortedSettings:
-    """What `SortedBatching` sets; its arguments say what they mean.
+    """The arguments of `SortedBatching`, which documents them.
 
     Raises:
         ValueError: names the argument, its value and what to use instead.
@@ -40,18 +40,18 @@ class SortedSettings:
             check_count(owner, "max_staleness", self.max_staleness, 1, fix)
         if self.oversubscribe is not None and not 1 <= self.oversubscribe < math.inf:
             raise ValueError(
-                f"`SortedBatching(oversubscribe={self.oversubscribe!r})`: must be 1 or more, the "
-                "prompts of an update at least. Leave it out to decode the whole pool."
+                f"`SortedBatching(oversubscribe={self.oversubscribe!r})`: must be 1 or more, since "
+                "an update needs its prompts. Leave it out to decode the whole pool."
             )
         for name in ("max_staleness", "mask_stale_tokens"):
             if self.mode == "on_policy" and (value := getattr(self, name)):
                 raise ValueError(
                     f"`SortedBatching({name}={value!r}, mode='on_policy')`: no token is stale "
-                    f"there. Use `mode='partial'`, or leave `{name}` out."
+                    f"in that mode. Use `mode='partial'`, or leave `{name}` out."
                 )
 
     def rule(self, prompts_per_round: int, num_generations: int, unit: Unit) -> "SortedRound":
-        """The rule of rounds of so many prompts.
+        """Make the rule.
 
         Raises:
             ValueError: an update has more prompts than a pool.
@@ -62,31 +62,31 @@ class SortedSettings:
             raise ValueError(
                 f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
                 f"`pool_rounds={self.pool_rounds}` times `prompts_per_round={prompts_per_round}` "
-                f"are {pool} prompts. Use {pool} or less, or more `pool_rounds`."
+                f"is {pool} prompts. Use {pool} or less, or more `pool_rounds`."
             )
         limits = self.mode, self.max_staleness, self.oversubscribe
         return SortedRound(update, pool, num_generations, unit, *limits)
 
 
 class SortedRound(RoundRule):
-    """Train as soon as an update's worth is decoded; the rest goes on in the next round.
+    """Ends a round as soon as the completions of an update are decoded.
 
-    SortedRL's controller (arXiv 2603.23414, section 3): prompts are loaded a pool at a time, and
-    none before every prompt of the last pool was trained on. All of the pool runs at once, as far
-    as there are slots; whatever has finished when an update's worth has is trained on, what
-    finished in the same step included. So the short come first in every pool, the long ones last,
-    and nobody starves: a pool of `n` updates is trained on in `n` rounds at most.
+    SortedRL's controller (arXiv 2603.23414, section 3). Prompts are loaded a pool at a time, once
+    every prompt of the last pool was trained on. The whole pool decodes, as far as there are slots.
+    The round trains on everything that is finished when it ends, also on what finished in the same
+    step beyond an update. Short completions thus come first in each pool and long ones last, and
+    none is delayed forever: a pool of `n` updates takes at most `n` rounds.
 
     Args:
         update_prompts: Prompts of an update.
         pool_prompts: Prompts of a pool.
-        num_generations: Completions of a prompt.
-        unit: What is trained on as a whole: a `group`, where completions are compared with their
-            siblings, or a `completion`, of which `update_prompts * num_generations` make an update.
-        mode: `on_policy` throws away what did not finish, `partial` keeps its tokens.
-        max_staleness: See `RoundRule`, for `partial`.
-        oversubscribe: Prompts that decode towards an update, as a multiple of `update_prompts`;
-            `None`: the whole pool.
+        num_generations: Completions per prompt.
+        unit: What is trained on as a whole: a `group`, whose completions are compared with each
+            other, or a `completion`; `update_prompts * num_generations` of these are an update.
+        mode: `on_policy` throws away unfinished completions, `partial` keeps their tokens.
+        max_staleness: See `RoundRule`; for `partial`.
+        oversubscribe: Prompts that decode in a round, as a multiple of `update_prompts`. `None`:
+            the whole pool.
     """
 
     def __init__(
@@ -110,15 +110,12 @@ class SortedRound(RoundRule):
         self.ends_early = update_prompts < self._raced
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
-        """A whole pool, once the last one is empty."""
         return 0 if pool else self.pool_prompts
 
     def most_prompts(self) -> int:
-        """All of a pool, or what `oversubscribe` allows."""
         return self._raced
 
     def check_enough(self, prompts: int) -> None:
-        """Refuse a data set that cannot fill a pool."""
         super().check_enough(prompts)
         if prompts < self.pool_prompts:
             raise ValueError(
@@ -128,22 +125,20 @@ class SortedRound(RoundRule):
             )
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """Groups in the order of the pool, until they hold a round's worth of completions.
+        """The first groups of the pool that together hold the completions of a round.
 
-        Groups that were trained on in part count for what is left of them, so more of them fit.
+        A group of which some completions were already trained on counts for the others only.
         """
         sizes = [len(group.completions) for group in pool]
         most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
         return [group for group, n in zip(pool, before, strict=False) if n < most]
 
     def done(self, state: RoundState) -> bool:
-        """When an update's worth is decoded."""
         if self.unit == "completion":
             return state.completions_decoded >= self.update_prompts * self.num_generations
         return len(state.decoded) >= self.update_prompts
 
     def discards(self, state: RoundState) -> bool:
-        """On-policy, where more is decoded than makes an update."""
         if self.unit == "completion":
             more = state.completions > self.update_prompts * self.num_generations
         else:
@@ -151,10 +146,11 @@ class SortedRound(RoundRule):
         return more and self.max_staleness == 0
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        """What has finished, and the rest, both in the order of the pool."""
+        """Split into finished and unfinished groups or completions, in the order of the pool."""
         trained, left = [], []
         for group in groups:
-            done, rest = _split(group.completions)
+            done = [c for c in group.completions if c.finished]
+            rest = [c for c in group.completions if not c.finished]
             if self.unit == "group" and rest:
                 done, rest = [], group.completions
             if done:
@@ -162,10 +158,3 @@ class SortedRound(RoundRule):
             if rest:
                 left.append(replace(group, completions=rest))
         return trained, left
-
-
-def _split(completions: Iterable[Completion]) -> tuple[list[Completion], list[Completion]]:
-    parts: tuple[list[Completion], list[Completion]] = [], []
-    for completion in completions:
-        parts[not completion.finished].append(completion)
-    return parts

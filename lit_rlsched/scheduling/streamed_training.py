@@ -1,4 +1,4 @@
-"""RollPacker's stream trainer: which groups have their gradients computed together, and when."""
+"""RollPacker's stream trainer: which groups share a gradient computation, and when it starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class Streaming:
     """When gradients are computed during a round.
 
     Args:
-        start: Share of the update's prompts that are ready before the first is.
+        start: Share of the update's prompts that must be ready before the first gradient.
     """
 
     start: float = 0.2
@@ -20,13 +20,13 @@ class Streaming:
 class Parts:
     """Cuts the groups that a round will train on into parts, each as large as a micro-batch.
 
-    What is in a part follows from the order in which groups are decoded, not from when their scores
-    arrive or how far the trainer has come: a run that is repeated is the same bit for bit.
+    Parts depend only on the order in which groups are decoded, not on when scores arrive or how
+    fast the trainer is, so that a repeated run is equal bit for bit.
 
     Args:
-        streaming: When to begin.
+        streaming: When to start.
         update_prompts: Prompts of the update.
-        part_tokens: Tokens that a part has at least.
+        part_tokens: Minimum number of tokens of a part.
     """
 
     def __init__(self, streaming: Streaming, update_prompts: int, part_tokens: int) -> None:
@@ -36,7 +36,7 @@ class Parts:
         self._pending: list[Group] = []
 
     def ready(self, final_groups: Sequence[Group]) -> Iterator[list[Group]]:
-        """The parts that have become ready; scores may come in between two of them.
+        """Yield the parts that have become ready; more scores may arrive between two of them.
 
         Args:
             final_groups: See `RoundRule.final_groups`.
@@ -45,14 +45,10 @@ class Parts:
             if group.id in self._taken:
                 continue
             if not group.complete:
-                return  # the groups after it may share its part
+                return  # later groups may belong to its part
             self._taken.add(group.id)
             self._pending.append(group)
-            begins = len(self._taken) >= self._first
-            if begins and _tokens(self._pending) >= self._part_tokens:
+            tokens = sum(len(Sample(g, c)) for g in self._pending for c in g.completions)
+            if len(self._taken) >= self._first and tokens >= self._part_tokens:
                 part, self._pending = self._pending, []
                 yield part
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(Sample(g, c)) for g in groups for c in g.completions)

@@ -1,4 +1,4 @@
-"""Tail batching: rounds that do not wait for the longest completions."""
+"""Tail batching: short rounds do not wait for the longest completions, long rounds run these."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,45 +10,40 @@ from lit_rlsched.types import Group
 
 
 class TailRound(RacingRound):
-    """Short rounds race more prompts than they train on, long rounds run those that lost.
+    """Race more prompts than an update needs in short rounds; run the losers in long rounds.
 
-    RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds
-    enough prompts that lost a race: the oldest of them are then run to their end, and nothing else.
-    Any other round is short: it takes fresh prompts only, more than it needs, and is over once
-    `update_prompts` of them are scored. The losers' tokens are thrown away, or kept as drafts.
+    RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds at
+    least `update_prompts` losers: it decodes the oldest of them to their end, and nothing else. Any
+    other round is short: it starts fresh prompts only, more than an update needs, and ends once
+    `update_prompts` of them are scored. The tokens of the losers are dropped, or kept as drafts.
 
-    Where domains race for themselves, as in RollPacker's code, what lost waits in one queue, and
-    long rounds take the oldest, whatever their domain. Its arguments are those of `RacingRound`.
+    With `shares` each domain has its own race, as in RollPacker's code. All losers wait in one
+    queue, and long rounds take the oldest of any domain. For the arguments see `RacingRound`.
     """
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
-        """Those that a race lacks; none before a round of what lost."""
         return sum(n for _, n in self.draws(pool))
 
     def draws(self, pool: Sequence[Group]) -> list[tuple[str | None, int]]:
-        """What a race lacks, by domain; nothing before a long round."""
+        """The prompts that a race lacks, by domain; none before a long round."""
         if self._waiting(pool):
             return []
         there = Counter(self.domain_of(group.prompt) for group in self._racing(pool))
         return [(domain, max(0, n - there[domain])) for domain, n in self._raced_of.items()]
 
     def check_enough(self, prompts: int) -> None:
-        """Refuse a data set that cannot fill a race while others wait for a long round."""
+        """Refuse a data set that cannot fill a race while losers wait for a long round."""
         super().check_enough(prompts)
-        most = self._raced + self.most_deferred
-        if prompts < most:
-            waiting = f"{self.most_deferred} prompts waiting for a long round and "
+        if prompts < self._raced + self.most_deferred:
+            waiting = f"up to {self.most_deferred} prompts waiting for a long round and "
             raise ValueError(
-                f"`TailBatching` has {f'up to {waiting}' if self.most_deferred else ''}"
-                f"{self._raced} prompts in a race, and `train_data` holds {prompts}. Use a lower "
-                "`prompts_per_round` or `prompt_ratio`."
+                f"`TailBatching` has {waiting if self.most_deferred else ''}{self._raced} prompts "
+                f"in a race, and `train_data` holds {prompts}. Use a lower `prompts_per_round` or "
+                "`prompt_ratio`."
             )
 
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
-        """The oldest that wait for a long round, where there are enough; else those that race.
-
-        Domains take turns, as each has its share.
-        """
+        """The losers of a long round, or the prompts of a race, interleaved by domain."""
         if waiting := self._waiting(pool):
             return waiting
         seen: Counter[str | None] = Counter()
@@ -60,32 +55,29 @@ class TailRound(RacingRound):
         return [group for turn, group in sorted(turns, key=lambda t: t[0]) if turn <= 1]
 
     def is_long(self, planned: Sequence[Group]) -> bool:
-        """Whether it waits for what lost in earlier ones."""
         return bool(self._due(planned))
 
     def metrics(self, planned: Sequence[Group]) -> dict[str, float]:
-        """`tail_batching/long_round`."""
         return {"tail_batching/long_round": float(self.is_long(planned))}
 
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
-        """After a round of what lost, more or less: some may wait for the next one."""
+        """After each long round, although some losers may already wait for the next one."""
         return not left or self.is_long(planned)
 
-    def _first(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
-        """The first, as many as an update has of each domain; in a long round of any domain."""
-        if self._due(state.planned):
+    def _take_places(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
+        if self._due(state.planned):  # a long round has no quotas
             return list(islice(groups, self.update_prompts))
-        return super()._first(groups, state)
+        return super()._take_places(groups, state)
 
     def _racing(self, pool: Iterable[Group]) -> list[Group]:
-        """What goes into a race."""
+        """The groups of the pool that take part in a race."""
         return [group for group in pool if not group.deferred]
 
     def _waiting(self, pool: Iterable[Group]) -> list[Group]:
-        """An update's worth of what waits for a long round, if there is one."""
+        """The oldest losers if they fill a long round, else an empty list."""
         lost = [group for group in pool if group.deferred][: self.update_prompts]
         return lost if len(lost) == self.update_prompts else []
 
     def _due(self, planned: Iterable[Group]) -> list[Group]:
-        """What may not lose once more."""
+        """The groups that this round may not defer."""
         return [group for group in planned if group.deferred]

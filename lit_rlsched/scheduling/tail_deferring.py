@@ -1,4 +1,4 @@
-"""Tail batching without long rounds: what loses a race goes into the next one."""
+"""Tail batching without rounds for losers: they race again in the next round."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,27 +10,28 @@ from lit_rlsched.types import Group
 
 
 class DeferringTailRound(TailRound):
-    """Every round races what lost before, with its drafts, beside as many fresh prompts as lack.
+    """Race the earlier losers, with their drafts, beside fresh prompts in every round.
 
-    So that nobody starves, a round is long if a prompt in it has lost `max_deferrals` races: it
-    does not end before all that lost before are scored. No round waits for more prompts than an
-    update has, so where `prompt_ratio` is above 2 a prompt may lose some more.
+    A round is long if it holds a prompt that was deferred `max_deferrals` times: it does not end
+    before all earlier losers are scored, so that no prompt waits forever. A round never waits for
+    more prompts than an update has; with a `prompt_ratio` above 2 a prompt may be deferred more
+    often.
 
     Args:
         *args: See `RacingRound`.
-        max_deferrals: Races that a prompt may lose.
-        **settings: See `RacingRound`, but for `reuse`: drafts are always kept. Drawn anew, a prompt
-            would lose until its completions happen to be short.
+        max_deferrals: Maximum number of races that a prompt may lose.
+        **settings: See `RacingRound`, without `reuse`: drafts are always kept. Without them a
+            prompt would lose until its completions happen to be short.
     """
 
     def __init__(self, *args: Any, max_deferrals: int, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.max_deferrals = max_deferrals
         self.keeps_drafts = True
-        self.most_deferred = 0  # what lost takes the place of fresh prompts
+        self.most_deferred = 0  # losers take the places of fresh prompts
 
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
-        """After each round: what waits is never used up."""
+        """After each round, since there are always losers left."""
         return True
 
     def _racing(self, pool: Iterable[Group]) -> list[Group]:
@@ -40,14 +41,12 @@ class DeferringTailRound(TailRound):
         return []
 
     def _due(self, planned: Iterable[Group]) -> list[Group]:
-        """All that has lost, where one has lost too often."""
         lost = super()._due(planned)
-        most = max((group.deferred for group in lost), default=0)
-        return lost if most >= self.max_deferrals else []
+        return lost if any(group.deferred >= self.max_deferrals for group in lost) else []
 
-    def _first(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
-        """Those that may not lose and the first others, as many as an update has of each domain."""
-        left = dict(self.quotas)
+    def _take_places(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
+        """Reserve places for the groups that may not lose; the first others take the rest."""
+        places = dict(self.quotas)
         due = (group for group in self._due(state.planned) if not useless(group))
-        reserved = {group.id for group in due if self._takes_place(group, left)}
-        return [g for g in groups if g.id in reserved or self._takes_place(g, left)]
+        reserved = {group.id for group in due if self._takes_place(group, places)}
+        return [g for g in groups if g.id in reserved or self._takes_place(g, places)]

@@ -1,4 +1,4 @@
-"""Infinite Sampling's length prediction from a prompt and the first tokens of its completions."""
+"""Infinite Sampling: length prediction from a prompt and the first tokens of a completion."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,28 +17,28 @@ from lit_rlsched.types import Sample
 
 
 class TokenConditioned(LengthPredictor):
-    """Learns what the prompt and the first tokens tell of the rest, from the run's own completions.
+    """Predicts from the prompt and the first tokens, and learns from the run's own completions.
 
     Infinite Sampling's token-conditioned prediction (arXiv 2506.22950) without its pre-trained
-    regressor, which would go stale as the policy moves: ridge regression of `log(tokens to come)`,
-    solved in closed form, in which old completions count ever less. The prediction is
-    `exp(x @ w)`, scaled so that its mean is the mean that came (smearing, after Duan, 1983).
+    regressor, which would become outdated as the policy changes: a ridge regression of
+    `log(tokens to come)` in closed form, with decaying weights. The prediction is `exp(x @ w)`,
+    scaled so that its mean equals the mean of what came (smearing, after Duan, 1983).
 
-    A completion is learned from as it was when it was last asked for; one that finished unasked
-    teaches only the history. Before any was seen, the history's estimate stands in.
+    A completion is learned from in its state at the last `predict`. One that was never predicted
+    teaches only the history, which also predicts until a first completion has finished.
 
-    Memory: the features of the `max_waiting` completions asked for last (float32) and one square
-    matrix of `features`. What waits is not in the state: unfinished completions are asked for
-    again after a resume.
+    Memory: the features of the `max_waiting` completions predicted last (float32), and a square
+    matrix. The former are not in the checkpoint: after a resume, unfinished completions are
+    predicted again.
 
     Args:
-        encoder: Folder or hub name of a Hugging Face encoder whose mean-pooled last hidden state
+        encoder: Folder or hub name of a Hugging Face encoder, whose mean-pooled last hidden state
             replaces the hashed tokens; `bind` must then be called before `predict`.
-        features: Columns for the hashed tokens; ignored with an `encoder`.
+        features: Number of features of the hashed tokens; ignored with an `encoder`.
         ridge: Penalty on the squared weights.
         half_life: Completions after which one counts half.
-        history: Gives the prompt's ratio, a feature; a `PromptHistory()` unless given.
-        max_waiting: Completions whose features are kept until they finish.
+        history: Gives the prompt's length ratio, a feature (default: `PromptHistory()`).
+        max_waiting: Maximum number of unfinished completions whose features are kept.
 
     Raises:
         ValueError: The encoder cannot be loaded, or a number is out of range.
@@ -67,7 +67,7 @@ class TokenConditioned(LengthPredictor):
 
             self._tokens = SampleEncoder(encoder)
         self.size = self._tokens.size + 7
-        """Features in all; the last one is the constant 1."""
+        """Number of all features; the last one is the constant 1."""
         self._gram = np.zeros((self.size, self.size))
         self._moment = np.zeros(self.size)
         self._came, self._predicted = 0.0, 0.0
@@ -75,12 +75,10 @@ class TokenConditioned(LengthPredictor):
         self._waiting: dict[tuple[str, int], tuple[int, float, np.ndarray]] = {}
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:
-        """Say how token ids become the text that the encoder reads."""
         if hasattr(self._tokens, "bind"):
             self._tokens.bind(decode)
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
-        """Expect what followed where prompt and first tokens were alike."""
         if not samples:
             return []
         x = np.concatenate([self._tokens(samples), self._scalars(samples)], axis=1)
@@ -93,19 +91,19 @@ class TokenConditioned(LengthPredictor):
             samples, raw.tolist(), x.astype(np.float32), strict=True
         ):
             key = (sample.group.id, sample.completion.index)
-            self._waiting.pop(key, None)  # so that it is the newest again
+            self._waiting.pop(key, None)  # move it to the end
             self._waiting[key] = (len(sample.completion.token_ids), tokens, features.copy())
         while len(self._waiting) > self.max_waiting:
             del self._waiting[next(iter(self._waiting))]
         return within_limit(samples, expected).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Pair each completion's features, as it was asked for, with what came after."""
+        """Learn from the tokens that followed the last prediction of each completion."""
         self.history.observe(samples)
         pairs = []
         for sample in samples:
             asked = self._waiting.pop((sample.group.id, sample.completion.index), None)
-            # one that was drawn anew may be shorter than when it was asked for
+            # a restarted completion may be shorter than at its prediction
             if asked is not None and len(sample.completion.token_ids) > asked[0]:
                 pairs.append((len(sample.completion.token_ids) - asked[0], *asked[1:]))
         if not pairs:
@@ -116,13 +114,12 @@ class TokenConditioned(LengthPredictor):
         self._gram = self._gram * keep + x.T @ x
         self._moment = self._moment * keep + x.T @ np.log(came)
         self._weights = None
-        if np.isnan(raw).any():  # the first ones were not predicted: take how well they are fitted
+        if np.isnan(raw).any():  # predicted by the history: use the fitted values
             raw = np.where(np.isnan(raw), np.exp(np.clip(x @ self._solved(), 0.0, 20.0)), raw)
         self._came = self._came * keep + float(came.sum())
         self._predicted = self._predicted * keep + float(raw.sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """The regression and the history."""
         return {
             "gram": tensor(self._gram),
             "moment": tensor(self._moment),
@@ -132,7 +129,7 @@ class TokenConditioned(LengthPredictor):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both.
+        """Restore the state.
 
         Raises:
             ValueError: The state was saved with another number of features.
@@ -140,7 +137,7 @@ class TokenConditioned(LengthPredictor):
         if len(state["moment"]) != self.size:
             raise ValueError(
                 f"this `TokenConditioned` has {self.size} features, the saved one "
-                f"{len(state['moment'])}. Give the `features` and the `encoder` it was saved with."
+                f"{len(state['moment'])}. Use the `features` and the `encoder` it was saved with."
             )
         self._gram, self._moment = state["gram"].numpy().copy(), state["moment"].numpy().copy()
         self._came, self._predicted = state["came"], state["predicted"]
@@ -149,7 +146,7 @@ class TokenConditioned(LengthPredictor):
         self.history.load_state_dict(state["history"])
 
     def _scalars(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Log-probs, lengths, the prompt's history and a constant `[N, 7]`, each about 1."""
+        """Log-probs, lengths, the prompt's ratio and a constant `[N, 7]`, each of size about 1."""
         x = np.zeros((len(samples), 7))
         for sample, vector in zip(samples, x, strict=True):
             logprobs = np.nan_to_num(sample.completion.logprobs, nan=0.0, neginf=-10.0).clip(-10, 0)
@@ -162,7 +159,7 @@ class TokenConditioned(LengthPredictor):
         return x
 
     def _solved(self) -> np.ndarray:
-        """Weights of the regression; the constant's is not held back."""
+        """Weights of the regression; the constant is not penalised."""
         if self._weights is None:
             penalty = np.full(self.size, self.ridge)
             penalty[-1] = 1e-6

@@ -1,1 +1,1 @@
-"""The run's own round loop on a virtual clock: without a model, without torch."""
+"""Simulated rollouts on a virtual clock."""

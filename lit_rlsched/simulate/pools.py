@@ -1,4 +1,4 @@
-"""How many slots a pool of SortedRL keeps busy, where nobody knows the lengths beforehand."""
+"""Choose the number of slots for `SortedBatching` from the lengths of an earlier run."""
 
 import heapq
 import math
@@ -26,34 +26,22 @@ def recommend_slots(
     order: PoolOrder = "fifo",
     max_completion_length: int | None = None,
 ) -> int:
-    """Slots that idle no more than this over a pool of SortedRL, its last drain included.
+    """Number of slots with which a pool idles no more than `bubble_ratio`.
 
-    Equation 4 of arXiv 2603.23414 with `slots` as Q and a decode step as the unit of time; see
-    `pool_bubble_ratio`. More slots than completions are not considered, and all of them are
-    recommended where they keep to the target.
-
-    In `partial` mode with `fifo` the result is the largest number that does: what runs goes on in
-    the next round, so that a pool decodes as if there were no rounds, and more slots never make it
-    end later. Hence a number that idles too much rules out all below it that would, with as many
-    steps, idle too much as well.
-
-    Otherwise more slots may also end later: what is thrown away, or what a turn cuts in two,
-    changes with them. Bisection then finds a number that keeps to the target while one slot more
-    does not; a larger one may keep to it again.
-
-    Whatever the orders of the pool and of admission, in `partial` mode any number up to
-    `1 + bubble_ratio / (1 - bubble_ratio) * sum(lengths) / max(lengths)` keeps to it.
+    In `partial` mode with `fifo` this is the largest such number: more slots never make a pool end
+    later, so a number of slots that idles too much rules out all smaller numbers that would idle
+    too much in as many steps. Otherwise more slots may also end later, and bisection finds a number
+    that keeps to the target while one more slot does not. At most as many slots as completions are
+    considered. See `docs/sorted_rl.md` for a number that is safe for any pool.
 
     Args:
-        lengths: Tokens of each completion in the order of the pool, drawn under any schedule that
-            trains on all it draws: flat where a completion stands for itself, and a row for each
-            group `[P, G]` where only whole groups are trained on.
-        update: How many end a round: of completions if `lengths` is flat, else of groups.
-        bubble_ratio: Share of all slot-time that may idle.
+        lengths: Tokens of each completion in the order of the pool, from a schedule that trains on
+            all that it draws. Flat if single completions are trained on, `[P, G]` if groups are.
+        update: Number of completions (if `lengths` is flat) or groups that end a round.
+        bubble_ratio: Maximum share of idle slot-time.
         mode: See `SortedRound`.
         order: See `Admission`.
-        max_completion_length: Most tokens of a completion, which `least_attained` measures its
-            turns by.
+        max_completion_length: Maximum number of tokens per completion; `least_attained` needs it.
 
     Raises:
         ValueError: `bubble_ratio` is not in [0, 1), or see `pool_bubble_ratio`.
@@ -74,7 +62,7 @@ def recommend_slots(
             as_long = most * (1 - now) / (1 - bubble_ratio)  # slots that idle enough in these steps
             most = max(1, min(most - 1, math.floor(as_long * (1 + _ROUNDING))))
         return most
-    least = 1  # never idles
+    least = 1  # a single slot never idles
     while most - least > 1:
         middle = (least + most) // 2
         if idles(middle) <= bubble_ratio:
@@ -92,23 +80,24 @@ def pool_bubble_ratio(
     order: PoolOrder = "fifo",
     max_completion_length: int | None = None,
 ) -> float:
-    """Idle slot-steps over all slot-steps of a pool of SortedRL, its last drain included.
+    """Idle slot-steps over all slot-steps of a pool, with its last drain.
 
-    What `SortedRound` and `Admission` do where a completion is as long whenever it is drawn.
-    Slot-steps whose tokens are then thrown away are not idle.
+    Equation 4 of SortedRL (arXiv 2603.23414) with `slots` as Q and a decode step as the unit of
+    time, for the decisions of `SortedRound` and `Admission`. A completion has the same length each
+    time it is drawn. Slot-steps whose tokens are thrown away later do not count as idle.
 
     Args:
         lengths: See `recommend_slots`.
         update: See `recommend_slots`.
-        slots: Most completions that decode at once.
+        slots: Maximum number of completions that decode at once.
         mode: See `SortedRound`.
         order: See `Admission`.
         max_completion_length: See `recommend_slots`.
 
     Raises:
         ValueError: `update` or `slots` is less than 1; `lengths` is empty, has more than two
-            dimensions, or has a length that is not finite or less than 1; `order` is another one;
-            or it is `least_attained` and `max_completion_length` is missing or exceeded.
+            dimensions, or a length is not a finite number of 1 or more; `order` is another one; or
+            it is `least_attained`, and `max_completion_length` is missing or exceeded.
     """
     check_slots(slots)
     groups = _groups(lengths, update)
@@ -132,7 +121,7 @@ def _bubble_ratio(
     steps: float = 0
     busy: float = 0
     pool = [[_Completion(length) for length in group] for group in groups]
-    if mode == "partial" and turn == math.inf:  # what runs goes on, so that rounds change nothing
+    if mode == "partial" and turn == math.inf:  # what runs goes on: one queue without rounds
         jobs = [length for group in groups for length in group]
         ends = jobs[:slots]
         heapq.heapify(ends)
@@ -153,14 +142,14 @@ def _bubble_ratio(
 def _round(
     pool: list[list[_Completion]], update: int, slots: int, turn: float
 ) -> tuple[float, float]:
-    """Draw until so many groups are complete; steps, and slot-steps in which something ran."""
+    """Decode until `update` groups are complete; return the steps and the busy slot-steps."""
     arrivals = count()
     lacks = [sum(c.lacks for c in group) for group in pool]
     begun = ((i, c) for i, group in enumerate(pool) for c in group if c.lacks)
-    # as `Admission` does, the fewest tokens first, then by arrival
+    # the order of `Admission`: fewest tokens first, then by arrival
     waiting = [(c.drawn, next(arrivals), i, c) for i, c in begun]
     heapq.heapify(waiting)
-    running: list[tuple[float, int, int, _Completion]] = []  # by the step in which it stops
+    running: list[tuple[float, int, int, _Completion]] = []  # by the step of their end
     now: float = 0
     busy: float = 0
     done = 0
@@ -168,7 +157,7 @@ def _round(
         part = turn if len(waiting) > slots - len(running) else math.inf
         while waiting and len(running) < slots:
             drawn, _, i, c = heapq.heappop(waiting)
-            c.drawn = min(drawn + part, c.length)  # when it stops
+            c.drawn = min(drawn + part, c.length)  # at the end of its turn
             heapq.heappush(running, (now + c.drawn - drawn, next(arrivals), i, c))
         before, now = now, running[0][0]
         busy += (now - before) * len(running)
@@ -185,33 +174,32 @@ def _round(
 
 
 def _turn(groups: list[list[float]], order: PoolOrder, max_completion_length: int | None) -> float:
-    """Tokens that a completion is let in for where others wait."""
+    """Tokens of a turn."""
     if order == "fifo":
         return math.inf
     if order != "least_attained":
         raise ValueError(f"`{order=}`: use 'fifo' or 'least_attained'.")
     if max_completion_length is None:
         raise ValueError(
-            "`order='least_attained'` takes turns of a share of `max_completion_length`: give the "
-            "data module's."
+            "`order='least_attained'` takes turns of a share of `max_completion_length`. Set it to "
+            "that of the data module."
         )
     if (longest := max(map(max, groups))) > max_completion_length:
         raise ValueError(
-            f"`lengths` has {longest}, which is more than `{max_completion_length=}`: give the "
-            "limit that they were drawn under."
+            f"`lengths` has {longest}, which is more than `{max_completion_length=}`. Use "
+            "the limit that they were drawn under."
         )
     return -(-max_completion_length // TURNS)
 
 
 def _groups(lengths: Steps | Sequence[Sequence[float]], update: int) -> list[list[float]]:
-    """A list for each of what is trained on as a whole."""
+    """The lengths of each group; flat lengths are groups of one completion."""
     if update < 1:
         raise ValueError(f"`update={update}`: use 1 or more.")
     rows = np.asarray(lengths)
     if not rows.size or rows.ndim > 2:
         raise ValueError(
-            f"`lengths` has the shape {rows.shape}: give one for each completion, or a row of them "
-            "for each group."
+            f"`lengths` has the shape {rows.shape}: give one per completion, or one row per group."
         )
     steps = check_steps("lengths", rows.reshape(-1))
     if (least := steps.min()) < 1:

@@ -1,4 +1,4 @@
-"""Rounds of a simulated run: the loop that `fit` runs, with a `SimulatedEngine` and no rewards."""
+"""Simulated rounds: the round loop of `fit` with a `SimulatedEngine` and without rewards."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count, islice
@@ -17,7 +17,7 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 class Unscored:
-    """Stands in for the scorer where a schedule does not depend on rewards."""
+    """Replaces the scorer: every completion has its (empty) list of scores at once."""
 
     names: tuple[str, ...] = ()
 
@@ -26,33 +26,28 @@ class Unscored:
 
     @property
     def pending(self) -> int:
-        """Completions that `poll` has not given back."""
         return len(self._finished)
 
     def wait(self, timeout: float | None = None) -> None:
-        """There is nothing to wait for."""
+        pass
 
     def submit(self, group: Group, completion: Completion) -> None:
-        """Take a finished completion."""
         self._finished.append((group, completion))
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:
-        """Each completion with an empty list of scores."""
         finished, self._finished = self._finished, []
         for group, completion in finished:
             completion.scores = []
             yield group, completion
 
     def cancel(self, group: Group | None = None) -> None:
-        """Forget what is pending, or what is pending of a group."""
         self._finished = [(g, c) for g, c in self._finished if group and g is not group]
 
     def failures(self) -> dict[str, int]:
-        """None."""
         return {}
 
     def close(self) -> None:
-        """There are no workers."""
+        pass
 
 
 class Visit(NamedTuple):
@@ -63,10 +58,10 @@ class Visit(NamedTuple):
 
 
 class PromptList:
-    """Prompts one after the other, each once.
+    """A source that yields each prompt once.
 
     Args:
-        visits: As many as there are; they may never end.
+        visits: Prompts in order; perhaps infinitely many.
     """
 
     domains = (None,)
@@ -75,19 +70,16 @@ class PromptList:
         self._visits = iter(visits)
 
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Visit]:
-        """The next `n`, or what is left."""
         return list(islice(self._visits, n))
 
     def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
-        """None that could take the place of another."""
-        return 0
+        return 0  # prompts are never replaced
 
     def state_dict(self) -> dict[str, Any]:
-        """A simulation is not resumed."""
-        return {}
+        return {}  # simulations are not resumed
 
     def load_state_dict(self, state: Any) -> None:
-        """A simulation is not resumed."""
+        pass
 
 
 def simulated_session(
@@ -98,17 +90,17 @@ def simulated_session(
     lengths: CalibratedPredictor | None = None,
     probe_tokens: int = 0,
 ) -> RolloutSession:
-    """A session without weights and rewards.
+    """Make a session without weights and rewards.
 
     Args:
-        engine: Not started yet.
-        slots: Most completions that decode at once.
-        longest: Tokens of the longest prompt and completion together.
-        admission: Which request takes a free slot.
+        engine: An engine that has not started yet.
+        slots: Maximum number of completions that decode at once.
+        longest: Maximum number of tokens of a prompt plus its completion.
+        admission: Makes the admission.
         lengths: See `RolloutController`.
         probe_tokens: See `RolloutController`.
     """
-    nothing: Any = None  # no dtype and no device: nothing is computed
+    nothing: Any = None  # neither a dtype nor a device is needed
     spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing)
     scorer: Any = Unscored()
     return RolloutSession(
@@ -124,15 +116,15 @@ def simulated_rounds(
     rules: Callable[[int], RoundRule],
     verify: Verify = no_drafts,
 ) -> Iterator[DrawnRound]:
-    """A run's rounds, a policy version each, until no prompt is left.
+    """Yield rounds until no prompt is left. Each round has its own policy version.
 
     Args:
-        session: What `simulated_session` gave.
+        session: The result of `simulated_session`.
         visits: Prompts in the order in which they are drawn.
-        sampling: Of all of them.
-        num_generations: Completions of a prompt that are trained on.
-        rules: The rule of each round, by its number.
-        verify: What becomes of drafts.
+        sampling: Sampling settings of all prompts.
+        num_generations: Completions per prompt that are trained on.
+        rules: Returns the rule of a round, given its number.
+        verify: Verifies drafts.
     """
     planner = RoundPlanner(RolloutBuffer(), sampling, num_generations)
     planner.source = PromptList(visits)

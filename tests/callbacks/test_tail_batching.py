@@ -870,9 +870,9 @@ def test_a_domain_that_teaches_nothing_runs_out_of_replacements(fit, sums):
     [
         ({"a": 0.5, "b": 0.25}, "ab", "must add up to 1, and these add up to 0.75"),
         ({"a": 1.5, "b": -0.5}, "ab", "each share must be above 0"),
-        ({"a": 0.5, "b": 0.5}, "abc", "is of the domain 'c'.*gives no share"),
+        ({"a": 0.5, "b": 0.5}, "abc", "has the domain 'c'.*gives no share"),
         ({"a": 0.9, "b": 0.1}, "ab", "leaves no prompt of 'b' in a round of 4"),
-        ({"a": 0.5, "b": 0.5}, "aaaaaaaaaaaaaaaaaaaab", "prompts of 'b' waiting.*holds 3"),
+        ({"a": 0.5, "b": 0.5}, "aaaaaaaaaaaaaaaaaaaab", "prompts of 'b' at once.*has only 3"),
         ({"a": 0.5, "b": 0.5}, None, "needs a column `domain` in `train_data`"),
     ],
 )

@@ -379,8 +379,8 @@ def test_a_discarded_lease_is_forgotten():
     (first, *_) = admission.pop({})
     assert first.pause_at == 4
     admission.push([dataclasses.replace(first, prefix_ids=(7,) * 4, pause_at=None)])
-    assert first.id in {r.id for r in admission._paused}
+    assert [r.id for r in admission._first] == [first.id]
     admission.discard({first.id})
-    assert not admission._paused
-    admission.push([first])
-    assert not admission._paused
+    assert not admission._first
+    admission.push([dataclasses.replace(first, pause_at=None)])
+    assert not admission._first

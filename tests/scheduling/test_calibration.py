@@ -167,7 +167,7 @@ def test_fallback_engages_and_releases():
     assert expected == pytest.approx(calibrated.history.predict(asked(LENGTHS)), rel=0.1)
     assert metrics["length_prediction/rank_correlation"] == pytest.approx(-1)  # it is still asked
     told_right = [float(n) for n in LENGTHS]
-    with pytest.warns(UserWarning, match="`Told` answers again") as seen:
+    with pytest.warns(UserWarning, match="`Told` is used again") as seen:
         for number in range(5, 60):
             _, metrics = play(calibrated, told, told_right, number)
             calibrated.history.load_state_dict(PromptHistory().state_dict())  # it knows nothing
@@ -251,7 +251,7 @@ def test_the_state_of_another_predictor_is_left_alone():
     learned.end_round()
     fresh = CalibratedPredictor(PromptHistory())
     before = str(fresh.state_dict())
-    with pytest.warns(UserWarning, match=r"`SiblingMax` learned.*PromptHistory.*learns anew"):
+    with pytest.warns(UserWarning, match=r"of a `SiblingMax`.*PromptHistory.*starts untrained"):
         fresh.load_state_dict(learned.state_dict())
     assert str(fresh.state_dict()) == before
 

@@ -274,7 +274,7 @@ def test_never_chooses_twice_as_an_overwritten_view_does():
         ([1, 2], 0, "`keep=0` of 2 rewards in a group: use 1 to 2"),
         ([1, 2], 3, "`keep=3` of 2 rewards in a group: use 1 to 2"),
         ([[1, 2]], -1, "`keep=-1` of 2"),
-        (1.0, 1, r"`rewards` has the shape \(\): give a row for each group"),
+        (1.0, 1, r"`rewards` has the shape \(\): give one row per group"),
         ([[[1.0]]], 1, r"the shape \(1, 1, 1\)"),
     ],
 )

@@ -151,7 +151,7 @@ def test_slots_for_four_thousand_completions(mode, order):
         (lambda: recommend_slots([1], 1, 1.0), "`bubble_ratio=1.0`: use 0 or more, and less"),
         (lambda: recommend_slots([1], 1, -0.1), "`bubble_ratio=-0.1`"),
         (lambda: recommend_slots([1], 0), "`update=0`: use 1 or more"),
-        (lambda: recommend_slots([], 1), r"`lengths` has the shape \(0,\): give one for each"),
+        (lambda: recommend_slots([], 1), r"`lengths` has the shape \(0,\): give one per compl"),
         (lambda: recommend_slots([[[1]]], 1), r"the shape \(1, 1, 1\)"),
         (lambda: recommend_slots([2, 0], 1), "`lengths` has 0: a completion has 1 token or more"),
         (lambda: recommend_slots([2, math.nan], 1), r"`lengths\[1\]=nan`"),

@@ -1,4 +1,4 @@
-"""Run recorded or drawn lengths under another schedule, on a virtual clock."""
+"""Replay recorded completions under another schedule, on a virtual clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.planning import lower_bound
 from lit_rlsched.scheduling.queues import Order
-from lit_rlsched.scheduling.recorded_lengths import Oracle, RecordedCompletions
+from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
@@ -24,50 +24,41 @@ class Schedule:
     refill: Refill = "continuous"
     order: Order = "fifo"
     predictor: Callable[[dict[str, int]], LengthPredictor] | None = None
-    """Made for each workload, from its true lengths, which only `Oracle` takes."""
+    """Makes the predictor of a replay from the true lengths, which only `Oracle` uses."""
     probe_tokens: int = 0
 
 
 @dataclass
 class Replayed:
-    """What a schedule needed for a workload."""
+    """Result of a replay."""
 
     decode_steps: int
     traces: list[RolloutTrace]
     metrics: list[dict[str, float]]
-    """Of the predictor, a round each."""
+    """Metrics of the predictor in each round."""
 
 
 def least_steps(rounds: Sequence[Sequence[Group]], slots: int) -> int:
-    """Fewest decode steps any schedule could need, round by round."""
+    """Lower bound of the decode steps of any schedule, over all rounds."""
     lengths = ([len(c.token_ids) for g in groups for c in g.completions] for groups in rounds)
     return sum(int(lower_bound(of_round, slots)) for of_round in lengths)
 
 
-def oracle(lengths: dict[str, int]) -> LengthPredictor:
-    """The predictor that knows."""
-    return Oracle(lengths)
-
-
 def replay(rounds: Sequence[Sequence[Group]], schedule: Schedule, slots: int) -> Replayed:
-    """Draw the rounds' completions once more, in the order of a schedule.
+    """Draw the completions of recorded rounds again under a schedule.
 
     Args:
-        rounds: Groups whose completions say what is drawn.
-        schedule: Who goes first.
-        slots: Most completions that decode at once.
+        rounds: Groups of each round, with their completions.
+        schedule: How they are scheduled.
+        slots: Maximum number of completions that decode at once.
     """
-    recorded = {
-        Sample(g, c).id: c.token_ids for groups in rounds for g in groups for c in g.completions
-    }
-    longest = max(
-        len(g.prompt.token_ids) + g.sampling.max_completion_length for r in rounds for g in r
-    )
+    groups = [group for of_round in rounds for group in of_round]
+    recorded = {Sample(g, c).id: c.token_ids for g in groups for c in g.completions}
+    longest = max(len(g.prompt.token_ids) + g.sampling.max_completion_length for g in groups)
     lengths = None
     if schedule.predictor is not None:
-        lengths = CalibratedPredictor(
-            schedule.predictor({name: len(ids) for name, ids in recorded.items()})
-        )
+        true_lengths = {name: len(token_ids) for name, token_ids in recorded.items()}
+        lengths = CalibratedPredictor(schedule.predictor(true_lengths))
     session = simulated_session(
         SimulatedEngine(lengths=RecordedCompletions(recorded), stream=False),
         slots,
@@ -77,12 +68,11 @@ def replay(rounds: Sequence[Sequence[Group]], schedule: Schedule, slots: int) ->
         schedule.probe_tokens,
     )
     replayed = Replayed(0, [], [])
-    first = rounds[0][0]
     drawn_rounds = simulated_rounds(
         session,
-        (Visit(g.prompt, g.id) for groups in rounds for g in groups),
-        first.sampling,
-        len(first.completions),
+        (Visit(g.prompt, g.id) for g in groups),
+        groups[0].sampling,
+        len(groups[0].completions),
         lambda number: FullRound(len(rounds[min(number, len(rounds) - 1)])),
     )
     for drawn in drawn_rounds:
