@@ -160,7 +160,7 @@ def test_fallback_engages_and_releases():
         for number in range(3):  # 64 completions each: too few to judge
             expected, metrics = play(calibrated, told, wrong, number)
             assert expected == wrong and metrics["length_prediction/fallback"] == 0
-    with pytest.warns(UserWarning, match=r"`Told` is replaced.*correlation -1\.000.*history's 0\."):
+    with pytest.warns(UserWarning, match=r"`Told` is replaced.*is -1\.000.*history has 0\."):
         expected, metrics = play(calibrated, told, wrong, 3)
     assert expected == wrong and metrics["length_prediction/fallback"] == 1
     expected, metrics = play(calibrated, told, wrong, 4)
