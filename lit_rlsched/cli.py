@@ -1,19 +1,21 @@
-"""The command `lit-rlsched fit | validate | test | predict | estimate`."""
+"""The command line: `lit-rlsched fit | validate | test | predict | estimate`."""
 
 import os
 import sys
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
 
-# Before torch is loaded. As torchrun does: threads of several processes (trainer, reward workers)
-# that wait for each other by spinning stall each other on a machine of few cores.
+# Set before torch is imported. One thread per process, as torchrun does: the trainer and the reward
+# workers share the cores, and OpenMP threads that spin while they wait slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What torch's C++ and vLLM's say below an error is about their sources, not about the run.
+# The C++ warnings of torch and vLLM concern their source code, not the run.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rlsched import callbacks, engines
 from lit_rlsched._malloc import keep_heap
@@ -21,36 +23,38 @@ from lit_rlsched.callbacks import (
     CompletionWriter,
     RNGState,
     RolloutCallback,
+    RolloutLogger,
     RolloutProgressBar,
     RoundCheckpoint,
 )
 from lit_rlsched.checkpoints import with_atomic_io
 from lit_rlsched.checks import check_one_process
-from lit_rlsched.cli_best import refuse_best
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
-from lit_rlsched.cli_folder import SaveConfig, keep_together, place
-from lit_rlsched.cli_result import say_result, stoppable
+from lit_rlsched.cli_folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.gpu_setup import refuse_unseen_gpu
+from lit_rlsched.interrupts import listening
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.platforms import require_posix
 
-for _package in (callbacks, engines):  # short class names resolve among what is imported
+# Both packages import their classes on first use; the parser finds imported classes by short name.
+for _package in (callbacks, engines):
     for _name in _package.__all__:
         getattr(_package, _name)
 
+C = TypeVar("C", bound=Callback)
 
 TITLES = {
-    "trainer": "The Trainer: Lightning's settings",
-    "model": "The model and how it learns: `GRPOModule`, `RLOOModule`",
-    "data": "Prompts, rewards, the engine, and what a round is",
+    "trainer": "Settings of Lightning's Trainer",
+    "model": "The policy and its loss (`GRPOModule`, `RLOOModule`)",
+    "data": "Prompts, rewards, engine and rounds",
 }
-"""Of the groups in `--help`."""
+"""Headings of the groups of settings in `--help`."""
 
 
 class RolloutTrainer(Trainer):
-    """Lightning's, with one more subcommand."""
+    """Lightning's Trainer with the subcommand `estimate`."""
 
     def estimate(
         self,
@@ -59,14 +63,17 @@ class RolloutTrainer(Trainer):
         memory: str | None = None,
         device: Literal["cpu", "cuda"] | None = None,
     ) -> None:
-        """Print what the run would hold in memory, and how much more would fit; runs nothing.
+        """Print how much memory the run will hold and which settings would still fit.
+
+        Nothing is trained and no weights are loaded.
 
         Args:
-            model: The module of the run.
-            datamodule: Its data module.
-            memory: Memory of the device, such as `24GiB`. By default this machine's: all of its
-                GPU's, or what is available now.
-            device: What the run will train on. By default what `accelerator` says.
+            model: Module of the run.
+            datamodule: Data module of the run.
+            memory: Memory of the device, with its unit, such as `24GiB`. By default the total
+                memory of this machine's GPU, or on a CPU the memory that is available now.
+            device: Device that the run will train on. By default it follows from
+                `trainer.accelerator`.
         """
         assert isinstance(model, PolicyModule)
         available = device_memory(device or "cpu", memory)
@@ -74,21 +81,21 @@ class RolloutTrainer(Trainer):
 
 
 class RolloutCLI(LightningCLI):
-    """Lightning's CLI with our defaults."""
+    """Lightning's command line with this package's defaults, callbacks and run folders."""
 
-    def __init__(self, run: "_Run", **kwargs: Any) -> None:
+    def __init__(self, run: "_RunStatus", **kwargs: Any) -> None:
         self._run = run
         super().__init__(PolicyModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Our defaults; a config overrides them."""
+        """Add `--debug` and set defaults of the Trainer, which a configuration file overrides."""
         parser.add_argument(
-            "--debug", action=DebugOption, help="Show the traceback where a run is refused."
+            "--debug", action=DebugOption, help="Print the traceback of an error in the settings."
         )
         parser.set_defaults(
             {
                 "trainer.devices": 1,
-                "trainer.num_sanity_val_steps": -1,  # the baseline, before anything is trained
+                "trainer.num_sanity_val_steps": -1,  # measures the baseline before training
                 "trainer.log_every_n_steps": 1,
                 "trainer.enable_model_summary": False,
             }
@@ -98,39 +105,57 @@ class RolloutCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for group, title in TITLES.items():
             parser.groups[group].title = title  # type: ignore[index]
-        parser._action_groups[-1].title = f"Only for `{subcommand}`"  # what its method takes
+        parser._action_groups[-1].title = f"Settings of `{subcommand}` itself"
         return parser
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `estimate`."""
+        """Lightning's subcommands and `estimate`."""
         return LightningCLI.subcommands() | {"estimate": {"model", "datamodule"}}
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would let the checkpoint's hyperparameters win over the config."""
+        """Skip Lightning's step: hyperparameters of a checkpoint would override the config."""
 
     def before_instantiate_classes(self) -> None:
-        """Let errors name the subcommand, and choose the folder of the run."""
+        """Tell errors which subcommand runs, and choose the folder of the run."""
         subcommand = str(self.subcommand)
         self._run.command = command_of(self._parser(subcommand))
         self._given, self._folder = self.config[subcommand].clone(), None
         if subcommand != "estimate":
-            self._folder = place(self.config[subcommand], subcommand)
+            self._folder = choose_folder(self.config[subcommand], subcommand)
 
-    def fit(self, **kwargs: Any) -> None:
-        """Train; where a signal stops it, say how to go on, and exit with the signal's code."""
-        with stoppable(self.trainer):
-            self.trainer.fit(**kwargs)
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if self.subcommand == "estimate":
+            self._instantiate_on_cpu(config)
+        given = config["callbacks"] or []
+        given = given if isinstance(given, list) else [given]
+        config["callbacks"] = [self._run, *given]  # first, so that it sees a round before others
+        given = [*given, *callbacks]
 
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        refuse_best(kwargs.get("ckpt_path"), self.trainer)
-        if subcommand == "estimate" and kwargs["device"] is None:
-            kwargs["device"] = self._device
-        return kwargs
+        def lacks(kind: type[Callback]) -> bool:
+            return not any(isinstance(callback, kind) for callback in given)
+
+        if lacks(RNGState):
+            callbacks.append(RNGState())
+        if config.get("enable_progress_bar") is not False and lacks(ProgressBar):
+            callbacks.append(RolloutProgressBar())
+        if self.subcommand == "predict" and lacks(CompletionWriter):
+            callbacks.append(CompletionWriter())
+        saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False
+        if saves and lacks(RoundCheckpoint):
+            callbacks.append(RoundCheckpoint())  # last, so that it saves the state of the others
+        if self._folder is not None:
+            keep_together(given, self._folder)
+        config["plugins"] = with_atomic_io(config["plugins"])
+        refuse_unseen_gpu(config["accelerator"])
+        self.trainer = super()._instantiate_trainer(config, callbacks)
+        check_one_process(self.trainer.world_size)  # before the Trainer starts other processes
+        for callback in self._callbacks(SaveConfig):
+            callback.config = self._given
+        return self.trainer
 
     def _instantiate_on_cpu(self, config: dict[str, Any]) -> None:
-        """Let a machine without the run's GPU estimate it."""
+        """Make a Trainer for `estimate`, which needs no GPU on this machine."""
         accelerator, devices = config["accelerator"], config["devices"]
         gpu = accelerator in ("gpu", "cuda")
         gpu |= accelerator == "auto" and torch.cuda.is_available()
@@ -138,63 +163,76 @@ class RolloutCLI(LightningCLI):
         config["devices"] = len(devices) if isinstance(devices, list) else devices
         config["accelerator"], config["logger"] = "cpu", False
 
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        if self.subcommand == "estimate":
-            self._instantiate_on_cpu(config)
-        given = config["callbacks"] or []
-        given = given if isinstance(given, list) else [given]
-        config["callbacks"] = [self._run, *given]  # it knows before others fail
-        given = [*given, *callbacks]
-        if not any(isinstance(c, RNGState) for c in given):
-            callbacks.append(RNGState())
-        if config.get("enable_progress_bar") is not False and not any(
-            isinstance(c, ProgressBar) for c in given
-        ):
-            callbacks.append(RolloutProgressBar())
-        if self.subcommand == "predict" and not any(isinstance(c, CompletionWriter) for c in given):
-            callbacks.append(CompletionWriter())
-        saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False
-        if saves and not any(isinstance(c, RoundCheckpoint) for c in given):
-            callbacks.append(RoundCheckpoint())  # the last one: it saves what the others know
-        if self._folder is not None:
-            keep_together(given, self._folder)
-        config["plugins"] = with_atomic_io(config["plugins"])
-        refuse_unseen_gpu(config["accelerator"])
-        trainer = super()._instantiate_trainer(config, callbacks)
-        check_one_process(trainer.world_size)  # before it starts the others
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SaveConfig):
-                callback.config = self._given
-        return trainer
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "estimate" and kwargs["device"] is None:
+            kwargs["device"] = self._device
+        return kwargs
 
-    def after_predict(self) -> None:
-        """Say where the completions are."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, CompletionWriter):
-                print(f"{callback.num_completions} completions in {callback.file(self.trainer)}")
+    def fit(self, **kwargs: Any) -> None:
+        """Train.
+
+        Raises:
+            SystemExit: SIGTERM or Ctrl-C stopped the run. The exit code is that of the signal.
+        """
+        with listening(self.trainer) as signals:
+            try:
+                self.trainer.fit(**kwargs)
+            except SIGTERMException:
+                self._report_stop()
+                raise SystemExit(signals.exit_code) from None
+            except (SystemExit, KeyboardInterrupt):
+                if not signals.interrupts:
+                    raise
+                # Lightning exits with code 1 after Ctrl-C
+                raise SystemExit(signals.exit_code) from None
+
+    def _report_stop(self) -> None:
+        for callback in self._callbacks(RolloutLogger):
+            callback.on_fit_end(self.trainer, self.trainer.lightning_module)
+        self.after_fit()
+        paths = [c.last_path for c in self._callbacks(RoundCheckpoint) if c.last_path is not None]
+        how = f"Resume it with `--ckpt_path {paths[-1]}`." if paths else "Nothing was saved."
+        print(f"The run was stopped before its end. {how}", flush=True)
 
     def after_fit(self) -> None:
-        """Say what came of it in the last line."""
-        say_result(self.trainer)
+        """Print the summary of the run as the last line."""
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].finish()  # otherwise it prints when the process exits
+        for callback in self._callbacks(RolloutLogger):
+            print(callback.summary(self.trainer), flush=True)
+
+    def after_predict(self) -> None:
+        """Print where the completions were written."""
+        for callback in self._callbacks(CompletionWriter):
+            print(f"{callback.num_completions} completions in {callback.file(self.trainer)}")
+
+    def _callbacks(self, kind: type[C]) -> Iterator[C]:
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return (callback for callback in callbacks if isinstance(callback, kind))
 
 
-class _Run(RolloutCallback):
-    """Knows how far the run is."""
+class _RunStatus(RolloutCallback):
+    """What an error message has to know about the run."""
 
     def __init__(self) -> None:
         self.command = "lit-rlsched"
         self.begun = False
+        """Whether a round has started: later errors need not be about the configuration."""
 
     def on_round_start(self, *_: Any) -> None:
-        """From here on an error is not about the configuration alone."""
         self.begun = True
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line; `args` stands in for it in tests."""
-    sys.path.insert(0, os.getcwd())  # reward functions live beside the config
+    """Run the command line.
+
+    Args:
+        args: Arguments in place of `sys.argv`.
+    """
+    sys.path.insert(0, os.getcwd())  # finds reward functions in modules of the working directory
     keep_heap()
-    run, given = _Run(), sys.argv[1:] if args is None else args
+    run, given = _RunStatus(), sys.argv[1:] if args is None else args
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
         require_posix("`lit-rlsched`")

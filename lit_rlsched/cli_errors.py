@@ -1,4 +1,4 @@
-"""How the command line refuses a run: one message and exit code 2, without usage or traceback."""
+"""Errors and warnings of the command line: one message and exit code 2 for a wrong setting."""
 
 import argparse
 import logging
@@ -18,11 +18,11 @@ from lit_rlsched.refusals import is_refusal
 
 
 class Refusal(SystemExit):
-    """Ends the process with exit code 2, after `refusals` has printed the message.
+    """Exit with code 2 because of a wrong setting; `refusals` prints the message.
 
     Args:
-        message: What is wrong, with which value of which setting, and what to use instead.
-        command: What lists the settings, such as `lit-rlsched fit`.
+        message: Setting, value and fix.
+        command: Command whose `--help` lists the settings, such as `lit-rlsched fit`.
     """
 
     def __init__(self, message: str, command: str) -> None:
@@ -32,13 +32,13 @@ class Refusal(SystemExit):
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's, whose errors are one message. It takes no abbreviated options."""
+    """Lightning's parser without abbreviated options. It reports an error as a `Refusal`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Refuse the command line or a configuration file.
+        """Report an error in the command line or in a configuration file.
 
         Raises:
             Refusal: always, unless jsonargparse only tries whether something parses.
@@ -50,31 +50,31 @@ class Parser(LightningArgumentParser):
 
 
 class DebugOption(argparse.Action):
-    """`--debug` in the help. It is no setting: `main` takes it from the command line itself."""
+    """List `--debug` in the help but keep it out of the configuration; `main` looks for it."""
 
     def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
         kwargs |= {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "nargs": 0}
         super().__init__(option_strings, **kwargs)
 
     def __call__(self, *_: Any) -> None:
-        """Nothing to do."""
+        """Store nothing."""
 
 
 def command_of(parser: argparse.ArgumentParser) -> str:
-    """What to put `--help` after."""
+    """Return the command that a parser belongs to, such as `lit-rlsched fit`."""
     return parser.prog.replace(" [options]", "")
 
 
 @contextmanager
 def refusals(debug: bool, run: Any) -> Iterator[None]:
-    """Print one message where the run is refused; a bug keeps its traceback.
+    """Print one message instead of a traceback when a setting is wrong; a bug keeps its traceback.
 
     Args:
-        debug: Print the traceback of a refusal too.
-        run: Says in `begun` whether the first round has begun, and in `command` what was called.
+        debug: Whether to print the traceback as well.
+        run: Object with `begun` (whether the first round has started) and `command`.
 
     Raises:
-        Refusal: the run was refused.
+        Refusal: a setting is wrong.
     """
     try:
         try:
@@ -94,36 +94,34 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print warnings without the path and the line of whoever called `warn`.
+    """Print warnings without file and line, and shorten what Lightning says.
 
-    Deprecations inside of other libraries are not shown, nor what Lightning advertises: whoever
-    trains can do nothing about them. SIGTERM is answered as Ctrl-C is.
+    Deprecation warnings inside other libraries and Lightning's tips are hidden: somebody who trains
+    a model cannot act on them.
     """
     before = warnings.formatwarning
-    rank_zero_module.log.addFilter(_is_no_advertisement)
-    signal_connector.log.addFilter(_say_that_it_stops)
+    rank_zero_module.log.addFilter(_is_no_tip)
+    signal_connector.log.addFilter(_shorten_sigterm)
     with warnings.catch_warnings():
         for library in ("lightning", "torch", "transformers", "vllm"):
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
-        warnings.formatwarning = _format_warning
+        warnings.formatwarning = lambda message, category, *_, **__: (
+            f"{category.__name__}: {message}\n"
+        )
         try:
             yield
         finally:
             warnings.formatwarning = before
-            rank_zero_module.log.removeFilter(_is_no_advertisement)
-            signal_connector.log.removeFilter(_say_that_it_stops)
+            rank_zero_module.log.removeFilter(_is_no_tip)
+            signal_connector.log.removeFilter(_shorten_sigterm)
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
+def _is_no_tip(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("💡 Tip")
 
 
-def _say_that_it_stops(record: logging.LogRecord) -> bool:
+def _shorten_sigterm(record: logging.LogRecord) -> bool:
     if "Received SIGTERM" in str(record.msg):
         record.msg = "SIGTERM: stopping and saving."
     return True
-
-
-def _format_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
-    return f"{category.__name__}: {message}\n"

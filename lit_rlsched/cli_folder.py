@@ -1,7 +1,8 @@
-"""What the command line makes of folders: each run gets one, and `--ckpt_path last` finds it."""
+"""Folders of runs that the command line starts: each run gets one, `last` finds its checkpoints."""
 
 import atexit
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,40 @@ from lit_rlsched.run_folder import (
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes the configuration as it was given into the run's folder, as `config.yaml`."""
+    """Write the configuration to `config.yaml` in the run's folder, as the user gave it."""
 
     def __init__(self, parser: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(parser, config, save_to_log_dir=False, **kwargs)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write it; a resumed run replaces it."""
+        """Write the file; a resumed run replaces it."""
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         (folder / self.config_filename).write_text(text, encoding="utf-8")
 
 
-def place(config: Namespace, subcommand: str) -> Path | None:
-    """Choose the folder of a run, and of everything in it; None: it leaves nothing.
+def choose_folder(config: Namespace, subcommand: str) -> Path | None:
+    """Choose and lock the folder that the run writes all its files to.
 
-    A run without `trainer.default_root_dir` goes to `runs/NAME/version_N`, NAME after its
-    configuration files; one that is resumed stays where it was. Loggers without a folder write
-    there, and `metrics/` there has the figures as CSV.
+    Without `trainer.default_root_dir` this is a new `runs/NAME/version_N`, where NAME joins the
+    names of the configuration files. A resumed run stays in its folder. Loggers without a
+    `save_dir` write there too, and a CSV logger is added that writes to `metrics/`.
 
     Args:
-        config: Of the subcommand; changed.
-        subcommand: `fit`, `validate`, ...
+        config: Configuration of the subcommand. Its `trainer.default_root_dir`, `trainer.logger`
+            and `ckpt_path` are filled in.
+        subcommand: `fit`, `validate`, `test` or `predict`.
+
+    Returns:
+        The folder, or None with `trainer.fast_dev_run`, which writes nothing.
 
     Raises:
-        FolderInUse: another process runs there.
-        ValueError: it would mix with another run's.
+        FolderInUse: another process uses the folder.
+        ValueError: the folder holds another run, or `ckpt_path` names no checkpoint.
     """
+    if config.ckpt_path == "best":
+        _refuse_best(config)
     if config.trainer.fast_dev_run:
         return None
     root = Path("runs") / _name(config)
@@ -64,10 +71,21 @@ def place(config: Namespace, subcommand: str) -> Path | None:
 
 
 def keep_together(callbacks: list[Callback], folder: Path) -> None:
-    """Let checkpoints without a folder of their own go to the run's."""
+    """Let each `ModelCheckpoint` without a `dirpath` write to the run's folder."""
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder / "checkpoints")
+
+
+def _refuse_best(config: Namespace) -> None:
+    files = [
+        str(f) for folder in _checkpoint_folders(config) for f in sorted(folder.glob("*.ckpt"))
+    ]
+    found = f"These exist: {', '.join(files)}" if files else "No callback has saved one yet"
+    raise ValueError(
+        "`--ckpt_path=best`: only the process that trains knows which checkpoint is the best. Give "
+        f"the file of a checkpoint, or `last`. {found}."
+    )
 
 
 def _fit(config: Namespace, root: Path) -> Path:
@@ -81,13 +99,12 @@ def _fit(config: Namespace, root: Path) -> Path:
     occupy(folder)
     if path == "last":
         config.ckpt_path = _last(folder, config)
-        return folder  # from the beginning, where there is none: as it was before
-    requeued = SLURMEnvironment.detect() and any(folder.glob("hpc_ckpt_*.ckpt"))
-    if path is None and not requeued and holds_run(folder):
+        return folder  # without a checkpoint, the run starts again in the same folder
+    if path is None and not _was_requeued(folder) and holds_run(folder):
         raise ValueError(
-            f"`trainer.default_root_dir={folder}` holds another run, and this one would mix with "
-            "it. Go on with that one by `--ckpt_path last`, name another folder, or leave "
-            "`default_root_dir` out: each run then gets a folder of its own."
+            f"`trainer.default_root_dir={folder}` already holds a run. Resume that one with "
+            "`--ckpt_path last`, name another folder, or leave `default_root_dir` out so that each "
+            "run gets a new folder."
         )
     return folder
 
@@ -99,44 +116,48 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
         config.ckpt_path = trained and _last(trained, config)
         if config.ckpt_path is None:
             raise ValueError(
-                f"`ckpt_path=last`: there is no checkpoint in `{trained or root}`. Name one by "
+                f"`ckpt_path=last`: there is no checkpoint in `{trained or root}`. Name one with "
                 "`--ckpt_path FILE`."
             )
     return Path(given) if given is not None else new_folder(root, subcommand)
 
 
 def _last(folder: Path, config: Namespace) -> str | None:
-    callbacks = config.trainer.callbacks or []
-    others = [
-        Path(dirpath)
-        for callback in (callbacks if isinstance(callbacks, list) else [callbacks])
-        if (dirpath := callback.get("init_args", {}).get("dirpath"))
-    ]
-    path = newest_checkpoint(folder, *others)
+    path = newest_checkpoint(folder, *_checkpoint_folders(config))
     if path is None:
-        rank_zero_info(f"No checkpoint in `{folder}` to go on from: the run begins there.")
-    else:
-        rank_zero_info(f"The run goes on in `{folder}`.")
-    return None if path is None else str(path)
+        rank_zero_info(f"There is no checkpoint in `{folder}`: the run starts from scratch.")
+        return None
+    rank_zero_info(f"The run resumes in `{folder}`.")
+    return str(path)
+
+
+def _checkpoint_folders(config: Namespace) -> Iterator[Path]:
+    callbacks = config.trainer.callbacks or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if dirpath := callback.get("init_args", {}).get("dirpath"):
+            yield Path(dirpath)
 
 
 def _requeued(root: Path) -> Path | None:
-    """Where this job ran before SLURM put it back into its queue."""
-    folder = newest_folder(root)
-    if folder is None or not SLURMEnvironment.detect() or not any(folder.glob("hpc_ckpt_*.ckpt")):
-        return None
-    return folder if int(os.environ.get("SLURM_RESTART_COUNT", 0)) else None
+    """Return the folder in which this job ran before SLURM requeued it."""
+    folder = newest_folder(root) if int(os.environ.get("SLURM_RESTART_COUNT", 0)) else None
+    return folder if folder is not None and _was_requeued(folder) else None
+
+
+def _was_requeued(folder: Path) -> bool:
+    """Return whether Lightning saved a checkpoint in the folder when SLURM requeued the job."""
+    return SLURMEnvironment.detect() and any(folder.glob("hpc_ckpt_*.ckpt"))
 
 
 def _name(config: Namespace) -> str:
-    """After the configuration files; that of a run is called as the run."""
+    """Join the names of the configuration files; `config.yaml` of a run stands for its run."""
     files = [Path(str(file)).absolute() for file in config.get("config") or [] if file is not None]
-    again = [file.parent.parent.name if (file.parent / LOCK).exists() else "" for file in files]
-    return "+".join(a or file.stem for a, file in zip(again, files, strict=True)) or "run"
+    names = [f.parent.parent.name if (f.parent / LOCK).exists() else f.stem for f in files]
+    return "+".join(names) or "run"
 
 
 def _loggers(logger: Any, folder: str) -> Any:
-    """Those that were asked for, in the run's folder, and a table of all figures."""
+    """Return the configured loggers, writing to the folder, and a CSV logger if there is none."""
     if logger is False:
         return False
     given = logger if isinstance(logger, list) else [] if logger in (None, True) else [logger]

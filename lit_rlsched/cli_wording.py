@@ -1,10 +1,13 @@
-"""What jsonargparse finds wrong, in a sentence that names the setting and what may be meant."""
+"""Errors of jsonargparse as one sentence that names the setting, its value and the likely fix."""
 
 import argparse
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -21,166 +24,146 @@ _TYPES = {
     "bool": "true or false",
     "NoneType": "null",
 }
+_Parser = argparse.ArgumentParser
 
 
-def plain(message: str, parser: argparse.ArgumentParser) -> str:
-    """One sentence or two instead of a tree of types; what is not known stays as it is.
+def plain(message: str, parser: _Parser) -> str:
+    """Return a plain sentence for an error of jsonargparse; an unknown error stays as it is.
 
     Args:
-        message: Of jsonargparse.
-        parser: Whose settings it is about.
+        message: Error message of jsonargparse.
+        parser: Parser that raised it.
     """
+    keys = re.findall(r'Parser key "([\w.]+)":', message)  # the outermost comes first
+    key = ".".join(key for key in keys if key != "config")
     for pattern, say in _WORDINGS:
         if (match := re.search(pattern, message, re.DOTALL)) is not None:
-            return say(match, message, parser)
+            return say(match, key, parser) or message
     return message
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?`, or nothing where no known name is near."""
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.7)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
-def _unknown_option(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
-    given = match[1].split()[0]
-    name = given.partition("=")[0]
+def _unknown_option(match: re.Match[str], key: str, parser: _Parser) -> str:
+    name = match[1].split()[0].partition("=")[0]
     if not name.startswith("-"):
         fix = f" Did you mean `--config {name}`?" if Path(name).is_file() else ""
-        return f"`{name}` is no option.{fix}"
-    return f"There is no option `{name}`.{did_you_mean(name, _options(parser))}"
+        return f"`{name}` is not an option.{fix}"
+    return f"There is no option `{name}`.{_did_you_mean(name, _options(parser))}"
 
 
-def _unknown_key(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
-    names = [option.removeprefix("--") for option in _options(parser)]
-    where = "".join(f"`{path}`: " for path, file in _files(parser) if _has(file, match[1]))
-    there = "there" if where else "There"
-    return f"{where}{there} is no setting `{match[1]}`.{did_you_mean(match[1], names)}"
+def _unknown_setting(match: re.Match[str], key: str, parser: _Parser) -> str:
+    name, known = match[1], [option.removeprefix("--") for option in _options(parser)]
+    where = "".join(f" (given in `{path}`)" for path, file in _files(parser) if _has(file, name))
+    return f"There is no setting `{name}`{where}.{_did_you_mean(name, known)}"
 
 
-def _unknown_argument(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_argument(match: re.Match[str], key: str, parser: _Parser) -> str:
     path, name = match[1], match[2]
-    where, owner = _key(message), path.rpartition(".")[2]
-    prefix = f"{where}." if where else ""
-    near = did_you_mean(name, _arguments(path)).replace("`", f"`{prefix}", 1)
-    return f"There is no setting `{prefix}{name}` of `{owner}`.{near}"
+    prefix = f"{key}." if key else ""
+    near = _did_you_mean(name, _arguments(path)).replace("`", f"`{prefix}", 1)
+    return f"There is no setting `{prefix}{name}` of `{path.rpartition('.')[2]}`.{near}"
 
 
-def _unknown_class(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
-    given = match[1]
-    name = given.rpartition(".")[2]
-    return f"`{_key(message)}={given}`: there is no such class.{did_you_mean(name, _classes())}"
+def _unknown_class(match: re.Match[str], key: str, parser: _Parser) -> str:
+    near = _did_you_mean(match[1].rpartition(".")[2], _classes())
+    return f"`{key}={match[1]}`: there is no such class.{near}"
 
 
-def _bad_value(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
+def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
     expected, given = match[1], match[2].strip()
-    choices = re.findall(r"'([^']*)'", expected) if "Literal" in expected else []
-    if choices:
+    if "Literal" in expected:
+        choices = re.findall(r"'([^']*)'", expected)
         use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        return f"`{_key(message)}={given}`: {use}.{did_you_mean(given, choices)}"
-    return f"`{_key(message)}={given}`: must be {_type(expected)}."
+        return f"`{key}={given}`: {use}.{_did_you_mean(given, choices)}"
+    types = re.findall(r"<class '(\w+)'>", expected)
+    return f"`{key}={given}`: must be {' or '.join(_TYPES.get(t, t) for t in types)}."
 
 
-def _bad_union(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
-    given = message.rpartition("Given value: ")[2].strip()
-    types = " or ".join(_type(t) for t in match[1].split(", "))
-    return f"`{_key(message)}={given}`: must be {types}."
+def _bad_function(match: re.Match[str], key: str, parser: _Parser) -> str:
+    return f"`{key}={match[2].strip()}`: {match[1].strip()}."
 
 
-def _no_function(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
-    return f"`{_key(message)}={match[2].strip()}`: {match[1].strip()}."
-
-
-def _no_file(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
+def _no_file(match: re.Match[str], key: str, parser: _Parser) -> str:
     return f"`--config {match[1]}`: there is no such file."
 
 
-def _no_yaml(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
+def _bad_yaml(match: re.Match[str], key: str, parser: _Parser) -> str:
     for path, file in _files(parser):
         try:
             yaml.safe_load(file.read_text(encoding="utf-8"))
         except yaml.MarkedYAMLError as error:
             line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-            return f"`{path}`{line} is not YAML: {error.problem}."
-    return message
+            return f"`{path}`{line} is not valid YAML: {error.problem}."
+    return ""
 
 
-def _missing(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
+def _missing(match: re.Match[str], key: str, parser: _Parser) -> str:
     names = [name.partition(".")[2] or name for name in match[1].split(", ")]
     listed = ", ".join(f"`{name}`" for name in names)
     return f"{listed} must be given: in a file (`--config run.yaml`) or as `--{names[0]}=...`."
 
 
-def _command(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
+def _unknown_command(match: re.Match[str], key: str, parser: _Parser) -> str:
     choices = re.findall(r"[a-z]+", match[2])
-    return f"`{match[1]}` is no command: use {', '.join(choices)}.{did_you_mean(match[1], choices)}"
+    near = _did_you_mean(match[1], choices)
+    return f"There is no command `{match[1]}`: use {', '.join(choices)}.{near}"
 
 
-def _no_command(match: re.Match[str], message: str, parser: argparse.ArgumentParser) -> str:
-    return f"Which command? Use {', '.join(match[1].split(','))}."
+def _no_command(match: re.Match[str], key: str, parser: _Parser) -> str:
+    return f"A command is missing: use {', '.join(match[1].split(','))}."
 
 
-_NO_CLASS = r"Expected a dot import path string: ([\w.]+)"
-_WORDINGS: tuple[tuple[str, Callable[..., str]], ...] = (
+_WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str, _Parser], str]], ...] = (
     (r"unrecognized arguments: (.+)", _unknown_option),
-    (r"does not accept option '([\w.]+)'", _unknown_key),
+    (r"does not accept option '([\w.]+)'", _unknown_setting),
     (r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", _unknown_argument),
+    (r".*Expected a (typing\.Literal\[[^\]]*\]|<class '\w+'>)\. Got value: ([^\n]*)", _bad_value),
+    (r"Expected a dot import path string: ([\w.]+)", _unknown_class),
+    (r"a callable class: (.*)\. Got value: (.*)", _bad_function),
+    (r'"config": File does not exist: \'(.*)\'', _no_file),
+    (r"Problems parsing config: ", _bad_yaml),
     (
-        r"(?s:.*)Expected a (typing\.Literal\[[^\]]*\]|<class '\w+'>)\. Got value: (.*?)(?:\n|$)",
+        r"Subtypes: \[((?:<class '(?:int|float|str|bool|NoneType)'>(?:, )?)+)\]"
+        r".*Given value: (.*)",
         _bad_value,
     ),
-    (_NO_CLASS, _unknown_class),
-    (r"a callable class: (.*)\. Got value: (.*)", _no_function),
-    (r'"config": File does not exist: \'(.*)\'', _no_file),
-    (r"Problems parsing config: ", _no_yaml),
-    (r"Subtypes: \[((?:<class '(?:int|float|str|bool|NoneType)'>(?:, )?)+)\]", _bad_union),
     (r"arguments are required: (.+)", _missing),
-    (r"argument subcommand: invalid choice: '(\w+)' \(choose from (.*)\)", _command),
+    (r"argument subcommand: invalid choice: '(\w+)' \(choose from (.*)\)", _unknown_command),
     (r'expected "subcommand" to be one of \{([\w,]+)', _no_command),
 )
+"""Pattern of jsonargparse's message and the function that rewords it; the first match counts."""
 
 
-def _key(message: str) -> str:
-    """The setting that a message is about, outermost name first."""
-    keys = re.findall(r'Parser key "([\w.]+)":', message)
-    return ".".join(key for key in keys if key != "config")
-
-
-def _type(text: str) -> str:
-    name = text.removeprefix("<class '").removesuffix("'>")
-    return _TYPES.get(name, name)
-
-
-def _files(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Path]]:
-    """Configuration files as they were given, and where they are."""
+def _files(parser: _Parser) -> Iterator[tuple[str, Path]]:
+    """Yield each configuration file as it was given and its path from here."""
     args = getattr(parser, "args", ())
     given = [path for option, path in pairwise(args) if option in ("-c", "--config")]
     for path in [*given, *(a.removeprefix("--config=") for a in args if "--config=" in a)]:
-        # a configuration is parsed in its own folder
+        # jsonargparse changes to the folder of a configuration file to parse it
         file = next((f for f in (Path(path), Path(Path(path).name)) if f.is_file()), None)
         if file is not None:
             yield path, file
 
 
 def _has(file: Path, key: str) -> bool:
-    """Whether a file has a setting, such as `data.seed`."""
-    try:
-        node = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return False  # another file than the one that is refused
-    for name in key.split("."):
-        if not isinstance(node, dict) or name not in node:
-            return False
-        node = node[name]
-    return True
+    """Return whether a configuration file has a setting, such as `data.seed`."""
+    with suppress(yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        reduce(operator.getitem, key.split("."), settings)
+        return True
+    return False
 
 
-def _options(parser: argparse.ArgumentParser) -> list[str]:
+def _options(parser: _Parser) -> list[str]:
     return [o for action in parser._actions for o in action.option_strings if o.startswith("--")]
 
 
 def _arguments(path: str) -> set[str]:
-    """What a class and the classes it inherits from take."""
+    """Return the constructor arguments of a class and of the classes it inherits from."""
     module, _, name = path.rpartition(".")
     cls: Any = getattr(import_module(module), name)
     owners = [c for c in inspect.getmro(cls) if "__init__" in vars(c) and c is not object]
@@ -188,7 +171,7 @@ def _arguments(path: str) -> set[str]:
 
 
 def _classes() -> list[str]:
-    """Short names that a configuration may use."""
+    """Return the names of classes that a configuration may use without their module."""
     from lit_rlsched import callbacks, engines
     from lit_rlsched.data import tasks
 

@@ -1,7 +1,7 @@
-"""Whether this machine has what a run on its NVIDIA GPU needs: the driver, and Triton's tools.
+"""Checks for runs on an NVIDIA GPU: its driver, and the tools that Triton needs.
 
-As a script it prints the build of vLLM that `make install` takes: `cuda`, `cpu` or `none`. It needs
-nothing but Python for that.
+Run as a script, this prints the build of vLLM that `make install` installs: `cuda`, `cpu` or
+`none`. The script needs only Python's standard library.
 """
 
 import os
@@ -13,54 +13,53 @@ import warnings
 from pathlib import Path
 
 CUDA = 13
-"""Of the wheels that `vllm>=0.27.1,<0.33` and the PyTorch it pins are built for."""
+"""CUDA version of the wheels of `vllm>=0.27.1,<0.33` and of the PyTorch that they pin."""
 DRIVERS = {12: 525, 13: 580}
-"""CUDA -> the oldest branch of the driver that runs it (NVIDIA's notes on minor version
-compatibility)."""
+"""Oldest driver branch for each CUDA version (NVIDIA's notes on minor version compatibility)."""
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver; None where `nvidia-smi` lists no GPU."""
+    """Return the version of NVIDIA's driver; None if `nvidia-smi` lists no GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    versions = said.stdout.split()
-    return versions[0] if said.returncode == 0 and versions else None
+    versions = done.stdout.split()
+    return versions[0] if done.returncode == 0 and versions else None
 
 
 def too_old(driver: str, cuda: int) -> int | None:
-    """The driver that this CUDA needs, where this one is older."""
+    """Return the driver branch that this CUDA version needs if the given driver is older."""
     needed = DRIVERS.get(cuda)
     branch = driver.partition(".")[0]
     return needed if needed and branch.isdecimal() and int(branch) < needed else None
 
 
 def unseen(driver: str | None, cuda: str | None) -> str | None:
-    """Why PyTorch sees no GPU where `nvidia-smi` does.
+    """Explain why PyTorch sees no GPU although `nvidia-smi` lists one.
 
     Args:
-        driver: As `driver` says.
-        cuda: What PyTorch was built for; None: a build for CPU.
+        driver: Version of the driver, as `driver` returns it.
+        cuda: CUDA version that PyTorch was built for; None for a CPU build.
     """
     if driver is None:
         return None
-    lists = "`nvidia-smi` lists a GPU, and PyTorch sees none: "
+    lists = "`nvidia-smi` lists a GPU, but PyTorch sees none: "
     if cuda is None:
-        return f"{lists}it is a build for CPU."
+        return f"{lists}it is a CPU build."
     if needed := too_old(driver, int(cuda.partition(".")[0])):
         return (
-            f"{lists}it is built for CUDA {cuda}, which needs driver {needed} or newer, and this "
-            f"is {driver}. Update the driver."
+            f"{lists}it is built for CUDA {cuda}, which needs driver {needed} or newer, and the "
+            f"driver is {driver}. Update the driver."
         )
-    return f"{lists}`python -c 'import torch; torch.cuda.init()'` says why."
+    return f"{lists}`python -c 'import torch; torch.cuda.init()'` prints the reason."
 
 
 def unseen_gpu() -> str | None:
-    """Why PyTorch sees no GPU on a machine that has one and does not hide it from this process."""
+    """Explain why PyTorch sees no GPU if there is one that `CUDA_VISIBLE_DEVICES` does not hide."""
     import torch
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -70,20 +69,20 @@ def unseen_gpu() -> str | None:
 
 
 def refuse_unseen_gpu(accelerator: object) -> None:
-    """Say more than Lightning where it would find no GPU.
+    """Refuse to run on a GPU that PyTorch does not see, with the reason, which Lightning omits.
 
     Raises:
-        ValueError: a GPU is asked for, and PyTorch does not see the one there is.
+        ValueError: `accelerator` asks for a GPU, and PyTorch sees none although there is one.
     """
     if accelerator in ("gpu", "cuda") and (why := unseen_gpu()):
         raise ValueError(f"`trainer.accelerator={accelerator}`: {why}")
 
 
 def warn_of_unseen_gpu(device: str) -> None:
-    """Say why a run is on the CPU, where it need not be: not to who has installed PyTorch for it.
+    """Warn if the run is on the CPU although there is a GPU and PyTorch is a CUDA build.
 
     Args:
-        device: What the run is on.
+        device: Type of the device that the run uses.
     """
     import torch
 
@@ -92,7 +91,7 @@ def warn_of_unseen_gpu(device: str) -> None:
 
 
 def missing_tools() -> list[str]:
-    """What Triton lacks to build the kernels that vLLM starts, each with what installs it."""
+    """List what Triton lacks to compile kernels, each with the way to install it."""
     missing = []
     if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
         missing.append("a C compiler (`apt install gcc`, or set `CC`)")
@@ -104,16 +103,16 @@ def missing_tools() -> list[str]:
 
 
 def warn_of_missing_tools() -> None:
-    """Say what Triton lacks; it may do without where it has built the same kernels before."""
+    """Warn of what Triton lacks; it needs nothing for kernels that it has compiled before."""
     if missing := missing_tools():
         warnings.warn(
-            f"vLLM on a GPU has Triton build kernels, which needs {' and '.join(missing)}.",
+            f"On a GPU, vLLM compiles kernels with Triton, which needs {' and '.join(missing)}.",
             stacklevel=3,
         )
 
 
 def build() -> str:
-    """The build of vLLM for this machine, said on stderr where it is not what it could be."""
+    """Return the build of vLLM for this machine; stderr tells what keeps a GPU from being used."""
     if sys.platform != "linux":
         return "none"
     found = driver()
@@ -121,14 +120,14 @@ def build() -> str:
         return "cpu"
     if needed := too_old(found, CUDA):
         print(
-            f"There is a GPU, but vLLM's build for it needs driver {needed} or newer, and this is "
-            f"{found}: the CPU is used. For the GPU, update the driver, remove `.venv` and start "
-            "again. `make BUILD=cuda` insists on it.",
+            f"This machine has a GPU, but vLLM's CUDA build needs driver {needed} or newer, and "
+            f"the driver is {found}: the CPU build is installed. To use the GPU, update the "
+            "driver, remove `.venv` and install again. `make BUILD=cuda` skips this check.",
             file=sys.stderr,
         )
         return "cpu"
     if missing := missing_tools():
-        print(f"For the GPU, Triton needs {' and '.join(missing)}.", file=sys.stderr)
+        print(f"On a GPU, Triton needs {' and '.join(missing)}.", file=sys.stderr)
     return "cuda"
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: stop at the next place from which a resumed run is the same run."""
+"""SIGTERM and Ctrl-C: stop where a resumed run is the same as one that was never stopped."""
 
 import os
 import signal
@@ -12,66 +12,66 @@ from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
-class Signals:
-    """What has come while a Trainer ran.
+class InterruptHandler:
+    """Handler of SIGINT that lets the first Ctrl-C stop the Trainer as SIGTERM does.
 
-    The first SIGINT asks the Trainer to stop as SIGTERM does; a second one, or one that comes while
-    there is nothing to save yet, interrupts at once.
+    A second Ctrl-C, or one that comes before there is anything to save, interrupts at once.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._connector = trainer._signal_connector
         self.interrupts = 0
-        """How often SIGINT has come."""
+        """Number of SIGINTs received."""
 
     def __call__(self, number: int, frame: Any) -> None:
-        """Handle SIGINT."""
+        """Handle one SIGINT."""
         self.interrupts += 1
-        runs = bool(self._connector._original_handlers)  # Lightning listens to SIGTERM
-        if self.interrupts > 1 or not runs:
+        fitting = bool(self._connector._original_handlers)  # Lightning handles SIGTERM
+        if self.interrupts > 1 or not fitting:
             raise KeyboardInterrupt
         self._connector.received_sigterm = True
-        said = "\nInterrupted: stopping and saving. Once more, and it stops without saving.\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())
+        message = "\nInterrupted: stopping and saving. Press Ctrl-C again to stop without saving.\n"
+        # `print` is not safe in a signal handler
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it to a process that the signal has ended."""
+        """Exit code that a shell gives to a process ended by this signal."""
         return 128 + (signal.SIGINT if self.interrupts else signal.SIGTERM)
 
 
 @contextmanager
-def listening(trainer: Trainer) -> Iterator[Signals]:
-    """Handle SIGINT meanwhile; SIGTERM is Lightning's."""
-    signals = Signals(trainer)
+def listening(trainer: Trainer) -> Iterator[InterruptHandler]:
+    """Handle SIGINT in this block. Lightning handles SIGTERM."""
+    handler = InterruptHandler(trainer)
     if threading.current_thread() is not threading.main_thread():
-        yield signals
+        yield handler
         return
-    before = signal.signal(signal.SIGINT, signals)
+    before = signal.signal(signal.SIGINT, handler)
     try:
-        yield signals
+        yield handler
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def heed(trainer: Trainer) -> None:
-    """Stop where the Trainer was asked to.
+    """Stop the run if a signal asked for it.
 
-    Called where nothing is half done: between decode steps, while scores are awaited, and between
-    micro-batches, where Lightning does not look.
+    Called where nothing is half done and Lightning does not look: between decode steps, while
+    waiting for scores, and between micro-batches.
 
     Raises:
-        SIGTERMException: it was.
+        SIGTERMException: a signal asked the Trainer to stop.
     """
     if trainer.received_sigterm:
         raise SIGTERMException(128 + signal.SIGTERM)
 
 
 def settle_progress(trainer: Trainer) -> None:
-    """Before a run is saved that was stopped halfway through something: let it resume exactly.
+    """Reset Lightning's progress so that a run stopped halfway through something resumes exactly.
 
-    An optimizer step that was begun counts as not begun, a validation that was begun is begun anew,
-    and so does an epoch without a step: Lightning would skip it, or count a step too many.
+    Without this, Lightning would skip an epoch that has no step yet, or count one step too many.
+    An optimizer step that had started counts as not started, and a validation starts again.
     """
     loop = trainer.fit_loop.epoch_loop
     batches, epochs = loop.batch_progress, trainer.fit_loop.epoch_progress
@@ -85,4 +85,6 @@ def settle_progress(trainer: Trainer) -> None:
     if trainer.validating:
         validation: Any = loop.val_loop.batch_progress
         validation.reset()
-        validation.total.ready = validation.total.started = 1  # how Lightning knows that one ran
+        validation.total.ready = validation.total.started = (
+            1  # tells Lightning that one was running
+        )

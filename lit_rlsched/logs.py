@@ -1,4 +1,4 @@
-"""Figures: averaged over micro-batches, and logged outside Lightning's loops."""
+"""Metrics: averaged over micro-batches, and logged outside Lightning's loops."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def log_now(
-    trainer: Trainer, metrics: Mapping[str, float | torch.Tensor], step: int | None = None
+    trainer: Trainer, metrics: Mapping[str, float | Tensor], step: int | None = None
 ) -> None:
-    """Send figures to every logger at once, and let callbacks monitor them.
+    """Send metrics to every logger and make them available to callbacks that monitor them.
 
-    `self.log` is refused between Lightning's hooks, and would repeat a round's figures at each of
-    its steps; this is the way LearningRateMonitor takes.
+    Lightning refuses `self.log` between its hooks, and would repeat the metrics of a round at each
+    of its steps. `LearningRateMonitor` logs in the same way.
 
     Args:
-        trainer: Whose loggers.
-        metrics: The figures by name.
-        step: Where on the loggers' x-axis; by default the number of the coming optimizer step.
+        trainer: Trainer whose loggers are used.
+        metrics: Values by name.
+        step: Position on the x-axis of the loggers. Default: the number of optimizer steps taken.
     """
     plain = {name: float(value) for name, value in metrics.items()}
     if step is None:
@@ -30,23 +30,26 @@ def log_now(
 
 
 def is_partial_check(trainer: Trainer) -> bool:
-    """Whether this is a sanity check on some of the held-out prompts, which measures nothing.
+    """Return whether this is a sanity check whose metrics mean nothing.
 
-    One on all of them that are validated on (`num_sanity_val_steps=-1`) is the baseline.
+    A sanity check of all prompts (`num_sanity_val_steps=-1`) before training is the baseline.
     """
     partial = trainer.num_sanity_val_batches != trainer.num_val_batches
     return trainer.sanity_checking and (partial or trainer.global_step > 0)
 
 
 class StepMetrics:
-    """Averages over micro-batches, by tokens; `min` and `max` of what is named so."""
+    """Metrics of an optimizer step from those of its micro-batches.
+
+    The mean is weighted by tokens. Names that end with `min` or `max` keep the extreme value.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._weight = 0.0
 
     def update(self, metrics: dict[str, Tensor], weight: float) -> None:
-        """Take in one micro-batch."""
+        """Add the metrics of one micro-batch with `weight` tokens."""
         self._weight += weight
         for name, value in metrics.items():
             if (best := _extreme(name)) is None:
@@ -56,7 +59,7 @@ class StepMetrics:
                 self._sums[name] = best(self._sums.get(name, value), value)
 
     def compute(self) -> dict[str, Tensor]:
-        """The step's figures; empty where there was no micro-batch."""
+        """Return the metrics of the step; empty if there was no micro-batch."""
         return {
             name: value if _extreme(name) else value / max(self._weight, 1.0)
             for name, value in self._sums.items()

@@ -1,4 +1,4 @@
-"""Which parts need which operating system; elsewhere they are refused by name."""
+"""Refusals of features that do not run on this operating system."""
 
 import sys
 
@@ -7,26 +7,26 @@ def require_posix(part: str) -> None:
     """Refuse Windows.
 
     Args:
-        part: What cannot run there, as the subject of a sentence.
+        part: Feature that cannot run there, as the subject of a sentence.
 
     Raises:
-        RuntimeError: names the part, and where it runs.
+        RuntimeError: this is Windows.
     """
     if sys.platform == "win32":
         raise RuntimeError(
-            f"{part} cannot run on Windows: Linux or macOS is needed. WSL 2 is Linux."
+            f"{part} cannot run on Windows. Use Linux, macOS or WSL 2, which is a Linux."
         )
 
 
 def require_linux(part: str, instead: str) -> None:
-    """Refuse everything but Linux.
+    """Refuse every system but Linux.
 
     Args:
-        part: What cannot run elsewhere, as the subject of a sentence.
-        instead: What to do there, as a sentence.
+        part: Feature that cannot run elsewhere, as the subject of a sentence.
+        instead: What to do elsewhere, as a sentence.
 
     Raises:
-        RuntimeError: names the part, the system and what to do.
+        RuntimeError: this is not Linux.
     """
     if sys.platform != "linux":
         raise RuntimeError(f"{part} runs on Linux only, and this is `{sys.platform}`. {instead}")

@@ -1,4 +1,4 @@
-"""The folder of a run: one of its own, locked while it is in use, with all that the run leaves."""
+"""Folder of a run: holds every file that the run writes, and is locked while the run lasts."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,20 +18,21 @@ from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.platforms import require_posix
 
 LOCK = "run.json"
-"""Says who uses the folder, and is locked as long as that process lives."""
+"""File that describes the process that uses the folder. The process keeps it locked."""
 
 _held: dict[tuple[int, Path], IO[str]] = {}
 _folders: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 
 
 class FolderInUse(RuntimeError):
-    """Another process runs there."""
+    """Another process uses the folder."""
 
 
 def folder_of(trainer: Trainer) -> Path:
-    """Where everything of a Trainer's run goes: its `default_root_dir`.
+    """Return the folder of a Trainer's run.
 
-    Where none was given, and it is the working directory, a new folder `runs/version_N`.
+    This is the Trainer's `default_root_dir`, or a new `runs/version_N` if that is the working
+    directory, which is Lightning's default.
     """
     root = Path(trainer.default_root_dir)
     if root.absolute() != Path.cwd():
@@ -43,35 +43,40 @@ def folder_of(trainer: Trainer) -> Path:
 
 
 def new_folder(root: Path, kind: str = "version") -> Path:
-    """Make the next of `root/version_0`, `root/version_1`, ..., and give it."""
-    number = max((n for n, _ in _versions(root, kind)), default=-1)
+    """Make and return the next of `root/version_0`, `root/version_1`, ..."""
+    number = max((n for n, _ in _numbered(root, kind)), default=-1)
     while True:
         number += 1
         folder = root / f"{kind}_{number}"
-        with suppress(FileExistsError):  # another run was faster
+        with suppress(FileExistsError):  # another process was faster
             folder.mkdir(parents=True)
             return folder
 
 
 def newest_folder(root: Path) -> Path | None:
-    """The last that `new_folder` has made."""
-    return max(_versions(root, "version"), default=(0, None))[1]
+    """Return the `root/version_N` with the largest N."""
+    return max(_numbered(root, "version"), default=(0, None))[1]
+
+
+def _numbered(root: Path, kind: str) -> list[tuple[int, Path]]:
+    found = ((re.fullmatch(rf"{kind}_(\d+)", path.name), path) for path in root.glob(f"{kind}_*"))
+    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
 
 
 def folder_with(checkpoint: Path) -> Path | None:
-    """The folder of the run that has saved a checkpoint."""
+    """Return the folder of the run that saved a checkpoint."""
     return next((p for p in checkpoint.absolute().parents if (p / LOCK).is_file()), None)
 
 
 def occupy(folder: Path) -> None:
-    """Lock a folder until this process ends, or calls `leave`; the second time does nothing.
+    """Lock a folder until this process ends or calls `leave`. A second call does nothing.
 
     Raises:
-        FolderInUse: another process has it; names both.
-        RuntimeError: on Windows.
+        FolderInUse: another process uses the folder.
+        RuntimeError: the system is Windows.
     """
     require_posix("The lock of a run's folder")
-    import fcntl  # Windows has none
+    import fcntl  # does not exist on Windows
 
     key = os.getpid(), folder.resolve()
     if key in _held:
@@ -79,28 +84,43 @@ def occupy(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / LOCK).open("a+", encoding="utf-8")
     try:
-        # of the process, so that no child of one that was killed keeps it
+        # unlike `flock`, not inherited: a child that survives this process does not hold the lock
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)
         raise FolderInUse(
-            f"`{folder}` is in use by {_who(file.read())}. Wait for it to end, stop it, or leave "
-            "`default_root_dir` out: each run then gets a folder of its own."
+            f"`{folder}` is in use by {_user(file.read())}. Wait until it ends, stop it, or leave "
+            "`default_root_dir` out so that each run gets a new folder."
         ) from None
     file.truncate(0)
-    json.dump(_about_this_process(), file)
+    about = {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "command": " ".join(sys.argv),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }
+    json.dump(about, file)
     file.flush()
     _held[key] = file
 
 
+def _user(text: str) -> str:
+    try:
+        about = json.loads(text)
+        return "process {process} on {host} (`{command}`, since {since})".format(**about)
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
 def leave(folder: Path) -> None:
-    """Let others use the folder."""
+    """Release the lock of a folder, if this process holds it."""
     if (file := _held.pop((os.getpid(), folder.resolve()), None)) is not None:
         file.close()
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it has written anything."""
+    """Remove the folder of a run that wrote nothing, such as one with a wrong setting."""
     leave(folder)
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK}:
         with suppress(OSError):
@@ -110,47 +130,47 @@ def remove_unused(folder: Path) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has left something there that another one would mix with."""
-    things = ("completions.jsonl", "**/metrics.csv", "*.ckpt", "checkpoints/*.ckpt")
-    return any(next(folder.glob(pattern), None) is not None for pattern in things)
+    """Return whether a folder holds files of a run that a new run would mix with its own."""
+    patterns = ("completions.jsonl", "**/metrics.csv", "*.ckpt", "checkpoints/*.ckpt")
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 def newest_checkpoint(*folders: Path) -> Path | None:
-    """The newest checkpoint in these folders that a run can go on from.
+    """Return the newest checkpoint in these folders that a run can resume from.
 
-    Newer ones that cannot be read are named in a warning, with the rounds that are lost with them.
+    A warning names newer files that cannot be read and the rounds that are lost with them.
     """
     files = {path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}
-    broken: list[tuple[Path, CheckpointError]] = []
+    broken: dict[Path, CheckpointError] = {}
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            checkpoint = read_checkpoint(path)
+            rounds = _completed_rounds(read_checkpoint(path))
         except CheckpointError as error:
-            broken.append((path, error))
+            broken[path] = error
             continue
-        rounds = _rounds_over(checkpoint)
         if rounds is not None:
-            _warn(broken, path, rounds, _last_round(folders, [p for p, _ in broken]))
+            _warn_of_broken(broken, folders, f"resumes from `{path}`", rounds)
             return path
-    _warn(broken, None, 0, _last_round(folders, [p for p, _ in broken]))
+    _warn_of_broken(broken, folders, "starts from scratch", 0)
     return None
 
 
-def _warn(
-    broken: list[tuple[Path, CheckpointError]], path: Path | None, rounds: int, last: int | None
+def _warn_of_broken(
+    broken: dict[Path, CheckpointError], folders: tuple[Path, ...], instead: str, rounds: int
 ) -> None:
     if not broken:
         return
-    why = " ".join(str(error).partition(". Use another")[0] + "." for _, error in broken)
-    lost = "what came after it is" if last is None else f"rounds {rounds} to {last} are"
-    if last is not None and last < rounds:
-        lost = "no round is"
-    begun = "the run begins anew" if path is None else f"the run goes on from `{path}`"
-    rank_zero_warn(f"{why} Instead, {begun}: {lost} discarded, to be drawn again.")
+    why = " ".join(str(error).partition(". Use another")[0] + "." for error in broken.values())
+    last = _last_round(folders, broken)
+    if last is None:
+        lost = "All later rounds are"
+    else:
+        lost = f"Rounds {rounds} to {last} are" if last >= rounds else "No round is"
+    rank_zero_warn(f"{why} The run {instead} instead. {lost} lost and will be drawn again.")
 
 
-def _rounds_over(checkpoint: dict[str, Any]) -> int | None:
-    """How many rounds a run that goes on from there has behind it; None: it cannot."""
+def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:
+    """Return how many rounds are over in a checkpoint; None if a run cannot resume from it."""
     if "optimizer_states" not in checkpoint:
         return None
     for state in checkpoint.values():
@@ -159,8 +179,8 @@ def _rounds_over(checkpoint: dict[str, Any]) -> int | None:
     return None
 
 
-def _last_round(folders: Iterable[Path], broken: Iterable[Path]) -> int | None:
-    """The last round of a run, as far as names of checkpoints and written completions tell."""
+def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) -> int | None:
+    """Return a run's last round, from the names of checkpoints and the written completions."""
     numbers = [int(m[1]) - 1 for path in broken if (m := re.match(r"round_(\d+)", path.name))]
     for folder in folders:
         with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
@@ -168,29 +188,3 @@ def _last_round(folders: Iterable[Path], broken: Iterable[Path]) -> int | None:
                 lines = [line for line in file if line.endswith(b"\n")]
             numbers.append(int(json.loads(lines[-1])["round"]))
     return max(numbers, default=None)
-
-
-def _versions(root: Path, kind: str) -> list[tuple[int, Path]]:
-    found = ((re.fullmatch(rf"{kind}_(\d+)", path.name), path) for path in root.glob(f"{kind}_*"))
-    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-
-
-def _about_this_process() -> dict[str, str | int | None]:
-    return {
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "command": " ".join(sys.argv),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-    }
-
-
-def _who(text: str) -> str:
-    try:
-        about = json.loads(text)
-        return (
-            f"process {about['process']} on {about['host']} (`{about['command']}`, since "
-            f"{about['since']})"
-        )
-    except (ValueError, KeyError, TypeError):
-        return "another process"

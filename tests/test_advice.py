@@ -40,7 +40,7 @@ def test_no_eos() -> None:
 
 def test_idle_slots() -> None:
     assert idle_slots(None, 8) is None and idle_slots(8, 8) is None
-    assert "56 slots never get one. Use `slots=8`" in (idle_slots(64, 8) or "")
+    assert "so 56 slots stay empty. Use `slots=8`" in (idle_slots(64, 8) or "")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_restored_settings() -> None:
     assert restored_settings(same, checkpoint) is None
     assert restored_settings({**same, "learning_rate": 1}, {}) is None
     text = restored_settings({**same, "learning_rate": 1e-4, "weight_decay": 0.1}, checkpoint)
-    assert text and "`learning_rate=0.0001` (the checkpoint's: 1e-05) and `weight_decay" in text
+    assert text and "`learning_rate=0.0001` (the checkpoint has 1e-05) and `weight_decay" in text
 
 
 def test_a_run_whose_completions_are_all_cut_and_slots_idle_is_told_once(fit: Callable) -> None:
@@ -129,6 +129,6 @@ def test_a_learning_rate_that_a_resume_does_not_take(
         warnings.simplefilter("always")
         fit(**again)
     assert not told(recorded, "no effect")
-    with pytest.warns(UserWarning, match=r"`learning_rate=0.5` \(the checkpoint's: 0.001\) will"):
+    with pytest.warns(UserWarning, match=r"`learning_rate=0.5` \(the checkpoint has 0.001\) will"):
         trainer, _, _ = fit(GRPOModule(tiny_model, learning_rate=0.5), **again)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)

@@ -100,8 +100,8 @@ def test_help(command, capsys):
     shown = capsys.readouterr().out
     assert ("--data.num_generations" if command else "fit") in shown
     if command:
-        assert "\nPrompts, rewards, the engine, and what a round is:\n" in shown
-        assert "\nThe Trainer: Lightning's settings:\n" in shown and "--debug" in shown
+        assert "\nPrompts, rewards, engine and rounds:\n" in shown
+        assert "\nSettings of Lightning's Trainer:\n" in shown and "--debug" in shown
 
 
 @pytest.fixture
@@ -118,17 +118,17 @@ def estimated(capsys, monkeypatch):
 
 def test_what_a_run_will_hold(estimated, tmp_path):
     said = estimated("--memory=24GiB", f"--trainer.default_root_dir={tmp_path}/run")
-    assert "held in the machine's memory" in said and "of 24.00 GiB" in said
+    assert said.startswith("in main memory") and "of 24.00 GiB" in said
     for item in ("weights", "optimizer state", "key-value cache", "activations"):
         assert f"\n{item} " in said
-    assert "Fits: the rollout is the larger, and leaves 23." in said  # a cache of full slots
+    assert "Fits: the rollout needs the most and leaves 23." in said  # a cache of full slots
     assert not list(tmp_path.iterdir()), "nothing is run, so nothing is written"
 
 
 def test_a_gpu_run_is_estimated_without_one(estimated):
     overlay = "--data.engine=VLLMEngine"
     said = estimated(overlay, "--trainer.accelerator=gpu", "--memory=8GB")
-    assert "held on the GPU" in said and "vLLM sleeps in the update" in said
+    assert said.startswith("in GPU memory") and "vLLM sleeps in the update" in said
 
 
 def test_estimate_refuses_what_fit_refuses(estimated, capsys):

@@ -86,13 +86,13 @@ def test_one_message(refused, given, said):
     [
         (
             "data: {num_generation: 4}",
-            "bad.yaml`: there is no setting `data.num_generation`. Did you mean `data.num_generat",
+            "bad.yaml`). Did you mean `data.num_generations`?",
         ),
         (
             "data: {engine: {class_path: VLLMEngine, init_args: {kv_cach_gib: 3}}}",
             "`data.engine.kv_cach_gib` of `VLLMEngine`. Did you mean `data.engine.kv_cache_gib`?",
         ),
-        ("data:\n  seed: [4\n", "bad.yaml`, line 3 is not YAML: "),
+        ("data:\n  seed: [4\n", "bad.yaml`, line 3 is not valid YAML: "),
     ],
 )
 def test_one_message_about_a_file(refused, tmp_path, text, said):
@@ -106,13 +106,13 @@ def test_best_names_the_files_there_are(refused, tmp_path):
         f"--trainer.callbacks=[{{class_path: ModelCheckpoint, init_args: {{dirpath: {tmp_path}}}}}]"
     )
     said = refused("--ckpt_path=best", saves)
-    assert "known only while `fit` runs" in said and "step=3.ckpt" in said
+    assert "only the process that trains knows" in said and "step=3.ckpt" in said
 
 
 def test_commands(refused):
     assert "use fit, validate, test" in refused(base=["fits"])
     assert "`data.reward_funcs`, `model` must be given" in refused(base=["fit"])
-    assert "Which command?" in refused(base=[])
+    assert "A command is missing: use fit, validate" in refused(base=[])
 
 
 def test_debug_shows_the_traceback_as_well(capfd):

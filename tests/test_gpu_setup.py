@@ -23,12 +23,16 @@ from lit_rlsched.gpu_setup import (
     ("driver", "cuda", "text"),
     [
         (None, "13.0", None),
-        ("535.104.05", "13.0", "CUDA 13.0, which needs driver 580 or newer, and this is 535.104"),
+        (
+            "535.104.05",
+            "13.0",
+            "CUDA 13.0, which needs driver 580 or newer, and the driver is 535.104",
+        ),
         ("520.61", "12.8", "needs driver 525 or newer"),
-        ("580.65.06", "13.0", "says why"),
-        ("535.104.05", "12.8", "says why"),
-        ("535.104.05", None, "it is a build for CPU"),
-        ("unknown", "13.0", "says why"),
+        ("580.65.06", "13.0", "prints the reason"),
+        ("535.104.05", "12.8", "prints the reason"),
+        ("535.104.05", None, "it is a CPU build"),
+        ("unknown", "13.0", "prints the reason"),
     ],
 )
 def test_why_pytorch_sees_no_gpu(driver, cuda, text):
@@ -68,8 +72,8 @@ def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
     refuse_unseen_gpu("auto")
     monkeypatch.setattr(torch.version, "cuda", None)
     warn_of_unseen_gpu("cpu")
-    assert not recwarn, "a build for CPU was installed on purpose"
-    with pytest.raises(ValueError, match=r"`trainer\.accelerator=gpu`: .*it is a build for CPU"):
+    assert not recwarn, "a CPU build was installed on purpose"
+    with pytest.raises(ValueError, match=r"`trainer\.accelerator=gpu`: .*it is a CPU build"):
         refuse_unseen_gpu("gpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.warns(UserWarning, match=r"run is on the CPU\. .*needs driver 580 or newer"):
@@ -110,7 +114,7 @@ def test_what_triton_needs(machine, monkeypatch, tmp_path):
     [
         (None, "cpu", ""),
         ("exit 9", "cpu", ""),
-        ("echo 535.104.05", "cpu", "driver 580 or newer, and this is 535.104.05: the CPU is used"),
+        ("echo 535.104.05", "cpu", "and the driver is 535.104.05: the CPU build is installed"),
         ("echo 580.65.06", "cuda", ""),
     ],
 )

@@ -118,25 +118,25 @@ def save(path, rounds=1, seconds=0, **more):
 
 
 def test_a_run_has_a_folder_of_its_own_named_after_its_configuration():
-    first, second = (cli_folder.place(config(), "fit") for _ in range(2))
+    first, second = (cli_folder.choose_folder(config(), "fit") for _ in range(2))
     assert [str(first), str(second)] == [f"runs/quick+more/version_{n}" for n in (0, 1)]
-    assert str(cli_folder.place(config(), "validate")) == "runs/quick+more/validate_0"
-    assert str(cli_folder.place(config(config=None), "fit")) == "runs/run/version_0"
+    assert str(cli_folder.choose_folder(config(), "validate")) == "runs/quick+more/validate_0"
+    assert str(cli_folder.choose_folder(config(config=None), "fit")) == "runs/run/version_0"
     again = config(config=[str(first / "config.yaml")])
-    assert str(cli_folder.place(again, "fit")) == "runs/quick+more/version_2"
-    assert cli_folder.place(config(trainer={"fast_dev_run": True}), "fit") is None
+    assert str(cli_folder.choose_folder(again, "fit")) == "runs/quick+more/version_2"
+    assert cli_folder.choose_folder(config(trainer={"fast_dev_run": True}), "fit") is None
 
 
 def test_loggers_write_there():
     wandb = Namespace(class_path="x.WandbLogger", init_args=Namespace(save_dir=".", project="p"))
     mine = Namespace(class_path="x.Other", init_args=Namespace(save_dir="mine"))
     settings = config(trainer={"logger": [wandb, mine]})
-    folder = str(cli_folder.place(settings, "fit"))
+    folder = str(cli_folder.choose_folder(settings, "fit"))
     table, *rest = settings.trainer.logger
     assert table.class_path.endswith("CSVLogger") and table.init_args.save_dir == folder
     assert [one.init_args.save_dir for one in rest] == [folder, "mine"]
     settings = config(trainer={"logger": False})
-    cli_folder.place(settings, "fit")
+    cli_folder.choose_folder(settings, "fit")
     assert settings.trainer.logger is False
 
 
@@ -144,19 +144,19 @@ def test_a_folder_with_another_run_is_refused():
     Path("old/checkpoints").mkdir(parents=True)
     (Path("old") / "log").touch()
     given = {"trainer": {"default_root_dir": "old"}}
-    assert cli_folder.place(config(**given), "fit") == Path("old")
+    assert cli_folder.choose_folder(config(**given), "fit") == Path("old")
     save(Path("old/checkpoints/a.ckpt"))
     assert holds_run(Path("old"))
-    with pytest.raises(ValueError, match=r"default_root_dir=old` holds another run.*--ckpt_path"):
-        cli_folder.place(config(**given), "fit")
+    with pytest.raises(ValueError, match=r"default_root_dir=old` already holds a run.*--ckpt_path"):
+        cli_folder.choose_folder(config(**given), "fit")
     settings = config(**given, ckpt_path="last")
-    cli_folder.place(settings, "fit")
+    cli_folder.choose_folder(settings, "fit")
     assert settings.ckpt_path.endswith("old/checkpoints/a.ckpt")
 
 
 def test_last_is_the_newest_of_the_newest_run(capfd):
     settings = config(ckpt_path="last")
-    folder = cli_folder.place(settings, "fit")
+    folder = cli_folder.choose_folder(settings, "fit")
     assert settings.ckpt_path is None, "the first time there is nothing to go on from"
     save(folder / "checkpoints" / "a.ckpt", seconds=1)
     newest = save(folder / "b.ckpt", rounds=2, seconds=3)
@@ -166,41 +166,41 @@ def test_last_is_the_newest_of_the_newest_run(capfd):
     AtomicCheckpointIO().save_checkpoint(contents, weights)
     elsewhere = save(Path("mine/d.ckpt"), seconds=4)
     settings = config(ckpt_path="last")
-    assert cli_folder.place(settings, "fit") == folder
+    assert cli_folder.choose_folder(settings, "fit") == folder
     assert settings.ckpt_path == str(newest.resolve())
     theirs = Namespace(class_path="ModelCheckpoint", init_args=Namespace(dirpath="mine"))
     settings = config(ckpt_path="last", trainer={"callbacks": [theirs]})
-    cli_folder.place(settings, "fit")
+    cli_folder.choose_folder(settings, "fit")
     assert settings.ckpt_path == str(elsewhere.resolve())
     settings = config(ckpt_path="last")
-    cli_folder.place(settings, "validate")
+    cli_folder.choose_folder(settings, "validate")
     assert settings.ckpt_path == str(newest.resolve())
 
 
 def test_a_named_checkpoint_goes_on_in_its_own_folder():
-    first, second = (cli_folder.place(config(), "fit") for _ in range(2))
+    first, second = (cli_folder.choose_folder(config(), "fit") for _ in range(2))
     path = save(first / "checkpoints" / "a.ckpt")
     settings = config(ckpt_path=str(path))
-    assert cli_folder.place(settings, "fit") == first.absolute()
+    assert cli_folder.choose_folder(settings, "fit") == first.absolute()
     assert settings.ckpt_path == str(path)
     assert newest_folder(first.parent) == second
 
 
 def test_validation_of_a_run_that_is_not_there():
     with pytest.raises(ValueError, match="there is no checkpoint in `runs/quick"):
-        cli_folder.place(config(ckpt_path="last"), "validate")
+        cli_folder.choose_folder(config(ckpt_path="last"), "validate")
 
 
 def test_a_job_that_slurm_puts_back_goes_on_where_it_was(monkeypatch):
-    folder = cli_folder.place(config(), "fit")
+    folder = cli_folder.choose_folder(config(), "fit")
     (folder / "hpc_ckpt_1.ckpt").touch()
-    assert cli_folder.place(config(), "fit") != folder
+    assert cli_folder.choose_folder(config(), "fit") != folder
     (folder.parent / "version_2").mkdir()
     (folder.parent / "version_2" / "hpc_ckpt_1.ckpt").touch()
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert cli_folder.place(config(), "fit") == folder.parent / "version_2"
+    assert cli_folder.choose_folder(config(), "fit") == folder.parent / "version_2"
 
 
 # Checkpoints that cannot be read.
@@ -217,12 +217,12 @@ def test_falls_back_to_the_newest_that_can_be_read_and_names_the_rounds_that_are
     (message,) = [str(w.message) for w in warned]
     assert f"`{bad.resolve()}` is cut off after 500 bytes" in message
     assert f"`{empty.resolve()}` is empty" in message
-    assert f"goes on from `{good.resolve()}`: rounds 4 to 6 are discarded" in message
+    assert f"resumes from `{good.resolve()}` instead. Rounds 4 to 6 are lost" in message
     Path("run/completions.jsonl").write_text('{"round": 8}\n{"round": 9}\n{"rou')
-    with pytest.warns(UserWarning, match="rounds 4 to 9 are discarded"):
+    with pytest.warns(UserWarning, match="Rounds 4 to 9 are lost"):
         newest_checkpoint(Path("run"))
     good.unlink()
-    with pytest.warns(UserWarning, match="the run begins anew: rounds 0 to 9 are discarded"):
+    with pytest.warns(UserWarning, match=r"starts from scratch instead\. Rounds 0 to 9 are lost"):
         assert newest_checkpoint(Path("run")) is None
 
 

@@ -1,4 +1,4 @@
-"""What a run will hold in memory, found out before anything is loaded: `lit-rlsched estimate`."""
+"""Memory that a run will need, computed before anything is loaded: `lit-rlsched estimate`."""
 
 from lit_rlsched.estimate.ledger import Item, Ledger
 from lit_rlsched.estimate.report import device_memory, report

@@ -1,4 +1,4 @@
-"""The ledger as text."""
+"""The report that `lit-rlsched estimate` prints."""
 
 import os
 import re
@@ -10,48 +10,48 @@ from lit_rlsched.estimate.ledger import MOST_GENERATIONS, Item, Ledger
 from lit_rlsched.estimate.run import Device
 from lit_rlsched.sizes import format_bytes, parse_bytes
 
+_LORA = "`lora_rank: 32`, which trains adapters only"
 ADVICE = {
-    "weights": "a smaller model; or `lora_rank` with `precision: bf16-mixed`, whose base is in "
-    "bfloat16",
-    "reference model": "`beta: 0`, or `lora_rank`, whose base is the reference",
-    "gradients": "`lora_rank: 32`, which trains adapters alone",
-    "optimizer state": "`lora_rank: 32`, which trains adapters alone",
-    "engine weights": "`TransformersEngine`, which has no weights of its own; on a GPU "
+    "weights": "a smaller model, or `lora_rank` with `precision: bf16-mixed`, which keeps the base "
+    "model in bfloat16",
+    "reference model": "`beta: 0`, or `lora_rank`, whose base model is the reference",
+    "gradients": _LORA,
+    "optimizer state": _LORA,
+    "engine weights": "`TransformersEngine`, which shares the policy's weights, or on a GPU "
     "`enable_sleep_mode: true`",
     "key-value cache": "fewer slots or a `memory_budget` (`MicroGroupSampling`), a shorter "
-    "`max_completion_length`; on a GPU a lower `gpu_memory_utilization`",
+    "`max_completion_length`, or on a GPU a lower `gpu_memory_utilization`",
     "decoding": "fewer slots (`MicroGroupSampling`)",
-    "activations": "`gradient_checkpointing: true`, or fewer `micro_batch_tokens`",
-    "passes at their peak": "fewer `micro_batch_tokens`, or `lora_rank`; of AdamW's temporaries "
-    "`optim: adamw_torch_fused`",
+    "activations": "`gradient_checkpointing: true`, or a smaller `micro_batch_tokens`",
+    "passes at their peak": "a smaller `micro_batch_tokens`, or `lora_rank`; for AdamW's "
+    "temporaries `optim: adamw_torch_fused`",
     "completions": "fewer `prompts_per_round` or `num_generations`",
 }
+"""What reduces each item of the ledger."""
 NOT_COUNTED = {
-    "cpu": "the interpreter and its libraries (0.5 GiB, with vLLM 1 GiB), vLLM's own steps, reward "
-    "processes, what malloc keeps",
-    "cuda": "the CUDA context (about 0.5 GiB), what PyTorch's allocator keeps, CUDA graphs",
+    "cpu": "the interpreter and its libraries (0.5 GiB, with vLLM 1 GiB), buffers of vLLM's steps, "
+    "reward processes, memory that malloc keeps",
+    "cuda": "the CUDA context (about 0.5 GiB), memory that PyTorch's allocator keeps, CUDA graphs",
 }
 
 
 def report(ledger: Ledger) -> str:
-    """The table of what is held, and what else would fit."""
+    """Return the table of what takes memory, whether it fits, and the largest settings that do."""
     run, items = ledger.run, ledger.items()
     on_cpu = run.device == "cpu"
     device = [i for i in items if on_cpu or not i.host]
-    rollout, update = ledger.peak(items)
-    total = Item("together", rollout, update, f"of {format_bytes(ledger.memory)}")
-    where = "in the machine's memory" if on_cpu else "on the GPU"
+    total = Item("total", *ledger.peak(items), f"of {format_bytes(ledger.memory)}")
     lines = [
-        _line(f"held {where}", "rollout", "update", "how it follows"),
+        _line(f"in {'main' if on_cpu else 'GPU'} memory", "rollout", "update", "how it follows"),
         *map(_item, device),
         _line("", "-" * 10, "-" * 10, ""),
         _item(total),
     ]
-    host = [] if on_cpu else [i for i in items if i.host]
-    if host:
-        lines += ["", _line("beside it, in the machine's memory", "", "", ""), *map(_item, host)]
+    if len(device) < len(items):
+        host = [i for i in items if i.host]
+        lines += ["", _line("in main memory", "", "", ""), *map(_item, host)]
     drawn = run.most_prompts * ledger.num_generations
-    lines += ["", f"Decode at once, at most: {ledger.slots:,} of a round's {drawn:,} completions."]
+    lines += ["", f"Up to {ledger.slots:,} of a round's {drawn:,} completions decode at once."]
     lines += ["", f"Not counted: {NOT_COUNTED[run.device]}.", "", *_verdict(ledger, device)]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -61,15 +61,17 @@ def _verdict(ledger: Ledger, device: list[Item]) -> list[str]:
     phase = "rollout" if rollout > update else "update"
     over = max(rollout, update) - ledger.memory
     if over <= 0:
-        lines = [f"Fits: the {phase} is the larger, and leaves {format_bytes(-over)}."]
+        lines = [f"Fits: the {phase} needs the most and leaves {format_bytes(-over)}."]
     else:
         lines = [
-            f"Does not fit: the {phase} takes {format_bytes(over)} more than there are. What helps:"
+            f"Does not fit: the {phase} needs {format_bytes(over)} more than there is. What helps:"
         ]
-        large = sorted(device, key=lambda i: -getattr(i, phase))
-        shown = [i for i in large if i.name in ADVICE and getattr(i, phase) * 10 > over][:4]
+        sizes = {i.name: getattr(i, phase) for i in device if i.name in ADVICE}
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]
         lines += [
-            f"  {i.name} ({format_bytes(getattr(i, phase))}): {ADVICE[i.name]}" for i in shown
+            f"  {name} ({format_bytes(sizes[name])}): {ADVICE[name]}"
+            for name in largest
+            if sizes[name] * 10 > over
         ]
     held = sum(getattr(i, phase) for i in device if i.name in ("weights", "engine weights"))
     if held > ledger.memory:
@@ -80,10 +82,7 @@ def _verdict(ledger: Ledger, device: list[Item]) -> list[str]:
     return [
         *lines,
         _largest(
-            "num_generations",
-            ledger.num_generations,
-            generations,
-            generations == MOST_GENERATIONS,
+            "num_generations", ledger.num_generations, generations, generations == MOST_GENERATIONS
         ),
         _largest("micro_batch_tokens", ledger.micro_batch_tokens, tokens, cut),
     ]
@@ -99,22 +98,27 @@ def _item(item: Item) -> str:
 
 
 def _line(name: str, rollout: str, update: str, how: str) -> str:
-    return f"{name:31} {rollout:>10}  {update:>10}  {how}"
+    return f"{name:21} {rollout:>10}  {update:>10}  {how}"
 
 
 def device_memory(device: Device, given: str | None = None) -> int:
-    """Bytes of the device: those given, all of the GPU's, or what the machine has available.
+    """Return the memory of the device in bytes.
+
+    Args:
+        device: Type of the device.
+        given: Size such as `24GiB`. By default the GPU's total memory, or the available main
+            memory of this machine.
 
     Raises:
-        ValueError: what is given is no size, or there is no such device here to ask.
+        ValueError: `given` is not a size, or this machine has no GPU to ask.
     """
     if given is not None:
         return parse_bytes(given, "memory")
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(
-                "`memory=None`: this machine has no GPU to ask. Say how much memory the run's has, "
-                "such as `--memory 24GiB`."
+                "`memory=None`: this machine has no GPU. Give the memory of the GPU that the run "
+                "will use, such as `--memory 24GiB`."
             )
         return int(torch.cuda.get_device_properties(0).total_memory)
     try:
