@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything runs in a virtual environment of its own, .venv.
+# `make help` lists the targets. They run in the virtual environment .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_SILENT ?= true
 
-# An NVIDIA GPU with a driver that is new enough: vLLM's CUDA build. Linux without: its CPU build.
-# Elsewhere: no vLLM.
+# Build of vLLM: `cuda` for an NVIDIA GPU with a new enough driver, `cpu` for any other Linux machine,
+# `none` elsewhere.
 ifndef BUILD
 BUILD  := $(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)
 endif
@@ -38,29 +38,29 @@ else
 endif
 	touch $@
 
-quickstart: install  ## Train the quick task with GRPO; results go to runs/quickstart/version_0
+quickstart: install  ## Train the quick task with GRPO; replaces earlier results in runs/quickstart
 	rm -rf runs/quickstart
 	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
 
-gpu-check: install  ## Check an NVIDIA GPU in half an hour (docs/gpu.md); DEVICE=cpu rehearses it
+gpu-check: install  ## Run the checks of docs/gpu.md on an NVIDIA GPU (half an hour); DEVICE=cpu tries them without one
 	$(BIN)/python -m benchmarks run gpu-check --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(if $(MODEL),--model $(MODEL))
 
-lint: install  ## Check style
+lint: install  ## Check style with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install  ## Check types
+types: install  ## Check types with mypy
 	$(BIN)/mypy
 
-test: lint types  ## Lint, types and the quick tests
+test: lint types  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
-test-slow: install  ## The slow tests: kills in every phase, every model family, whole runs
+test-slow: install  ## Run the slow tests: runs killed in every phase, every model family, whole runs
 	$(BIN)/pytest $(XDIST) -m slow
 
-test-all: test test-slow  ## Everything
+test-all: test test-slow  ## Run all tests
 
-test-next:  ## Quick tests on the newest Lightning, transformers and vLLM, in .venv-next; gates nothing
+test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail
 	$(MAKE) install VENV=.venv-next
 ifeq ($(BUILD),cpu)
 	.venv-next/bin/pip install -q -U lightning transformers
@@ -72,23 +72,23 @@ endif
 	.venv-next/bin/pip list | grep -iE '^(lightning|transformers|torch|vllm(-cpu)?) '
 	.venv-next/bin/pytest $(XDIST) $(TESTS)
 
-mutants: install  ## Mutation tests of scheduling, losses and advantages; continues where it was stopped
+mutants: install  ## Run mutation tests of scheduling, losses and advantages; continues a stopped run
 	$(BIN)/pip install -q "mutmut==3.8.1"
 	rm -rf mutants/tests mutants/benchmarks
 	$(BIN)/mutmut run $(ONLY)
 	$(BIN)/python scripts/mutants.py
 
-audit:  ## Ask PyPI for known vulnerabilities of what requirements/cpu.txt pins, from .venv-audit
+audit:  ## Check the versions pinned in requirements/cpu.txt for vulnerabilities known to PyPI
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/pip install -q pip-audit
 	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r $(or $(REQUIREMENTS),requirements/cpu.txt)
 
-dist:  ## Build sdist and wheel into dist, and check what they hold
+dist:  ## Build sdist and wheel into dist and check their contents
 	rm -rf dist
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/pip install -q build
 	.venv-dist/bin/pyproject-build .
 	$(PYTHON) scripts/check_dist.py dist
 
-smoke: dist  ## Try the wheel in an empty environment of each of PYTHONS (1 GB and minutes each)
+smoke: dist  ## Install and run the wheel in a new environment for each of PYTHONS (1 GB and minutes each)
 	scripts/smoke_wheel.sh dist/*.whl $(or $(PYTHONS),$(PYTHON))

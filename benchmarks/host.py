@@ -1,11 +1,11 @@
-"""What a decode step costs beside the model, on real vLLM: counted, then in CPU seconds.
+"""Cost of a decode step with vLLM beside the model: bytecode instructions and CPU seconds.
 
     python -m benchmarks run host
 
-One plain round with every slot full, of a model so small that it is not in the way: what is left
-is the host's work for each running request, which on a GPU the device waits for. Bytecode
-instructions are exact and the same on every machine; CPU seconds tell what numpy, torch and the
-kernel take as well. A part has what it does itself, not what it calls of the others.
+Draws plain rounds with all slots full and a model so small that its time does not matter. What
+remains is the host's work per running request, for which a GPU has to wait. Bytecode instructions
+are exact and the same on every machine; CPU seconds include NumPy, torch and the kernel. Each part
+is counted without the other parts that it calls.
 """
 
 import os
@@ -38,9 +38,9 @@ from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 GROUP = 16
-"""Completions of a prompt."""
+"""Completions per prompt."""
 SKIPPED = 2
-"""Steps at the start of a round that are not counted: they prefill."""
+"""Steps at the start of a round that are not counted because they prefill."""
 LOOP, ENGINE = "our loop", "our engine"
 PARTS = (
     LOOP,
@@ -56,7 +56,7 @@ PARTS = (
 
 
 def make_model(folder: str) -> None:
-    """A random model of one layer."""
+    """Make a random model with one layer."""
     models.make_model(
         folder,
         vocab_size=64,
@@ -71,13 +71,15 @@ def make_model(folder: str) -> None:
 
 
 class Rounds:
-    """Plain rounds with every slot full, on an engine of its own; close it."""
+    """Plain rounds with all slots full on an engine, which the caller closes."""
 
     def __init__(self, model: str, running: int, limit: int) -> None:
         self.limit, self.running = limit, running
         self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.engine = VLLMEngine()
-        self.engine.start(EngineSpec(model, running, limit + 8, ()))  # no EOS: all run to the limit
+        self.engine.start(
+            EngineSpec(model, running, limit + 8, ())
+        )  # without EOS, so that all reach the limit
         self.worker = RolloutWorker(self.engine, Admission(running))
         self.steps, self.begun = 0, lambda: None
         self.controller = RolloutController(
@@ -93,7 +95,7 @@ class Rounds:
             self.begun()  # type: ignore[no-untyped-call]
 
     def run(self, version: int, begun: Callable[[], None]) -> int:
-        """A round, with a call when all have begun; the decode steps after it."""
+        """Draw a round and return its decode steps after `begun` was called: when all decode."""
         self.engine.sync_weights(self.policy.named_parameters(), version)
         prompts = [Prompt(f"{i}", "", (1 + i % 60, 2, 3)) for i in range(self.running // GROUP)]
         plan = [
@@ -109,10 +111,10 @@ class Rounds:
 
 
 class Parts:
-    """Which part of a step runs, and its CPU seconds and bytecode instructions.
+    """CPU seconds and bytecode instructions of the parts of a step.
 
     Args:
-        engine: A started engine, whose functions are wrapped.
+        engine: Engine that has started; its functions are wrapped.
     """
 
     def __init__(self, engine: VLLMEngine) -> None:
@@ -135,13 +137,13 @@ class Parts:
         self._wrap(live.output_processor, "process_outputs", "vLLM: outputs")
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset all figures."""
         self.seconds.clear()
         self.instructions.clear()
         self._since = time.process_time()
 
     def turn(self) -> None:
-        """Book the time since the last turn."""
+        """Add the time since the last call to the current part."""
         now = time.process_time()
         self.seconds[self._stack[-1]] += now - self._since
         self._since = now
@@ -162,7 +164,7 @@ class Parts:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the instructions of all that is called inside."""
+        """Count the instructions of everything that is called in this block."""
 
         def count(frame: FrameType, event: str, arg: Any) -> Any:
             if frame.f_code.co_filename == __file__:
@@ -183,9 +185,9 @@ class Parts:
 def measure(
     model: str, running: int, limit: int, rounds: int, count: bool = False
 ) -> dict[str, float]:
-    """CPU seconds, or bytecode instructions, of a step by part: the median of some rounds.
+    """Return CPU seconds, or bytecode instructions, of a step by part: the median of the rounds.
 
-    A round before them warms up.
+    A first round, which is not counted, warms up.
     """
     of = Rounds(model, running, limit)
     parts = Parts(of.engine)
@@ -204,10 +206,18 @@ def measure(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print both tables."""
     parser = results.parser("host", __doc__)
-    parser.add_argument("--running", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--steps", type=int, default=100, help="of a measured round")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
-    parser.add_argument("--count-only", action="store_true")
+    parser.add_argument(
+        "--running",
+        type=int,
+        nargs="+",
+        default=[256, 512, 1024],
+        help="numbers of running requests",
+    )
+    parser.add_argument("--steps", type=int, default=100, help="decode steps per measured round")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds")
+    parser.add_argument(
+        "--count-only", action="store_true", help="count instructions, measure no time"
+    )
     options = results.parse(parser, arguments)
     keep_heap()
     torch.set_num_threads(1)
@@ -229,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def table(measured: dict[int, dict[str, float]], shown: Callable[[float, int], str]) -> None:
-    """A row for each part, and what is ours over what is vLLM's."""
+    """Print a row for each part, and the ratio of our parts to vLLM's."""
     print("| | " + " | ".join(f"{n:,} running" for n in measured) + " |")
     print("|---|" + "---|" * len(measured))
     for part in PARTS:
@@ -240,7 +250,7 @@ def table(measured: dict[int, dict[str, float]], shown: Callable[[float, int], s
 
 
 def theirs(measured: Mapping[str, float]) -> float:
-    """Of all parts, vLLM's own."""
+    """Return the sum of vLLM's parts."""
     return sum(figure for part, figure in measured.items() if part not in (LOOP, ENGINE))
 
 

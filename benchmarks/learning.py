@@ -1,11 +1,10 @@
-"""The quick task under SortedRL's modes: what is learned, and for how many decode slot-steps.
+"""Accuracy on the quick task and decode slot-steps with the modes of SortedRL.
 
     python -m benchmarks run learning --rounds 60 --seeds 0 1 2
     python -m benchmarks run learning --rounds 200 --seeds 0 1 2 --variants partial
 
-Seeds other than 0 train warm starts of their own, which `examples/countdown/warm_start.py` makes.
-Every run is kept in `--out`, by commit, and not repeated; a figure of accuracy and length goes
-there too.
+Each seed but 0 starts from its own warm start, made by `examples/countdown/warm_start.py`. Runs are
+kept in `--out` by commit and not repeated. A plot of accuracy and length is written there, too.
 """
 
 import csv
@@ -73,20 +72,20 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: figures by round, and accuracy by optimizer step."""
+    """Logged figures of a run: by round, and accuracy by optimizer step."""
 
     accuracy: list[tuple[int, float]]
     rounds: list[dict[str, float]]
 
     def total(self, name: str) -> float:
-        """Sum of a figure over the rounds."""
+        """Return the sum of a figure over the rounds."""
         return sum(r[name] for r in self.rounds)
 
 
 def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path) -> Path:
-    """Run the quick task with more arguments; the folder of the run.
+    """Run the quick task with additional arguments and return the folder of the run.
 
-    A run that has come to its end is not repeated on the same commit with the same arguments.
+    A completed run is not repeated with the same commit and arguments.
     """
     folder = out / results.commit() / f"{name}_{rounds}_{seed}"
     arguments = [
@@ -105,7 +104,7 @@ def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path
     if seed and not model.exists():
         script = [sys.executable, "examples/countdown/warm_start.py", "--seed", str(seed)]
         subprocess.run([*script, "--out", model], check=True)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+    shutil.rmtree(folder, ignore_errors=True)  # left by a run that was stopped
     folder.mkdir(parents=True)
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "lit_rlsched", "fit", *arguments]
@@ -115,11 +114,11 @@ def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path
 
 
 TOTALS = ("slot_steps", "idle_slot_steps", "decode_steps", "tokens", "discarded_tokens")
-"""What is summed over the rounds, of `rollout/`."""
+"""Metrics `rollout/*` that are summed over the rounds."""
 
 
 def read(folder: Path) -> Curve:
-    """What a run logged."""
+    """Read what a run logged."""
     accuracy, rounds = [], []
     with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
@@ -131,7 +130,7 @@ def read(folder: Path) -> Curve:
 
 
 def table(curves: dict[str, list[Curve]]) -> str:
-    """Markdown: a row for each variant, means over the seeds."""
+    """Return a Markdown row for each variant, with means over the seeds."""
     lines = [
         "| | held-out accuracy at the end, by seed | mean | decode slot-steps | against the first "
         "| decode steps | useful tokens | bubble ratio | trained over drawn length |",
@@ -161,7 +160,7 @@ def table(curves: dict[str, list[Curve]]) -> str:
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Accuracy and mean length over the updates, a thin line for each seed."""
+    """Plot accuracy and mean length by update, with a thin line for each seed."""
     figure = Figure(figsize=(9, 7), layout="constrained", facecolor="white", dpi=130)
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, sharex=True)
@@ -186,15 +185,20 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, print the table, draw the figure."""
+    """Train the runs that are missing, print the table and write the plot."""
     parser = results.parser("learning", __doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rounds", type=int, default=60, help="rounds per run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
     parser.add_argument(
-        "--variants", nargs="+", default=["synchronous", "on_policy"], help="or their beginnings"
+        "--variants",
+        nargs="+",
+        default=["synchronous", "on_policy"],
+        help="names of variants, or how they begin",
     )
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--workers", type=int, default=1, help="number of runs at a time")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/learning"), help="folder for runs and plot"
+    )
     options = results.parse(parser, arguments)
     wanted = [v for v in VARIANTS if any(v.startswith(w) for w in options.variants)]
     jobs = [(variant, seed) for seed in options.seeds for variant in wanted]

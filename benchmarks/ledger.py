@@ -1,12 +1,12 @@
-"""What `lit-rlsched estimate` says against what runs really take, on CPU.
+"""Estimates of `lit-rlsched estimate` compared with the memory of real runs on the CPU.
 
     python -m benchmarks run ledger
 
-Each case trains a random model for two rounds in a process of its own. Weights, gradients,
-optimizer state and cache are the bytes of the tensors that are there; the `step` is counted by
-`LiveBytes` over a whole optimizer step; the last two are the peak resident memory of the process in
-the rollout and in the update of the second round, less what it had before the model was loaded.
-glibc is told to give every freed block of 64 KiB or more back, so that it follows what is live.
+Each case trains a random model for two rounds in a new process. Weights, gradients, optimizer
+state and cache are the bytes of the actual tensors. `step` is counted by `LiveBytes` over a whole
+optimizer step. The last two columns are the peak resident memory of the process in the rollout and
+in the update of the second round, minus the memory before the model was loaded. glibc is set to
+return every freed block of 64 KiB or more, so that resident memory follows the live tensors.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: str, shape: str) -> None:
-    """A random model of a shape, in the manner of Qwen3."""
+    """Make a random model of this shape with Qwen3's architecture."""
     layers, hidden, heads, kv_heads, vocabulary = SHAPES[shape]
     models.make_model(
         folder,
@@ -62,12 +62,12 @@ def make_model(folder: str, shape: str) -> None:
 
 
 def spread(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs within every group, so that no completion is left out."""
+    """Reward that differs within every group, so that no completion has a zero advantage."""
     return [float(sum(ids) % 101) for ids in completion_ids]
 
 
 def run_of(model: str, tokenizer: str, case: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Trainer, module and data module of a case."""
+    """Make the Trainer, module and data module of a case."""
     from lightning import Trainer
 
     from lit_rlsched import GRPOModule, RolloutDataModule, engines
@@ -101,7 +101,7 @@ def run_of(model: str, tokenizer: str, case: dict[str, Any]) -> tuple[Any, Any, 
 
 
 def estimated(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]:
-    """What the ledger says."""
+    """Return the ledger's estimates."""
     from lit_rlsched.estimate import Ledger, PlannedRun
 
     ledger = Ledger(PlannedRun(*run_of(model, tokenizer, case)), 2**40)
@@ -120,7 +120,7 @@ def estimated(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int
 
 
 def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]:
-    """Train, and say what was held in the second round."""
+    """Train, and return what the second round held."""
     from lightning import Callback
 
     from lit_rlsched.engines.base import kv_bytes_per_token
@@ -130,7 +130,7 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
         from lit_rlsched.engines import _vllm_guest
 
         _vllm_guest.import_vllm()
-    # load what is loaded late, the optimizer's compiler for one
+    # loads modules that are imported late, such as the optimizer's compiler
     warm, module, data = run_of(str(Path(model).with_name("1M")), tokenizer, {"prompts": 2})
     warm.fit(module, datamodule=data)
     del warm, module, data
@@ -140,7 +140,7 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
     trainer, module, data = run_of(model, tokenizer, case)
 
     def cache_bytes() -> int:
-        if "engine" in case:  # one block is the engine's own
+        if "engine" in case:  # one block is reserved by the engine
             dtype = data.engine.cache_dtype(data.session.spec)
             token = kv_bytes_per_token(module.model.config, dtype)
             return (data.engine.kv_capacity + data.engine.kv_block) * token
@@ -181,13 +181,13 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Resident memory of this process in bytes, or (`VmHWM`) its peak since `reset_peak`."""
+    """Return this process's resident memory in bytes; `VmHWM` is its peak since `reset_peak`."""
     (value,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(value) * 1024
 
 
 def reset_peak() -> None:
-    """Forget the peak of resident memory."""
+    """Reset the peak of resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -208,8 +208,17 @@ def _in_process(side: Callable[..., Any], *args: Any) -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = results.parser("ledger", __doc__)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="CASE")
-    parser.add_argument("--tokenizer", default="examples/countdown/model")
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=list(CASES),
+        choices=CASES,
+        metavar="CASE",
+        help="cases to run",
+    )
+    parser.add_argument(
+        "--tokenizer", default="examples/countdown/model", help="folder of the tokenizer"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = results.parse(parser, arguments)
     if options.one:

@@ -1,11 +1,11 @@
-"""Kernels and bytes of the LM head: log-probs and entropies of a micro-batch, forward and backward.
+"""Kernels and bytes of the LM head: log-probs and entropies of a micro-batch and their gradients.
 
     python -m benchmarks run lm_head
 
-Counted on fake tensors, which have shapes and types but no values, so that no memory is needed:
-each operation that is no view is a kernel, and reads its inputs and writes its outputs once.
-Precision is `bf16-mixed`, with weights in fp32. The first row of each model is PyTorch's own way:
-autocast casts the head in every chunk, and autograd takes the gradient.
+Counted on fake tensors, which have shapes and types but no values and take no memory. Each
+operation that is not a view counts as a kernel that reads its inputs and writes its outputs once.
+Precision is `bf16-mixed` with weights in fp32. The first row of each model is plain PyTorch:
+autocast casts the head in every chunk, and autograd computes the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ SHAPES = {  # vocabulary, hidden size, whether the head is trained
 
 
 class Counts(NamedTuple):
-    """What a pass over all positions takes."""
+    """Cost of a forward and backward pass over all positions."""
 
     kernels: int
     bytes: int
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operations that are no views, and the bytes they read and write."""
+    """Count the operations that are not views, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class Kernels(TorchDispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         shared = bool(made) and all(t.untyped_storage()._cdata in given for t in made)
         in_place = func._schema.name.endswith("_")
-        # what asks for a device or a shape comes through here too
+        # queries of a device or a shape are dispatched, too
         if made and not func.is_view and (in_place or not shared):
             self.kernels += 1
             self.bytes += sum(t.numel() * t.element_size() for t in [*tensors, *made])
@@ -59,7 +59,7 @@ class Kernels(TorchDispatchMode):
 
 
 def plainly(head: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What `logprobs._score` computes, left to autocast and autograd."""
+    """Compute what `logprobs._score` does with autocast and autograd."""
 
     def score(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(states).float()
@@ -73,7 +73,7 @@ def plainly(head: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
 
 
 def count(vocabulary: int, hidden: int, trained: bool, chunk: int, plain: bool = False) -> Counts:
-    """Score `POSITIONS` and go back, in chunks of so many bytes of fp32 logits."""
+    """Score `POSITIONS` and compute gradients, in chunks with this many bytes of fp32 logits."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         config = Qwen3Config(vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=0)
         model = Qwen3ForCausalLM(config).requires_grad_(trained)

@@ -1,11 +1,12 @@
-"""Key-value cache of a group on real vLLM: by group size at fixed slots, with and without slots.
+"""Key-value cache of a group with vLLM: by group size with fixed slots, with and without slots.
 
     python -m benchmarks run memory
 
-Counted by vLLM's own block pool, in tokens, times the bytes of a token; peak resident memory of the
-process beside it on CPU. The second table decodes 32 completions of 1,024 tokens each with the
-cache of Qwen3-1.7B (28 layers, 8 key-value heads of 128, bfloat16: 112 KiB a token) and little else
-of it, so that a CPU can: what is left out, its weights, costs the same with any number of slots.
+vLLM's block pool counts the tokens in its cache, times the bytes of a token. Beside them stands the
+peak resident memory of the process on the CPU. The second table decodes 32 completions of 1,024
+tokens with the cache of Qwen3-1.7B (28 layers, 8 key-value heads of 128, bfloat16: 112 KiB per
+token) and otherwise a tiny model, so that a CPU can run it: the missing weights need the same
+memory with any number of slots.
 """
 
 import argparse
@@ -22,11 +23,11 @@ from benchmarks import models, results
 from benchmarks.common import ENVIRONMENT
 
 WEIGHTS_GIB = 1_720_574_976 * 2 / 2**30
-"""Qwen3-1.7B's parameters in bfloat16."""
+"""Bytes of Qwen3-1.7B's parameters in bfloat16."""
 
 
 def make_model(folder: str, layers: int, kv_heads: int, head_dim: int) -> None:
-    """A random model with the given cache, and nothing else of any size."""
+    """Make a random model with this cache that is otherwise tiny."""
     models.make_model(
         folder,
         dtype="bfloat16",
@@ -49,7 +50,7 @@ def measure(
     slots: int | None = None,
     memory_budget: int | None = None,
 ) -> dict[str, Any]:
-    """Decode one group in this process and say what it took."""
+    """Decode one group in this process and return its figures."""
     import resource
 
     import torch
@@ -70,7 +71,7 @@ def measure(
         model,
         0,
         prompt_tokens + limit,
-        (),  # no EOS: all run to the limit
+        (),  # without EOS, so that all reach the limit
         dtype=torch.bfloat16,
         kv_cache_bytes=memory_budget,
     )
@@ -110,7 +111,7 @@ def measure(
 
 
 def measured(**arguments: Any) -> dict[str, Any]:
-    """The same in a process of its own, whose peak memory is nobody else's."""
+    """Measure one group in a new process, so that its peak memory is that of the group."""
     command = [sys.executable, "-m", "benchmarks.memory", "--one", json.dumps(arguments)]
     env = os.environ | ENVIRONMENT
     del env["VLLM_CPU_KVCACHE_SPACE"]  # as much as the slots need
@@ -123,7 +124,7 @@ def _figures(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_group_size(folder: str, slots: int) -> None:
-    """Table one: peak cache against the group size."""
+    """Print the first table: peak cache by group size."""
     model = f"{folder}/small"
     make_model(model, layers=2, kv_heads=1, head_dim=32)
     print(f"Peak cache of one group, prompt of 100 tokens, at most 256 more, {slots} slots")
@@ -142,7 +143,7 @@ def by_group_size(folder: str, slots: int) -> None:
 
 
 def by_slots(folder: str, generations: int, limit: int) -> None:
-    """Table two: Qwen3-1.7B's cache with the whole group at once, with slots, with a budget."""
+    """Print the second table: Qwen3-1.7B's cache for a whole group, with slots, with a budget."""
     model = f"{folder}/cache_of_qwen3_1_7b"
     make_model(model, layers=28, kv_heads=8, head_dim=128)
     print(f"\nG = {generations}, {limit:,} tokens each, Qwen3-1.7B's cache in bfloat16\n")
@@ -176,10 +177,16 @@ def by_slots(folder: str, generations: int, limit: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print both tables."""
     parser = results.parser("memory", __doc__)
-    parser.add_argument("--slots", type=int, default=8, help="of the first table")
-    parser.add_argument("--generations", type=int, default=32, help="of the second table")
-    parser.add_argument("--limit", type=int, default=1024, help="tokens, of the second table")
-    parser.add_argument("--table", choices=["1", "2", "both"], default="both")
+    parser.add_argument("--slots", type=int, default=8, help="number of slots in the first table")
+    parser.add_argument(
+        "--generations", type=int, default=32, help="number of slots in the second table"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=1024, help="tokens per completion in the second table"
+    )
+    parser.add_argument(
+        "--table", choices=["1", "2", "both"], default="both", help="which table to print"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = results.parse(parser, arguments)
     if options.one:

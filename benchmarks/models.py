@@ -1,4 +1,4 @@
-"""Random models made by their sizes, for benchmarks and for machines that can download nothing."""
+"""Random models of a given shape, for benchmarks and for machines without network."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ def make_model(
     device: str = "cpu",
     **sizes: Any,
 ) -> None:
-    """Write a random model (seed 0).
+    """Write a random model with seed 0.
 
     Args:
-        folder: Where it goes; there is no tokenizer in it.
-        model_type: As transformers calls it.
-        dtype: Of its weights.
-        device: Where they are made, and drawn.
-        sizes: Of its configuration. Embeddings are tied unless they say otherwise.
+        folder: Folder to write to. It gets no tokenizer.
+        model_type: Name of the architecture in transformers.
+        dtype: Data type of the weights.
+        device: Device on which the weights are made.
+        sizes: Settings of the model's configuration. Embeddings are tied by default.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

@@ -1,4 +1,4 @@
-"""Our side of the benchmark: what `configs/quickstart.yaml` does, without loggers."""
+"""Our side of the comparison: the run of `configs/quickstart.yaml` without loggers."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lit_rlsched.types import Group, Sample
 
 
 class Measure(RolloutCallback):
-    """Reads clock and counters where a round ends and where its update ends."""
+    """Read clock and counters at the end of each rollout and of each update."""
 
     def __init__(self, meter: common.Meter) -> None:
         self.meter = meter
@@ -26,11 +26,11 @@ class Measure(RolloutCallback):
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:
-        """The first one starts the clock."""
+        """Start the clock in the first round."""
         self.meter.start()
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Drawn and scored."""
+        """Record the rollout."""
         self.meter.lap("rollout")
         assert round.trace is not None
         counts, lengths = self.meter.counts, [len(c.token_ids) for c in round.completions]
@@ -49,7 +49,7 @@ class Measure(RolloutCallback):
         batch: OptimizerStep,
         batch_idx: int,
     ) -> None:
-        """The optimizer step of the round was taken."""
+        """Record the update."""
         counts = self.meter.counts
         counts.skipped += batch.totals.sequences - sum(map(len, batch.micro_batches))
         padding = batch.padding()
@@ -68,12 +68,12 @@ class Measure(RolloutCallback):
 
 
 def make_engine(name: str) -> RolloutEngine:
-    """`vllm` or `transformers`."""
+    """Return the engine named `vllm` or `transformers`."""
     return VLLMEngine() if name == "vllm" else TransformersEngine()
 
 
 def make_trainer(folder: Path, **kwargs: Any) -> Trainer:
-    """A Trainer that trains and does nothing else."""
+    """Return a Trainer without loggers, checkpoints and progress bar."""
     return Trainer(
         accelerator="cpu",
         default_root_dir=folder,
@@ -87,7 +87,7 @@ def make_trainer(folder: Path, **kwargs: Any) -> Trainer:
 
 
 def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
-    """Train, save the weights, return what was measured."""
+    """Train, save the weights and return the figures."""
     seed_everything(setting.seed, verbose=False)
     module = GRPOModule(
         setting.model,

@@ -1,13 +1,14 @@
-"""What RollPacker's parallelism planner does on eight GPUs, simulated.
+"""RollPacker's parallelism planner on eight simulated GPUs.
 
     python -m benchmarks run parallelism
 
-Deterministic, in seconds. An 8B model on eight GPUs of 64 GB for decoding: at size `s` there are
-`8 / s` replicas, each with `s * 64` GB less one copy of the weights, and the completions are dealt
-out to them. Decoding is replayed 256 tokens at a time: where a replica's cache is full the newest
-completion is preempted and waits at the front, as in vLLM. Short rounds race 160 prompts of 8
-completions until 128 are done, every fifth round runs what lost. Completions get longer in the
-course of the run, then shorter again. Seconds are not modelled: only what is preempted.
+Deterministic, takes seconds. An 8B model decodes on eight GPUs with 64 GB each: at size `s` there
+are `8 / s` replicas, each with `s * 64` GB minus the weights, among which the completions are
+divided. Decoding is replayed in chunks of 256 tokens: when the cache of a replica is full, the
+newest completion is preempted and waits at the front, as in vLLM. Short rounds race 160 prompts
+with 8 completions until 128 are complete; every fifth round runs the deferred prompts. In the
+course of the run completions get longer and then shorter again. Preemptions are counted; time is
+not modelled.
 """
 
 from collections import deque
@@ -23,26 +24,26 @@ from lit_rlsched.types import stable_hash
 
 GPUS = 8
 GPU_BYTES, WEIGHT_BYTES, TOKEN_BYTES = 64e9, 16.4e9, 147_456
-"""What decoding has of a GPU, and Qwen3-8B in bfloat16: 36 layers of 8 heads of 128."""
+"""Memory for decoding per GPU, and Qwen3-8B in bfloat16: 36 layers with 8 heads of 128."""
 PROMPTS, RACED, GENERATIONS = 128, 160, 8
 LIMIT, CHUNK, PROMPT_TOKENS, SIGMA = 32768, 256, 256, 1.0
 MEDIANS = [1000] * 10 + [2000 + 400 * i for i in range(10)] + [6000] * 10 + [1500] * 30
 """Median length in each round."""
 PHASES = {"short lengths": 10, "growing": 20, "long lengths": 30, "short again": 60}
-"""Where each ends."""
+"""Round at which each phase ends."""
 
 Prompt = list[int]
-"""Lengths of its completions, in tokens."""
+"""Lengths of the completions of a prompt, in tokens."""
 
 
 def capacity(size: int) -> int:
-    """Tokens of cache in a replica."""
+    """Return how many tokens the cache of a replica holds."""
     return int((size * GPU_BYTES - WEIGHT_BYTES) / TOKEN_BYTES)
 
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """A completion on its way."""
+    """A completion that has started."""
 
     prompt: int
     left: int
@@ -50,7 +51,7 @@ class Stay:
 
 
 class Replica:
-    """A paged cache and who is in it, oldest first."""
+    """A paged cache and the completions in it, the oldest first."""
 
     def __init__(self, size: int) -> None:
         self.capacity = capacity(size)
@@ -59,7 +60,7 @@ class Replica:
         self.preemptions = 0
 
     def step(self) -> list[int]:
-        """Decode a chunk; prompts of what has finished."""
+        """Decode one chunk and return the prompts of the completions that finished."""
         used = sum(stay.held for stay in self.running)
         while self.waiting and used + self.waiting[0].held + CHUNK <= self.capacity:
             used += self.waiting[0].held
@@ -78,7 +79,7 @@ class Replica:
 
 
 def draw_round(prompts: Sequence[Prompt], needed: int, size: int) -> tuple[int, list[int]]:
-    """Preemptions until that many prompts are done, and which those are."""
+    """Return the preemptions until this many prompts are complete, and these prompts."""
     replicas = [Replica(size) for _ in range(GPUS // size)]
     stays = [Stay(i, length) for i, prompt in enumerate(prompts) for length in prompt]
     for i, stay in enumerate(stays):
@@ -94,7 +95,7 @@ def draw_round(prompts: Sequence[Prompt], needed: int, size: int) -> tuple[int, 
 
 
 def fresh_prompts(number: int, median: float) -> list[Prompt]:
-    """Those of a short round; half of the variance of a length's logarithm is the prompt's."""
+    """Return prompts of a short round; half of the variance of log lengths is between prompts."""
 
     def length(prompt: int, index: int) -> int:
         z = (_normal("prompt", number, prompt) + _normal("own", number, prompt, index)) / 2**0.5
@@ -134,12 +135,12 @@ def simulate(planner: TensorParallelPlanner, medians: Sequence[float]) -> list[D
 
 
 def restarts(rounds: Sequence[Drawn]) -> int:
-    """How often the engine starts anew."""
+    """Number of restarts of the engine."""
     return sum(a.size != b.size for a, b in pairwise(rounds))
 
 
 def table(rounds: Sequence[Drawn], fixed: Sequence[Drawn]) -> str:
-    """Sizes and preemptions of each phase, and those of a size of 1."""
+    """Return the sizes and the preemptions of each phase, also those with size 1."""
     lines = [
         "| | kind | sizes | preemptions of a round | with a size of 1 |",
         "|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""How far the trainer's log-probs are from vLLM's, by precision, on CPU.
+"""Differences between the log-probs of trainer and vLLM by precision, on the CPU.
 
     python -m benchmarks run precision --seeds 0 1
 
-Each case draws one round of the quick task in a process of its own, and scores the very tokens
-under the Trainer's precision before anything is learned. Adapters of the cases with LoRA are
-random, of 1 % of the norm of the weights they sit on.
+Each case draws one round of the quick task in a new process and scores the same tokens with the
+Trainer's precision before any training. In cases with LoRA the adapters are random, with 1 % of the
+norm of their weights.
 """
 
 import argparse
@@ -25,7 +25,7 @@ class Case(NamedTuple):
     precision: str
     lora_rank: int
     engine: str | None
-    """vLLM's precision; `None`: what it takes by default."""
+    """Data type of vLLM; None for its default."""
 
 
 CASES = {
@@ -41,7 +41,7 @@ CASES = {
 
 
 def gaps(case: Case, model: str, seed: int) -> list[float]:
-    """Absolute differences of log-probs, of all tokens of a round."""
+    """Return the absolute differences of the log-probs of all tokens of a round."""
     import torch
     from lightning import Callback, Trainer, seed_everything
 
@@ -77,7 +77,7 @@ def gaps(case: Case, model: str, seed: int) -> list[float]:
         num_generations=4,
         max_completion_length=512,
         micro_batch_tokens=4096,
-        verify_sync=False,  # the probe's tolerance is for runs
+        verify_sync=False,  # its tolerance is meant for runs
         seed=seed,
     )
     trainer = Trainer(
@@ -106,9 +106,16 @@ def _print_one(name: str, model: str, seeds: list[int]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = results.parser("precision", __doc__)
-    parser.add_argument("--model", default="examples/countdown/model")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="CASE")
+    parser.add_argument("--model", default="examples/countdown/model", help="folder of the model")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="seeds of the rounds")
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=list(CASES),
+        choices=CASES,
+        metavar="CASE",
+        help="cases to run",
+    )
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     options = results.parse(parser, arguments)
     if options.one:

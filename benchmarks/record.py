@@ -1,4 +1,4 @@
-"""Record what the quick task draws while it learns, to replay it under other schedules.
+"""Record the completions of the quick task while it trains, for replays with other schedules.
 
 python -m benchmarks run record --out runs/recording
 """
@@ -23,10 +23,10 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 class Recorder(RolloutCallback):
-    """Keeps every completion of training; writes them, and the trained policy, when it ends.
+    """Write every completion of a training run, and the trained policy.
 
     Args:
-        folder: Gets `completions.parquet`, one row a completion, and `model/`.
+        folder: Folder for `completions.parquet`, with one row per completion, and for `model/`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -34,7 +34,7 @@ class Recorder(RolloutCallback):
         self.rows: list[dict[str, Any]] = []
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Take the round down."""
+        """Store the completions of the round."""
         for row in round.samples:
             prompt, completion = row.group.prompt, row.completion
             self.rows.append(
@@ -62,7 +62,7 @@ class Recorder(RolloutCallback):
 
 
 def read_recording(folder: str | Path) -> list[list[Group]]:
-    """The rounds of a recording, each with its groups; completions are as they were drawn."""
+    """Return the rounds of a recording as lists of groups."""
     path = Path(folder) / "completions.parquet"
     rounds: dict[int, dict[str, Group]] = {}
     for row in pq.read_table(path).to_pylist():
@@ -82,7 +82,7 @@ def read_recording(folder: str | Path) -> list[list[Group]]:
 
 
 def record(folder: str | Path, *arguments: str) -> None:
-    """Run the quick task and record it to `folder`; more arguments go to its command."""
+    """Run the quick task with additional arguments and record it to `folder`."""
     callback = [
         "--trainer.callbacks+=benchmarks.record.Recorder",
         f"--trainer.callbacks.folder={folder}",
@@ -96,9 +96,9 @@ def record(folder: str | Path, *arguments: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Record; what is not known here goes to the quick task's command."""
+    """Record; options that are not listed here go to `lit-rlsched fit`."""
     parser = results.parser("record", __doc__)
-    parser.add_argument("--out", default="runs/recording", help="folder to write")
+    parser.add_argument("--out", default="runs/recording", help="folder to write to")
     options, more = parser.parse_known_args(arguments)
     record(options.out, *more)
 

@@ -1,4 +1,4 @@
-"""Which benchmarks there are, and what each shows, costs and simulates."""
+"""List of the benchmarks: what each shows, how long it takes and what it simulates."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,20 @@ class Benchmark(NamedTuple):
 
     shows: str
     minutes: float
-    """With the default arguments, on an Intel Xeon where nothing else runs. Of `memory`, `host` and
-    `ledger` estimated from a part, of `gpu-check` planned."""
+    """Duration with the default arguments on an otherwise idle Intel Xeon. For `memory`, `host` and
+    `ledger` extrapolated from a part, for `gpu-check` planned.
+    """
     simulated: str = "nothing"
     on: str = "1 core"
-    """What it keeps busy."""
+    """Hardware that it uses."""
     resumes: bool = False
-    """Whether what is done already for the same commit and arguments is not done again."""
+    """Whether runs that are complete for the same commit and arguments are not repeated."""
     module: str = ""
-    """Where it has not the benchmark's name: its `main(arguments)` is called."""
+    """Module with `main(arguments)`, if its name is not that of the benchmark."""
 
     @property
     def costs(self) -> str:
-        """For people."""
+        """Duration and hardware as text."""
         time = f"{self.minutes:.0f} min" if self.minutes >= 1 else f"{60 * self.minutes:.0f} s"
         return f"{time}, {self.on}" + (", resumes" if self.resumes else "")
 
@@ -29,29 +30,28 @@ RANDOM = "nothing (random weights)"
 
 BENCHMARKS = {
     "counts": Benchmark(
-        "schedules, update, LM head and decode loop, counted; fails where one takes more than "
-        "recorded",
+        "counts of schedules, update, LM head and decode loop; fails if one has become higher",
         0.5,
         "engine, lengths (the loop: nothing)",
     ),
     "trl": Benchmark(
-        "TRL and us on the quick task: completions per CPU second, positions, accuracy",
+        "TRL and this package on the quick task: completions per CPU second, positions, accuracy",
         10,
         on="2 cores",
     ),
     "steps": Benchmark(
-        "decode steps of each schedule on recorded completions, against the lower bound",
+        "decode steps of each schedule on recorded completions, and the lower bound",
         18,
         "engine; lengths of published shapes",
     ),
     "memory": Benchmark(
-        "cache of a group by group size, slots and budget: vLLM's own block counts", 15, RANDOM
+        "cache of a group by group size, slots and budget, counted by vLLM", 15, RANDOM
     ),
     "speed": Benchmark(
-        "seconds of the schedules on vLLM, what scheduling itself costs, the planner's time", 12
+        "seconds of the schedules with vLLM, and the cost of scheduling and planning itself", 12
     ),
     "host": Benchmark(
-        "what a decode step costs beside the model, by part: instructions and CPU seconds",
+        "cost of a decode step without the model, by part: instructions and CPU seconds",
         5,
         RANDOM,
     ),
@@ -66,39 +66,37 @@ BENCHMARKS = {
         resumes=True,
     ),
     "selection": Benchmark(
-        "CPU seconds and trained completions to an accuracy, by rule of down-sampling",
+        "CPU seconds and completions to reach an accuracy, by rule of down-sampling",
         180,
         resumes=True,
     ),
     "repetition": Benchmark(
-        "memory and time of an update with the prompt repeated and shared", 10, RANDOM
+        "memory and time of an update with repeated and with shared prompts", 10, RANDOM
     ),
-    "ledger": Benchmark(
-        "what `lit-rlsched estimate` says against the memory that runs take", 15, RANDOM
-    ),
+    "ledger": Benchmark("memory by `lit-rlsched estimate` and memory of real runs", 15, RANDOM),
     "lm_head": Benchmark(
         "kernels and bytes of the LM head, forward and backward", 0.2, "tensors without values"
     ),
-    "precision": Benchmark("how far the trainer's log-probs are from vLLM's, by precision", 4),
+    "precision": Benchmark("differences between log-probs of trainer and vLLM, by precision", 4),
     "tails": Benchmark(
-        "round times of tail batching on its paper's shape, drafts by age and distance",
+        "round times of tail batching on its paper's shape; accepted drafts by age and distance",
         20,
         "engine, its seconds, lengths, policies",
     ),
     "rollpacker": Benchmark(
-        "seconds and decode steps to an accuracy with tail batching and streamed training",
+        "seconds and decode steps to reach an accuracy with tail batching and streamed training",
         30,
         on="2 cores",
         resumes=True,
     ),
     "parallelism": Benchmark(
-        "sizes that the parallelism planner chooses, and preemptions",
+        "sizes that the parallelism planner chooses, and their preemptions",
         0.05,
         "GPUs, caches, lengths",
     ),
-    "restart": Benchmark("seconds to start vLLM anew with another size", 2, RANDOM, on="2 cores"),
+    "restart": Benchmark("seconds to restart vLLM with another size", 2, RANDOM, on="2 cores"),
     "gpu-check": Benchmark(
-        "what must hold on an NVIDIA GPU, check by check (docs/gpu.md)",
+        "checks on an NVIDIA GPU (docs/gpu.md)",
         30,
         RANDOM,
         on="1 H100 (a plan)",

@@ -1,12 +1,13 @@
-"""Memory of one prompt with k completions: token rows repeated, against a prompt that is shared.
+"""Memory of one prompt with k completions: with repeated token rows, and with a shared prompt.
 
     python -m benchmarks run repetition
 
-A prompt of 3,000 tokens and k completions of 100, nothing cut on either side: every variant of the
-update is checked to see as many tokens and to have the same gradient. A Qwen3-shaped model (4
-layers, hidden size 256, vocabulary 16,384) in fp32 on CPU, each figure in a process of its own:
-CPU seconds, bytes of live tensors beyond weights and gradients, and peak resident memory. The last
-table gives every process as much memory as the repeated rows need with k = 4, and a quarter more.
+The prompt has 3,000 tokens and each completion 100. Nothing is truncated: all variants of the
+update see the same number of tokens and have the same gradient, which is checked. The model has
+Qwen3's architecture (4 layers, hidden size 256, vocabulary 16,384) in fp32 on the CPU. Each figure
+comes from a new process: CPU seconds, bytes of live tensors without weights and gradients, and peak
+resident memory. The last table limits each process to 1.25 times the memory that repeated rows need
+with k = 4.
 """
 
 import argparse
@@ -37,7 +38,7 @@ MICRO_BATCH_TOKENS = 4096
 
 
 def make_model(folder: str) -> None:
-    """A random model of which logits and activations are the larger part."""
+    """Make a random model whose logits and activations need more memory than its weights."""
     models.make_model(
         folder,
         vocab_size=VOCABULARY,
@@ -52,7 +53,7 @@ def make_model(folder: str) -> None:
 
 
 def update(model: str, variant: str, k: int) -> dict[str, Any]:
-    """Forward and backward over one group in this process, and what it took."""
+    """Run forward and backward over one group in this process and return the figures."""
     import torch
 
     from lit_rlsched.estimate.live import LiveBytes
@@ -63,7 +64,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
     policy: Any = load_policy(model)
-    policy(torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()  # gradients are there
+    policy(torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()  # allocates the gradients
     policy.zero_grad(set_to_none=False)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (PROMPT + k * COMPLETION,), generator=draw).tolist()
@@ -116,7 +117,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
 
 
 def generate(model: str, k: int, scores: bool) -> dict[str, Any]:
-    """Repeat the prompt's tokens and let transformers generate, in bf16."""
+    """Repeat the prompt's tokens and generate with transformers in bf16."""
     import torch
 
     from lit_rlsched.estimate.live import LiveBytes
@@ -144,7 +145,7 @@ def generate(model: str, k: int, scores: bool) -> dict[str, Any]:
 
 
 def apart(limit: int | None = None, **job: Any) -> dict[str, Any] | None:
-    """A measurement in a process of its own; `None` where `limit` bytes of memory are too few."""
+    """Measure in a new process; None if `limit` bytes of memory are not enough."""
 
     def restrict() -> None:
         if limit is not None:
@@ -174,7 +175,7 @@ def _less(value: float, than: float) -> str:
 
 
 def updates(model: str, ks: list[int]) -> int:
-    """Table one: the update. Peak resident memory of repeated rows with k = 4."""
+    """Print the first table, the update, and return the peak memory of repeated rows with k = 4."""
     resident = 0
     print("The update of one group\n")
     print(
@@ -201,7 +202,7 @@ def updates(model: str, ks: list[int]) -> int:
 
 
 def rollouts(model: str, ks: list[int]) -> None:
-    """Table two: drawing the completions; the update has no part in it."""
+    """Print the second table: rollouts without updates."""
     head = " | ".join(f"k = {k}: MiB" for k in ks)
     print(f"\nThe rollout of one group, bf16\n\n| | {head} |\n|---|{'---|' * len(ks)}")
     plain: dict[int, float] = {}
@@ -229,7 +230,7 @@ def rollouts(model: str, ks: list[int]) -> None:
 
 
 def limited(model: str, limit: int, ks: list[int]) -> None:
-    """Table three: what fits into so many bytes."""
+    """Print the third table: what fits into this many bytes."""
     print(f"\nUnder a limit of {limit / 2**30:.1f} GiB (`RLIMIT_DATA`, all of the process)\n")
     print(f"| | {' | '.join(f'k = {k}' for k in ks)} |\n|---|{'---|' * len(ks)}")
     for variant, name in UPDATES.items():
@@ -242,7 +243,9 @@ def limited(model: str, limit: int, ks: list[int]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = results.parser("repetition", __doc__)
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 8], help="4 among them")
+    parser.add_argument(
+        "--k", type=int, nargs="+", default=[2, 4, 8], help="numbers of completions; must include 4"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = results.parse(parser, arguments)
     if options.one:

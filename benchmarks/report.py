@@ -1,4 +1,4 @@
-"""The table."""
+"""Table of the comparison with TRL."""
 
 import textwrap
 from collections.abc import Callable
@@ -8,46 +8,48 @@ from typing import Any
 Run = dict[str, Any]
 
 NOTES = """\
-Median over {repeats} runs a side [min to max]; ours/TRL is the median ratio of runs of one seed.
-Runs take turns, each in a process of its own with one thread and glibc's heap kept (`keep_heap`, on
-both sides). Both draw the same prompts each round and score them with the same function; a
-completion cut at the limit scores 0. Weights, settings and number of trained completions are the
-same. The clock runs from the first round's start to the last optimizer step: start-up is not in it.
+Median over {repeats} runs per side [min to max]; ours/TRL is the median ratio of runs with the same
+seed. The sides alternate, each run in a new process with one thread and without returning memory
+from glibc's heap (`keep_heap`, on both sides). Both draw the same prompts each round and score them
+with the same function; a completion cut at the limit scores 0. Weights, settings and number of
+trained completions are the same. The clock runs from the start of the first round to the last
+optimizer step, so start-up does not count.
 
-CPU seconds are those of the process and its children. One of ours is the reward worker, which runs
-on another core: only the wall seconds gain by that. Lengths differ because each side learns from
-its own draws: compare what is given per generated token. Our update leaves out completions whose
-advantage is zero: beta is 0, so the gradient is the same.
+CPU seconds are those of the process and its children. Our reward worker is a child that runs on
+another core, which saves wall seconds only. Lengths differ because each side learns from its own
+completions: compare the figures per generated token. Our update skips completions whose advantage
+is zero, which leaves the gradient unchanged because beta is 0.
 
 TRL {trl} decodes with {backend}, per_device_train_batch_size={batch}, bf16 and gradient
-checkpointing off{patched}. Held-out accuracy: mean@4 at temperature 1 over {held_out} problems, by
-one evaluator for both; it was {start} at the start. Load average at the end: {load:.1f}."""
+checkpointing off{patched}. Held-out accuracy is mean@4 at temperature 1 over {held_out} problems,
+measured in the same way for both; it was {start} at the start. Load average at the end:
+{load:.1f}."""
 
 PATCHED = (
-    ", and with patches: without them its weight sync fails on vLLM's CPU build (weights are "
-    "reloaded, the tied head is sent) and the engine decodes in bf16; it also takes the old "
-    "log-probs in a pass of its own, counted as rollout"
+    ", and with patches, without which its weight sync fails on vLLM's CPU build (weights are "
+    "reloaded, the tied head is sent) and the engine decodes in bf16; it also computes the old "
+    "log-probs in a separate pass, counted as rollout"
 )
 
 
 def total(run: Run, clock: str, *parts: str) -> float:
-    """Seconds of these parts of a run, or of all of it."""
+    """Return the seconds of these parts of a run, or of the whole run."""
     return sum(lap[clock] for part in parts or run["laps"] for lap in run["laps"][part])
 
 
 def share(run: Run, part: str, whole: str) -> float:
-    """One counter over another."""
+    """Return the ratio of two counters."""
     return run["counts"][part] / max(1, run["counts"][whole])
 
 
 def usual_round(run: Run) -> float:
-    """CPU seconds of the median round: without what only the first one pays for."""
+    """Return the CPU seconds of the median round, which excludes costs of the first round."""
     pairs = zip(run["laps"]["rollout"], run["laps"]["update"], strict=True)
     return median(drawn["cpu"] + updated["cpu"] for drawn, updated in pairs)
 
 
 def final_reward(run: Run) -> float:
-    """Mean reward of the last five rounds."""
+    """Return the mean reward of the last five rounds."""
     return fmean(run["rewards"][-5:])
 
 
@@ -65,7 +67,7 @@ ROWS: list[Row | str] = [
     _counter("tokens generated", "tokens"),
     ("mean length", "{:.1f}", lambda run: share(run, "tokens", "completions"), True),
     _counter("decode steps", "decode_steps"),
-    _counter("rows decoded, waiting ones included", "decode_rows"),
+    _counter("rows decoded, including waiting ones", "decode_rows"),
     ("rows decoded per token", "{:.2f}", lambda run: share(run, "decode_rows", "tokens"), True),
     _counter("forward and backward passes", "updates"),
     _counter("completion positions in the update", "completion_positions"),
@@ -108,7 +110,7 @@ ROWS: list[Row | str] = [
         lambda run: run["counts"]["tokens"] / total(run, "wall"),
         True,
     ),
-    ("start-up, wall seconds (not in the above)", "{:.1f}", lambda run: run["startup"], True),
+    ("start-up, wall seconds (not included above)", "{:.1f}", lambda run: run["startup"], True),
     ("peak memory, MiB", "{:,.0f}", lambda run: run["peak_mib"], True),
     "Learned",
     ("reward, last five rounds", "{:.3f}", final_reward, False),
@@ -122,13 +124,13 @@ ROWS: list[Row | str] = [
 
 
 def figures(run: Run) -> dict[str, float]:
-    """Every row of the table, of one run."""
+    """Return all figures of the table for one run."""
     rows = [row for row in ROWS if not isinstance(row, str)]
     return {title.strip(): figure(run) for title, _, figure, _ in rows}
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table and what one has to know to read it."""
+    """Return the table and the notes that are needed to read it."""
     theirs, ours = result["runs"]["trl"], result["runs"]["ours"]
     lines = [_line("", "TRL", "ours", "ours/TRL")]
     for row in ROWS:

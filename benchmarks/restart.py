@@ -1,10 +1,9 @@
-"""What it costs to start vLLM anew with its model split over more or fewer processes.
+"""Cost of restarting vLLM with its model split over more or fewer processes.
 
     python -m benchmarks run restart --sizes 1 2 1 2
 
-A random model of 30 million parameters, or `--model`. Seconds of this machine, so of what else
-runs on it. The first start is the process's first, and imports vLLM. A step decodes a token of each
-of 32 requests.
+The model is `--model`, or a random one with 30 million parameters. Seconds depend on this machine
+and on its load. The first start imports vLLM. A step decodes one token for each of 32 requests.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ SLOTS, TOKENS = 32, 64
 
 
 class Figures(NamedTuple):
-    """Of one start, in seconds."""
+    """Seconds of one start."""
 
     size: int
     start: float
@@ -61,7 +60,7 @@ def measure(model: str, sizes: Sequence[int]) -> list[Figures]:
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """As Markdown."""
+    """Return the table as Markdown."""
     lines = [
         "| size | start, s | weight sync, ms | decode step, ms | close, s |",
         "|---|---|---|---|---|",
@@ -76,8 +75,14 @@ def table(figures: Sequence[Figures]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = results.parser("restart", __doc__)
-    parser.add_argument("--model", help="folder of a checkpoint")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 1, 2])
+    parser.add_argument("--model", help="folder of a checkpoint; a random model if not given")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 1, 2],
+        help="tensor-parallel sizes to start with, in order",
+    )
     args = results.parse(parser, arguments)
     with TemporaryDirectory() as folder:
         if args.model is None:

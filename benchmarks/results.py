@@ -1,7 +1,7 @@
-"""Measured figures, appended to `benchmarks/results/NAME.csv`: one figure a line.
+"""Measured figures, appended to `benchmarks/results/NAME.csv` with one figure per line.
 
-A benchmark says what it was run with (`parse`) and each row of its table (`add`). Both do nothing
-but parse where nobody records, as in tests and in the processes that a benchmark starts.
+A benchmark reads its arguments with `parse` and adds each row of its table with `add`. Outside
+`recording`, as in tests and in child processes of a benchmark, nothing is written.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _arguments = "{}"
 
 @contextmanager
 def recording(name: str) -> Iterator[Path]:
-    """Append what is added inside to the file of the benchmark of this name."""
+    """Write the figures that are added in this block to the file of this benchmark."""
     global _file, _arguments
     FOLDER.mkdir(parents=True, exist_ok=True)
     _file, _arguments = FOLDER / f"{name}.csv", "{}"
@@ -37,17 +37,21 @@ def recording(name: str) -> Iterator[Path]:
         _file = None
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the lines of the description and print defaults."""
+
+
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark's command line, with its module's text as the help."""
+    """Return a parser for a benchmark whose help is the docstring of its module."""
     return argparse.ArgumentParser(
         f"python -m benchmarks run {name}",
         description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read a benchmark's command line; every figure is written with it, defaults and seeds too."""
+    """Read the arguments of a benchmark; they are written with each figure, including defaults."""
     global _arguments
     options = parser.parse_args(arguments)
     _arguments = json.dumps(vars(options), default=str, sort_keys=True)
@@ -58,8 +62,8 @@ def add(row: object, figures: Mapping[str, object]) -> None:
     """Write the figures of one row of a table.
 
     Args:
-        row: What they are of: a schedule, a model, a seed.
-        figures: Values by the name of the figure, without units and signs.
+        row: Name of the row, such as a schedule, a model or a seed.
+        figures: Values by name, without units and signs.
     """
     if _file is None:
         return
@@ -75,7 +79,7 @@ def add(row: object, figures: Mapping[str, object]) -> None:
 
 @cache
 def commit() -> str:
-    """The commit that runs, with a hash of what has been changed since; `unknown` without git."""
+    """Return the current commit and a hash of uncommitted changes; `unknown` without git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD").decode().strip()
         changes = _git("diff", "HEAD", "--", "*.py", "*.yaml")
@@ -92,7 +96,7 @@ def _git(*arguments: str) -> bytes:
 
 @cache
 def cpu() -> str:
-    """Model and number of the machine's cores."""
+    """Return the CPU model and the number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,11 +1,10 @@
-"""The quick task with RollPacker's parts: wall-clock seconds and decode steps to an accuracy.
+"""Seconds and decode steps to reach an accuracy on the quick task with RollPacker's parts.
 
     python -m benchmarks run rollpacker --seeds 0 1 2
 
-Real vLLM. Seconds are those of rollout and update, validation and start-up left out; runs take
-turns, variant by variant within a seed, and nothing else should run beside them. Accuracy is the
-mean over the seeds, measured every few rounds. Every run is kept in `--out`, by commit, and not
-repeated.
+Uses vLLM. Seconds are wall-clock seconds of rollouts and updates, without validation and start-up.
+The variants of a seed run one after another, and nothing else should run meanwhile. Accuracy is the
+mean over the seeds, measured every few rounds. Runs are kept in `--out` by commit and not repeated.
 """
 
 import csv
@@ -51,7 +50,7 @@ VARIANTS = {
     "streamed": Variant("StreamedTraining", (*OWN_PROCESS, *STREAMED)),
 }
 EVERY = 5
-"""Rounds from one evaluation to the next."""
+"""Rounds between two evaluations."""
 SETTINGS = (
     "--data.val_greedy=false",
     f"--trainer.check_val_every_n_epoch={EVERY}",
@@ -60,17 +59,17 @@ SETTINGS = (
 
 
 class Seconds(RolloutCallback):
-    """Logs `seconds`: of the rollouts and updates so far, validation left out."""
+    """Log `seconds`: the time of rollouts and updates so far, without validation."""
 
     def __init__(self) -> None:
         self._total = self._since = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A round begins."""
+        """Start the clock."""
         self._since = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Its update is over."""
+        """Add the time of the round."""
         self._total += time.perf_counter() - self._since
         self._since = time.perf_counter()
         log_now(trainer, {"seconds": self._total})
@@ -78,19 +77,19 @@ class Seconds(RolloutCallback):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run had spent at each evaluation, and what it had learned."""
+    """Time, decode steps and accuracy of a run at each evaluation."""
 
     accuracy: list[float]
     seconds: list[float]
     decode_steps: list[float]
     gradient_seconds: float
-    """Spent on gradients during rollouts."""
+    """Seconds of gradients during rollouts."""
     overlap_seconds: float
-    """Of these, while the engine decoded."""
+    """The part of these seconds in which the engine decoded."""
 
 
 def read(folder: Path) -> Progress:
-    """What a run logged."""
+    """Read what a run logged."""
     accuracy, seconds, steps = [], [0.0], [0.0]
     work = overlap = 0.0
     with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
@@ -108,7 +107,7 @@ def read(folder: Path) -> Progress:
 
 
 def average(runs: Sequence[Progress]) -> Progress:
-    """Over the seeds, evaluation by evaluation."""
+    """Return the means over the seeds for each evaluation."""
     columns: dict[str, Any] = {}
     for name in (field.name for field in fields(Progress)):
         values = [getattr(run, name) for run in runs]
@@ -118,7 +117,7 @@ def average(runs: Sequence[Progress]) -> Progress:
 
 
 def table(runs: dict[str, list[Progress]], share: float) -> str:
-    """Markdown: what each variant needs for a share of the best accuracy of the first."""
+    """Return Markdown: cost of each variant to reach a share of the first one's best accuracy."""
     means = {name: average(of) for name, of in runs.items()}
     first = next(iter(means.values()))
     target = share * max(first.accuracy)
@@ -144,18 +143,18 @@ def table(runs: dict[str, list[Progress]], share: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, print the table."""
+    """Train the runs that are missing and print the table."""
     parser = results.parser("rollpacker", __doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rounds", type=int, default=40, help="rounds per run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
     parser.add_argument(
         "--variants",
         nargs="+",
         default=["synchronous", "rollpacker", "losers"],
         choices=VARIANTS,
     )
-    parser.add_argument("--share", type=float, default=0.95, help="of the best accuracy")
-    parser.add_argument("--out", type=Path, default=Path("runs/rollpacker"))
+    parser.add_argument("--share", type=float, default=0.95, help="shares of the best accuracy")
+    parser.add_argument("--out", type=Path, default=Path("runs/rollpacker"), help="folder for runs")
     options = results.parse(parser, arguments)
     runs: dict[str, list[Progress]] = {name: [] for name in options.variants}
     for seed in options.seeds:

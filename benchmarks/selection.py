@@ -1,12 +1,12 @@
-"""The quick task under PODS' rules: CPU seconds and trained completions to plain GRPO's accuracy.
+"""CPU seconds and completions to reach plain GRPO's accuracy on the quick task, by PODS rule.
 
     python -m benchmarks run selection --seeds 0 1 2 3 4
 
-32 prompts a round, 16 completions of each, 4 of them trained on. Accuracy is the mean over the
-seeds, measured every few rounds; CPU seconds are those of rollout and update, of the trainer's
-process. GRPO with 4 drawn gets three times the rounds. The variants `4_` train on each round four
-times, where the update takes most of the time. Every run is kept in `--out`, by commit, and not
-repeated.
+Each round draws 32 prompts with 16 completions and trains on 4 of them. Accuracy is the mean over
+the seeds, measured every few rounds. CPU seconds are those of the trainer's process in rollouts and
+updates. GRPO with 4 completions per prompt runs three times as many rounds. The variants `4_` train
+four times on each round, so that updates take most of the time. Runs are kept in `--out` by commit
+and not repeated.
 """
 
 import csv
@@ -28,7 +28,7 @@ from lit_rlsched.logs import log_now
 DRAWN, KEPT = 16, 4
 ITERATIONS = ("--data.num_iterations=4",)
 EVERY = 5
-"""Rounds from one evaluation to the next."""
+"""Rounds between two evaluations."""
 
 
 def _select(rule: str, *more: str) -> tuple[str, ...]:
@@ -64,17 +64,17 @@ SETTINGS = (
 
 
 class CPUSeconds(RolloutCallback):
-    """Logs `cpu_seconds`: of the rollouts and updates so far, validation left out."""
+    """Log `cpu_seconds`: CPU time of rollouts and updates so far, without validation."""
 
     def __init__(self) -> None:
         self._total = self._since = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A round begins."""
+        """Start the clock."""
         self._since = time.process_time()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Its update is over."""
+        """Add the time of the round."""
         self._total += time.process_time() - self._since
         self._since = time.process_time()
         log_now(trainer, {"cpu_seconds": self._total})
@@ -82,7 +82,7 @@ class CPUSeconds(RolloutCallback):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run had spent at each evaluation, and what it had learned."""
+    """Cost and accuracy of a run at each evaluation."""
 
     accuracy: list[float]
     cpu_seconds: list[float]
@@ -91,7 +91,7 @@ class Progress:
 
 
 def read(folder: Path) -> Progress:
-    """What a run logged."""
+    """Read what a run logged."""
     accuracy, cpu, trained, tokens = [], [0.0], [0.0], [0.0]
     with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
@@ -100,24 +100,26 @@ def read(folder: Path) -> Progress:
             if row.get("batch/completions"):
                 trained.append(trained[-1] + float(row["batch/completions"]))
                 tokens.append(tokens[-1] + float(row["rollout/tokens"]))
-            if row.get("cpu_seconds"):  # after each optimizer step: a round's last one stays
+            if row.get(
+                "cpu_seconds"
+            ):  # one row per optimizer step; the last one of a round remains
                 cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
     return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens)))
 
 
 def last(progress: object) -> dict[str, float]:
-    """What a run had come to at its end, of a dataclass of columns."""
+    """Return the last value of each column of a dataclass."""
     values = {field.name: getattr(progress, field.name) for field in fields(progress)}  # type: ignore[arg-type]
     return {name: v[-1] if isinstance(v, list) else v for name, v in values.items()}
 
 
 def mean(runs: Sequence[Progress], column: str) -> list[float]:
-    """Of a column over the seeds, evaluation by evaluation."""
+    """Return the means of a column over the seeds for each evaluation."""
     return [fmean(values) for values in zip(*(getattr(r, column) for r in runs), strict=True)]
 
 
 def reached(accuracy: Sequence[float], spent: Sequence[float], target: float) -> float | None:
-    """What was spent when the accuracy first came to `target`, between evaluations by a line."""
+    """Return the cost at which the accuracy reached `target`, interpolated between evaluations."""
     for i, value in enumerate(accuracy):
         if value >= target:
             if i == 0:
@@ -128,7 +130,7 @@ def reached(accuracy: Sequence[float], spent: Sequence[float], target: float) ->
 
 
 def table(runs: dict[str, list[Progress]], reference: str, share: float) -> str:
-    """Markdown: what each variant needs for a share of the best accuracy of `reference`."""
+    """Return Markdown: what each variant needs to reach a share of `reference`'s best accuracy."""
     target = share * max(mean(runs[reference], "accuracy"))
     lines = [
         f"{share:.0%} of the best mean accuracy of {VARIANTS[reference].name}: {target:.3f}\n",
@@ -155,14 +157,22 @@ def table(runs: dict[str, list[Progress]], reference: str, share: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, print the tables."""
+    """Train the runs that are missing and print the tables."""
     parser = results.parser("selection", __doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:6], choices=VARIANTS)
-    parser.add_argument("--share", type=float, default=0.99, help="of the best accuracy")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, default=Path("runs/selection"))
+    parser.add_argument("--rounds", type=int, default=40, help="rounds per run")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds of the runs"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=list(VARIANTS)[:6],
+        choices=VARIANTS,
+        help="variants to train",
+    )
+    parser.add_argument("--share", type=float, default=0.99, help="shares of the best accuracy")
+    parser.add_argument("--workers", type=int, default=1, help="number of runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder for runs")
     options = results.parse(parser, arguments)
     jobs = [(v, seed) for seed in options.seeds for v in options.variants]
 

@@ -1,10 +1,10 @@
-"""Seconds on real vLLM: schedules in turn on the same prompts, then what scheduling itself costs.
+"""Seconds with vLLM: schedules on the same prompts, and the cost of scheduling itself.
 
     python -m benchmarks run speed
 
-Every schedule draws the same completions (seeds do not depend on the schedule) with the policy that
-the quick task ends with; runs are interleaved, and the predictor learns in rounds of its own before
-the clock starts.
+Every schedule draws the same completions (seeds do not depend on the schedule) with the final
+policy of the quick task. Schedules alternate round by round. The predictor learns in earlier
+rounds, which are not timed.
 """
 
 import os
@@ -41,16 +41,16 @@ from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 
 PROBE = 16
-"""Tokens."""
+"""Maximum number of tokens per completion."""
 
 
 def prompts_of(recording: str) -> list[list[Prompt]]:
-    """The prompts of each recorded round."""
+    """Return the prompts of each recorded round."""
     return [[group.prompt for group in groups] for groups in read_recording(recording)]
 
 
 def learned(lengths: dict[str, int]) -> TokenConditioned:
-    """The predictor of `LengthPrediction`."""
+    """Return the predictor of `LengthPrediction`."""
     return TokenConditioned()
 
 
@@ -83,10 +83,10 @@ class Clocked:
         self.steps = self.tokens = self.prefill_tokens = 0
 
     def run(self, prompts: Sequence[Prompt], version: int, measure: bool) -> dict[str, list[int]]:
-        """Draw a round; the tokens of each completion."""
+        """Draw a round and return the tokens of each completion."""
         self.worker.engine.sync_weights(
             self.policy.named_parameters(), version
-        )  # empties its cache
+        )  # empties the engine's cache
         plan = [Group(p.uid, p, Sampling(512), [Completion(i) for i in range(8)]) for p in prompts]
         trace = self.worker.start_trace()
         start, cpu = time.perf_counter(), time.process_time()
@@ -104,7 +104,7 @@ class Clocked:
 
 
 def wall_clock(recording: str, slots: int, warm_up: int, rounds: int) -> None:
-    """Schedules in turn, round by round."""
+    """Time the schedules, which alternate round by round."""
     model, prompts = f"{recording}/model", prompts_of(recording)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = VLLMEngine()
@@ -144,7 +144,7 @@ def wall_clock(recording: str, slots: int, warm_up: int, rounds: int) -> None:
 
 
 class Timed(VLLMEngine):
-    """Says how much of the time is the engine's."""
+    """Measure how much of the time is the engine's."""
 
     inside = 0.0
 
@@ -162,7 +162,7 @@ class Timed(VLLMEngine):
 
 
 def larger_model(folder: str) -> None:
-    """A random model of 11 M parameters, still far below what anybody trains."""
+    """Make a random model with 11 M parameters, far smaller than models that people train."""
     make_model(
         folder,
         vocab_size=512,
@@ -177,10 +177,12 @@ def larger_model(folder: str) -> None:
 
 
 def overhead(model: str, prompts: Sequence[Prompt], running: int, limit: int) -> None:
-    """What the schedules themselves take of a decode step with all slots full."""
+    """Measure how much of a decode step the schedules take with all slots full."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = Timed()
-    engine.start(EngineSpec(model, running, 512, (), policy=policy))  # no EOS: all run to the limit
+    engine.start(
+        EngineSpec(model, running, 512, (), policy=policy)
+    )  # without EOS, so that all reach the limit
     clocked = [Clocked(engine, policy, schedule, running) for schedule in SCHEDULES]
     ours: dict[str, list[float]] = {c.name: [] for c in clocked}
     theirs = []
@@ -199,7 +201,7 @@ def overhead(model: str, prompts: Sequence[Prompt], running: int, limit: int) ->
                 c.controller.lengths.end_round()
             total = time.perf_counter() - start
             assert statistics.fmean(trace.steps["running"]) > 0.9 * running
-            if version:  # the first warms up
+            if version:  # the first round warms up
                 ours[c.name].append((total - engine.inside) / trace.decode_steps)
                 theirs.append(engine.inside / trace.decode_steps)
     engine.close()
@@ -217,7 +219,7 @@ def overhead(model: str, prompts: Sequence[Prompt], running: int, limit: int) ->
 
 
 def planner() -> None:
-    """Seconds to plan, and how far from the lower bound."""
+    """Measure the seconds of planning, and how far a plan is from the lower bound."""
     rng = np.random.default_rng(0)
     print("\n| completions | slots | seconds to plan | over the lower bound |\n|---|---|---|---|")
     for count, slots in ((32, 8), (256, 32), (1024, 128), (10_000, 64), (10_000, 256)):
@@ -232,12 +234,14 @@ def planner() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print all three."""
+    """Print all three tables."""
     parser = results.parser("speed", __doc__)
-    parser.add_argument("--recording", default="runs/recording", help="made if missing")
-    parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--warm-up", type=int, default=8, help="rounds before the clock starts")
-    parser.add_argument("--rounds", type=int, default=8, help="measured rounds of each schedule")
+    parser.add_argument(
+        "--recording", default="runs/recording", help="folder of the recording; made if missing"
+    )
+    parser.add_argument("--slots", type=int, default=32, help="number of slots")
+    parser.add_argument("--warm-up", type=int, default=8, help="rounds before the timed ones")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds per schedule")
     options = results.parse(parser, arguments)
     if not Path(options.recording).exists():
         record(options.recording)

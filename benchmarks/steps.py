@@ -1,9 +1,9 @@
-"""Decode steps of each schedule on the same completions, against the fewest that are possible.
+"""Decode steps of each schedule on the same completions, and the smallest possible number.
 
     python -m benchmarks run steps
 
-Deterministic: completions of the quick task are recorded (once, which takes some minutes) and
-replayed on a virtual clock, as they are and with published length distributions.
+Deterministic: completions of the quick task are recorded once, which takes some minutes, and
+replayed on a virtual clock, with their own lengths and with published length distributions.
 """
 
 import math
@@ -28,8 +28,9 @@ Rounds = Sequence[Sequence[Group]]
 class Shape:
     """A published length distribution: log-normal, cut at a limit.
 
-    Put on the quick task's completions rank by rank: the longest of a recorded round becomes the
-    longest here. So prompts and first tokens tell as much of a length as they really do.
+    The lengths are assigned to the completions of the quick task by rank: the longest of a recorded
+    round becomes the longest here. So prompts and first tokens predict lengths as well as in the
+    recording.
     """
 
     name: str
@@ -37,11 +38,11 @@ class Shape:
     sigma: float
     limit: int
     completions: int
-    """Of a round."""
+    """Prompts per round."""
     slots: tuple[int, ...]
 
     def stretch(self, recorded: Rounds) -> list[list[Group]]:
-        """The recorded completions with lengths of this distribution, dealt out to new rounds."""
+        """Return the recorded completions with lengths of this distribution, in new rounds."""
         groups = [group for rounds in recorded for group in self._stretched(rounds)]
         size = self.completions // len(groups[0].completions)
         return [groups[i : i + size] for i in range(0, len(groups) - size + 1, size)]
@@ -86,7 +87,7 @@ SCHEDULES = [
 
 
 def learned(order: str, probe_tokens: int) -> Schedule:
-    """A schedule that learns the lengths while it runs."""
+    """Return a schedule that learns the lengths while it runs."""
     return Schedule(
         f"continuous, {order.replace('_', ' ')}, lengths learned"
         + (f", {probe_tokens}-token probe" if probe_tokens else ""),
@@ -98,7 +99,7 @@ def learned(order: str, probe_tokens: int) -> Schedule:
 
 
 def table(name: str, rounds: Rounds, slots: int, probe_tokens: Sequence[int]) -> str:
-    """One workload under every schedule, as Markdown."""
+    """Return one workload with each schedule as Markdown."""
     least = least_steps(rounds, slots)
     lengths = [len(c.token_ids) for groups in rounds for g in groups for c in g.completions]
     p50, p90 = np.percentile(lengths, [50, 90])
@@ -128,7 +129,7 @@ def table(name: str, rounds: Rounds, slots: int, probe_tokens: Sequence[int]) ->
 
 
 def rank_correlation(replayed: Replayed) -> float:
-    """Of the second half of the rounds."""
+    """Return the figures of the second half of the rounds."""
     values = [m["length_prediction/rank_correlation"] for m in replayed.metrics]
     return float(np.mean(values[len(values) // 2 :]))
 
@@ -137,10 +138,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = results.parser("steps", __doc__)
     parser.add_argument(
-        "--recording", default="runs/recording", help="of the quick task; made if missing"
+        "--recording", default="runs/recording", help="recording of the quick task; made if missing"
     )
-    parser.add_argument("--slots", type=int, nargs="+", default=[16, 32], help="of the quick task")
-    parser.add_argument("--probe-tokens", type=int, nargs="+", default=[0, 16])
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[16, 32], help="number of slots for the quick task"
+    )
+    parser.add_argument(
+        "--probe-tokens",
+        type=int,
+        nargs="+",
+        default=[0, 16],
+        help="tokens that are drawn before lengths are predicted",
+    )
     options = results.parse(parser, arguments)
     if not Path(options.recording).exists():
         record(options.recording)

@@ -1,24 +1,23 @@
-"""Round times of RollPacker's tail batching against plain rounds, on the paper's shape.
+"""Round times of RollPacker's tail batching and of plain rounds, on the shape of its paper.
 
     python -m benchmarks run tails
     python -m benchmarks run tails --curve 0.003 0.007 0.02
 
-Deterministic: drawn lengths go through the controller and the round rule of a run, on the
-simulated engine. 128 prompts of 8 completions, at most 16k tokens, the longest of a round some 25
-to 32 times the median (arXiv 2509.21009). What lost a race is drawn anew with another length, or
-goes on from what is kept of its draft by the rule of a run, to a length drawn from those that are
-longer. The next token's total variation distance between the policies of two successive rounds is
-0.003; between the policy of a draft and the one that verifies it as many times that as there are
-rounds between them, which is the most it can be. The lengths of a prompt's completions are alike
-(half of the variance of their logarithm is the prompt's) or not at all. Means over 100 rounds, the
-long ones included.
+Deterministic: random lengths run through the controller and the round rule of a real run, on the
+simulated engine. A round has 128 prompts with 8 completions of at most 16k tokens, and the longest
+is about 25 to 32 times the median (arXiv 2509.21009). A completion that loses a race is drawn again
+with another length, or continues after the verified part of its draft with a longer length. The
+total variation distance of the next token between the policies of two successive rounds is 0.003.
+Between the policy of a draft and the one that verifies it, it is that times the number of rounds
+between them, which is the largest possible value. Half of the variance of log lengths is between
+prompts, or none. Figures are means over 100 rounds, long rounds included.
 
-Seconds are of the paper's hardware, 16 engines (7 B parameters on as many GPUs) that share the
-completions evenly, 64 each of a synchronous round, and of one engine that has all of them. A decode
-step takes 10 ms, 50 microseconds for each completion that runs and 20 ns for each token in the
-cache. A position of a forward pass over tokens that are known takes 25 microseconds, half of what a
-running request adds to a decode step (7 B parameters at 560 TFLOP/s). A draft goes through the
-trainer once, one of which not all is kept three times; what is kept then goes through the engine.
+Seconds model the hardware of the paper: 16 engines (7 B parameters on as many GPUs) that divide
+the completions evenly, 64 each in a synchronous round; and one engine that decodes all of them. A
+decode step takes 10 ms, 50 microseconds per running completion and 20 ns per token in the cache. A
+position of a forward pass over known tokens takes 25 microseconds, half of what a running request
+adds to a decode step (7 B parameters at 560 TFLOP/s). A draft takes one forward pass of the
+trainer, or three if a part of it is rejected; the engine then prefills the accepted part.
 """
 
 from collections.abc import Sequence
@@ -48,20 +47,20 @@ GENERATIONS, LIMIT, EOS = 8, 16384, 0
 NORMAL = NormalDist()
 MEDIAN, SIGMA = 550, 1.1
 PER_STEP, PER_POSITION = 0.01, 2.5e-5
-"""Seconds of a decode step, whatever runs, and of a forward pass for each position."""
+"""Seconds of a decode step without requests, and of a position of a forward pass."""
 PER_ENGINE = 64
-"""Completions of a synchronous round that an engine has in the paper."""
+"""Completions per engine in a synchronous round of the paper."""
 RACES: list[tuple[str, tuple[float, float], Race]] = [
     ("prompts race", (1.25, 1.0), "prompt"),
     ("completions race as well", (1.25, 1.25), "completion"),
     ("completions race as well, 1.1 and 1.5", (1.1, 1.5), "completion"),
 ]
-"""With `prompt_ratio` and `completion_ratio`."""
+"""Races with their `prompt_ratio` and `completion_ratio`."""
 REUSES: tuple[Reuse | None, ...] = (None, "drafts")
 
 
 def methods(prompts: int) -> dict[str, RoundRule]:
-    """What is compared, for rounds of so many prompts."""
+    """Return the rules to compare, for rounds with this number of prompts."""
 
     def tail(of_prompts: float, of_completions: float = 1.0, **more: Any) -> TailRound:
         return TailRound(prompts, GENERATIONS, of_prompts, of_completions, **more)
@@ -85,24 +84,24 @@ def methods(prompts: int) -> dict[str, RoundRule]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal lengths, of which the prompt decides a share.
+    """Log-normal lengths.
 
     Args:
-        shared: Share of the variance of the logarithm that is the prompt's.
+        shared: Share of the variance of log lengths that is between prompts.
     """
 
     shared: float
 
     def __call__(self, request: Request) -> int:
-        """Another seed, another length; of one that goes on, of those that are longer."""
+        """Return the length for a request; one that continues after a prefix gets a longer one."""
         noise = _uniform("completion", request.seed)
         return self.longer(len(request.prefix_ids), request.prompt_ids, noise)
 
     def longer(self, than: int, prompt_ids: Sequence[int], noise: float) -> int:
-        """A length of more than `than` tokens, by inverting the conditional distribution."""
+        """Draw a length above `than` tokens by inverting the conditional distribution."""
         of_prompt = sqrt(self.shared) * NORMAL.inv_cdf(_uniform("prompt", prompt_ids[0]))
         scale = sqrt(1 - self.shared)
-        if than:  # from the upper tail, which does not round to 1
+        if than:  # from the upper tail, where the probability does not round to 1
             least = (log((than + 0.5) / MEDIAN) / SIGMA - of_prompt) / scale
             own = -NORMAL.inv_cdf(NORMAL.cdf(-least) * (1 - noise))
         else:
@@ -112,26 +111,26 @@ class Lengths:
 
 
 class Verifier:
-    """Keeps of drafts what the rule of a run would, of policies as far apart as is said.
+    """Accept drafts by the rule of a real run, for policies that differ by a given distance.
 
     The ratio `p/q` of a token is log-normal.
 
     Args:
-        lengths: Of the run.
-        distance: Total variation distance of the next token under two successive policies. It obeys
-            the triangle inequality, so that `n` versions are at most `n` times as far apart; here
-            they are, as where every step goes the same way.
+        lengths: Lengths of the run.
+        distance: Total variation distance of the next token between two successive policies. By
+            the triangle inequality `n` versions are at most `n` times as far apart; here they are
+            exactly that far, as if every step went in the same direction.
     """
 
     def __init__(self, lengths: Lengths, distance: float) -> None:
         self.lengths, self.distance = lengths, distance
         self.positions = 0
-        """Of the trainer's forward passes, in the last call."""
+        """Positions of the trainer's forward passes in the last call."""
         self.ages: dict[int, DraftAudit] = {}
-        """Of the last call's drafts, by versions since they were drawn."""
+        """Drafts of the last call, by versions since they were drawn."""
 
     def __call__(self, groups: Sequence[Group], version: int) -> DraftAudit:
-        """Make completions of the drafts, as `training.draft_verifier` does."""
+        """Turn drafts into completions, as `training.draft_verifier` does."""
         self.positions, self.ages = 0, {}
         for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
             draft, key = completion.draft, (group.id, completion.index, version)
@@ -156,7 +155,7 @@ class Verifier:
         return sum(self.ages.values(), DraftAudit())
 
     def _kept(self, n: int, age: int, *key: object) -> int:
-        """Of `n` tokens, by the rule itself: its sum over the vocabulary is an integral here."""
+        """Return how many of `n` tokens the rule accepts, with an integral for its sum."""
         sigma = 2 * NORMAL.inv_cdf((1 + min(self.distance * age, 0.999)) / 2)
         counters = torch.arange(n)
         streams = torch.tensor([stable_hash(use, *key) for use in ("ratio", "accept")])
@@ -174,25 +173,25 @@ def _uniform(*key: object) -> float:
 
 
 class Figures(NamedTuple):
-    """Of a round; its tokens are forgotten, as a hundred rounds have a hundred million."""
+    """Figures of a round without its tokens, which would not fit into memory for all rounds."""
 
     long: bool
     seconds: float
-    """On one engine."""
+    """Seconds on one engine."""
     steps: int
     slot_steps: int
     lengths: list[int]
-    """Of every stay in a slot."""
+    """Tokens of each span in a slot."""
     discarded: int
     drafts: DraftAudit
     ages: dict[int, DraftAudit]
     trained: list[int]
     first: list[Attempt]
-    """What was drawn for the first time."""
+    """Completions that were drawn for the first time."""
 
     @classmethod
     def of(cls, drawn: DrawnRound, long: bool, verifier: Verifier) -> "Figures":
-        """What the table needs."""
+        """Return the figures of a round."""
         trace, harvest = drawn.trace, drawn.harvest
         return cls(
             long,
@@ -208,7 +207,7 @@ class Figures(NamedTuple):
         )
 
     def seconds_on(self, engines: int) -> float:
-        """Where so many share the completions evenly: each takes every decode step."""
+        """Return the seconds on engines that divide the completions and take every decode step."""
         steps = PER_STEP * self.steps
         return steps + (self.seconds - steps) / engines
 
@@ -216,7 +215,7 @@ class Figures(NamedTuple):
 def rounds(
     rule: RoundRule, shared: float, slots: int, n: int, distance: float = 0.003
 ) -> list[Figures]:
-    """The first rounds of a run."""
+    """Return the figures of the first `n` rounds."""
     lengths = Lengths(shared)
     engine = SimulatedEngine(
         lengths=lengths,
@@ -236,7 +235,7 @@ def rounds(
 def row(
     name: str, drawn: Sequence[Figures], plain: Sequence[Figures], engines: Sequence[int]
 ) -> str:
-    """A method beside plain rounds, as Markdown."""
+    """Return a method and its speed relative to plain rounds as a Markdown row."""
     kinds = ([d.steps for d in drawn if d.long == long] for long in (False, True))
     tokens = sum(sum(d.lengths) for d in drawn)
     discarded = sum(d.discarded for d in drawn)
@@ -275,13 +274,13 @@ def _beside(figures: Sequence[float], plain: Sequence[float], form: str) -> str:
 
 
 def recovered(drawn: Sequence[Figures]) -> float:
-    """Share of what would have been thrown away that drafts have kept."""
+    """Return the share of otherwise discarded tokens that drafts keep."""
     kept = sum(d.drafts.accepted_tokens for d in drawn)
     return kept / (kept + sum(d.discarded for d in drawn))
 
 
 def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[float]) -> str:
-    """What is kept of drafts, by their age and how far apart successive policies are."""
+    """Return accepted shares of drafts by their age and the distance of policies, as Markdown."""
     rules = methods(prompts)
     plain, waits, goes_on = (
         rules[name]
@@ -315,7 +314,7 @@ def curve(prompts: int, shared: float, slots: int, n: int, distances: Sequence[f
 def table(
     prompts: int, shared: float, slots: int, n: int, distance: float, only: Sequence[str] = ()
 ) -> str:
-    """All methods, or those whose name ends in one of `only`, as Markdown."""
+    """Return all methods, or those whose name ends with one of `only`, as Markdown."""
     engines = sorted({prompts * GENERATIONS // PER_ENGINE, 1} - {0}, reverse=True)
     names = [
         *("", "decode steps of a short round", "of a long one", "mean"),
@@ -340,15 +339,31 @@ def table(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = results.parser("tails", __doc__)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--prompts", type=int, default=128, help="of a round")
-    parser.add_argument("--slots", type=int, nargs="+", default=[2048])
-    parser.add_argument("--shared", type=float, nargs="+", default=[0.5, 0.0])
+    parser.add_argument("--rounds", type=int, default=100, help="rounds per method")
+    parser.add_argument("--prompts", type=int, default=128, help="prompts per round")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2048], help="numbers of slots")
     parser.add_argument(
-        "--distance", type=float, default=0.003, help="of the next token, successive policies"
+        "--shared",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.0],
+        help="shares of the variance of log lengths that are the prompt's",
     )
-    parser.add_argument("--curve", type=float, nargs="+", help="distances: only the curve of these")
-    parser.add_argument("--only", nargs="+", default=(), help="methods by the end of their names")
+    parser.add_argument(
+        "--distance",
+        type=float,
+        default=0.003,
+        help="total variation distance of the next token between successive policies",
+    )
+    parser.add_argument(
+        "--curve",
+        type=float,
+        nargs="+",
+        help="print the accepted share of drafts at these distances instead of the tables",
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=(), help="methods whose name ends with one of these"
+    )
     options = results.parse(parser, arguments)
     for slots in options.slots:
         for shared in options.shared:

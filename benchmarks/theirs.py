@@ -1,4 +1,4 @@
-"""TRL's side of the benchmark: `GRPOTrainer`, configured as well as it can be on a CPU."""
+"""TRL's side of the comparison: `GRPOTrainer`, configured as well as possible on a CPU."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.types import Prompt
 
 MAX_GAP = 1e-4
-"""Mean difference of log-probs, engine and trainer, above which their weights are not the same."""
+"""Mean difference of log-probs above which engine and trainer do not have the same weights."""
 
 
 def make_reward(eos_token_id: int, meter: common.Meter) -> Callable[..., list[float]]:
-    """Our reward, told which completions were cut at the limit: TRL does not say."""
+    """Our reward function, which finds out that a completion was cut: TRL does not pass this on."""
 
     def countdown(completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
         reasons = ["stop" if ids[-1] == eos_token_id else "length" for ids in completion_ids]
@@ -31,24 +31,24 @@ def make_reward(eos_token_id: int, meter: common.Meter) -> Callable[..., list[fl
 
 
 class Clock(TrainerCallback):
-    """Starts the meter, and reads it after every optimizer step."""
+    """Start the meter and read it after every optimizer step."""
 
     def __init__(self, meter: common.Meter) -> None:
         self.meter = meter
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """The first one starts the clock."""
+        """Start the clock in the first round."""
         self.meter.start()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer step of the round was taken."""
+        """Record the update."""
         self.meter.lap("update")
 
 
 def make_trainer_class(
     setting: common.Setting, rounds: Sequence[Sequence[Prompt]], meter: common.Meter
 ) -> Any:
-    """`GRPOTrainer` with counters in it, which checks that the prompts are ours."""
+    """`GRPOTrainer` with counters. It checks that the prompts are the same as ours."""
     from trl import GRPOTrainer
 
     counts = meter.counts
@@ -70,7 +70,7 @@ def make_trainer_class(
             lengths = [len(ids) for ids in output[0]]
             counts.completions += len(lengths)
             counts.tokens += sum(lengths)
-            if not self.use_vllm:  # `generate` runs on to the end of the longest
+            if not self.use_vllm:  # `generate` runs until the longest completion ends
                 counts.decode_steps += max(lengths)
                 counts.decode_rows += max(lengths) * len(lengths)
             meter.lengths.append(sum(lengths) / len(lengths))
@@ -91,11 +91,10 @@ def make_trainer_class(
 
 
 def adapt_vllm(counts: common.Counts) -> None:
-    """Make TRL 1.16 work with vLLM on a CPU; without this it fails, or trains on stale weights.
+    """Make TRL 1.16 work with vLLM on a CPU; without this it fails or draws with stale weights.
 
-    TRL hands parameters over one by one, which fails once vLLM has packed its linear weights, and
-    never sends a tied LM head, of which vLLM keeps a packed copy. It also gives no way to set the
-    engine's precision.
+    TRL sends parameters one by one, which fails after vLLM has packed its linear weights, and never
+    sends a tied LM head, of which vLLM keeps a packed copy. It cannot set the engine's precision.
     """
     vllm_generation: Any = import_module("trl.generation.vllm_generation")
 
@@ -125,7 +124,7 @@ def adapt_vllm(counts: common.Counts) -> None:
 
 
 def make_config(setting: common.Setting, folder: Path, longest_prompt: int) -> Any:
-    """The quick task in TRL's words."""
+    """Return the quick task as TRL's configuration."""
     from trl import GRPOConfig
 
     vllm: dict[str, Any] = {}
@@ -167,13 +166,13 @@ def make_config(setting: common.Setting, folder: Path, longest_prompt: int) -> A
 
 
 def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
-    """Train, save the weights, return what was measured."""
+    """Train, save the weights and return the figures."""
     from datasets import Dataset
 
     tokenizer = AutoTokenizer.from_pretrained(setting.model, padding_side="left")
     rounds = common.rounds_of_prompts(common.training_rows(setting), tokenizer, setting)
     rows = [
-        # as JSON: Arrow would give every row the keys of all rows
+        # as JSON, because Arrow would give every row the keys of all rows
         {"prompt": p.text, "metadata": json.dumps(p.columns["metadata"])}
         for prompts in rounds
         for p in prompts
@@ -192,7 +191,7 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     trainer.train()
     if setting.trl_backend == "vllm":
-        meter.counts.decode_rows = meter.counts.tokens  # no row waits for another
+        meter.counts.decode_rows = meter.counts.tokens  # so that no row waits for another
         gap = trainer.state.log_history[-1]["sampling/sampling_logp_difference/mean"]
         assert gap < MAX_GAP, f"TRL's engine decoded with other weights: log-probs differ by {gap}"
     trainer.model.save_pretrained(folder / "model")
@@ -201,4 +200,4 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     common.run_side(train)
-    os._exit(0)  # vLLM's engine is never closed by TRL and would complain
+    os._exit(0)  # TRL never closes vLLM's engine, which would print an error

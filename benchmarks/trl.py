@@ -1,4 +1,4 @@
-"""Train the quick task with TRL and with us, run by run in turn, and print both side by side."""
+"""Train the quick task with TRL and with this package in turn, and print both sides' figures."""
 
 import argparse
 import importlib.metadata
@@ -23,24 +23,44 @@ MODULES = {"trl": "theirs", "ours": "ours", "evaluate": "evaluate"}
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = results.parser("trl", __doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="optimizer steps of a run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side; each has a seed")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; then one more each")
-    parser.add_argument("--trl-backend", choices=["hf", "vllm"], default="hf")
+    parser.add_argument("--rounds", type=int, default=20, help="optimizer steps per run")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs per side; each has its own seed"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first run; later runs count up from it"
+    )
+    parser.add_argument(
+        "--trl-backend",
+        choices=["hf", "vllm"],
+        default="hf",
+        help="TRL's engine: transformers or vLLM",
+    )
     parser.add_argument(
         "--trl-batch-size", type=int, default=32, help="TRL's `per_device_train_batch_size`"
     )
-    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="ours")
-    parser.add_argument("--model", default="examples/countdown/model", help="folder to start from")
-    parser.add_argument("--prompts", type=int, default=32, help="of a round")
-    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--limit", type=int, default=512, help="most tokens of a completion")
-    parser.add_argument("--train-size", type=int, default=4000, help="training prompts")
     parser.add_argument(
-        "--held-out", type=int, default=128, help="held-out prompts; 0 skips the evaluation"
+        "--engine", choices=["vllm", "transformers"], default="vllm", help="our engine"
     )
-    parser.add_argument("--out", type=Path, help="JSON file for every raw figure")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=4096, help="our micro-batches, in positions"
+    )
+    parser.add_argument(
+        "--model", default="examples/countdown/model", help="folder of the initial model"
+    )
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per round")
+    parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
+    parser.add_argument(
+        "--limit", type=int, default=512, help="maximum number of tokens per completion"
+    )
+    parser.add_argument("--train-size", type=int, default=4000, help="number of training prompts")
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=128,
+        help="number of held-out prompts; 0 skips the evaluation",
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for all raw figures")
     options = results.parse(parser, args)
     if options.prompts * options.generations % options.trl_batch_size:
         parser.error(
@@ -53,10 +73,10 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_trl() -> str:
-    """TRL's version.
+    """Return TRL's version.
 
     Raises:
-        SystemExit: it is not installed.
+        SystemExit: TRL is not installed.
     """
     try:
         return importlib.metadata.version("trl")
@@ -68,10 +88,10 @@ def check_trl() -> str:
 
 
 def run(role: str, setting: Setting, folder: Path) -> Any:
-    """Run one side, or the evaluation, in a process of its own.
+    """Run one side, or the evaluation, in a new process.
 
     Raises:
-        RuntimeError: it failed; the message has the end of what it printed.
+        RuntimeError: the process failed. The message has the end of its output.
     """
     folder.mkdir()
     command = [sys.executable, "-m", f"benchmarks.{MODULES[role]}"]
@@ -90,7 +110,7 @@ def run(role: str, setting: Setting, folder: Path) -> Any:
 
 
 def measure(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Run the sides in turn, then evaluate what they trained."""
+    """Run both sides in turn, then evaluate what they trained."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="lit-rlsched-benchmark-") as name:
         folder = Path(name)
@@ -108,7 +128,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; `args` stands in for it in tests."""
+    """Run the command line, with `args` in place of `sys.argv`."""
     options = vars(parse(args))
     repeats, out = options.pop("repeats"), options.pop("out")
     versions = {"trl": check_trl()}

@@ -1,8 +1,8 @@
-"""Train a LightningModule of your own, with automatic optimization, on scheduled rollouts.
+"""Train your own LightningModule, with automatic optimization, on scheduled rollouts.
 
-`Policy` below knows nothing of rollouts: it is a module as you may have one, with a `training_step`
-that returns a loss and a `configure_optimizers`. The data module brings the completions and tells
-Lightning where each optimizer step ends; every Trainer flag keeps working.
+`Policy` below knows nothing of rollouts. It is an ordinary module with a `training_step` that
+returns a loss and with `configure_optimizers`. The data module draws the completions and tells
+Lightning where each optimizer step ends; all flags of the Trainer work.
 
     python examples/drop_in.py --rounds 5
 """
@@ -23,14 +23,14 @@ from lit_rlsched.training.losses import policy_loss
 
 
 class Policy(LightningModule):
-    """Any module with one causal language model in it."""
+    """An ordinary module with one causal language model."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
         self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
     def training_step(self, batch, batch_idx):
-        """The micro-batch's share of the step's loss."""
+        """Return the micro-batch's share of the loss of the optimizer step."""
         logp, _ = completion_logprobs(
             self.lm, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
         )
@@ -47,20 +47,25 @@ class Policy(LightningModule):
         return loss
 
     def validation_step(self, evaluated, batch_idx):
-        """Held-out accuracy."""
+        """Log the accuracy on held-out prompts."""
         self.log("val/accuracy", evaluated.metrics()["accuracy"], prog_bar=True, batch_size=1)
 
     def configure_optimizers(self):
-        """As always."""
+        """Return an optimizer as in any other module."""
         return torch.optim.AdamW(self.parameters(), lr=3e-4, betas=(0.9, 0.95))
 
 
 def main() -> None:
     """Train for a few rounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="examples/countdown/model")
-    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    model, rounds = "Folder or hub name of the model.", "Number of rounds to train for."
+    parser.add_argument("--model", default="examples/countdown/model", help=model)
+    parser.add_argument(
+        "--engine", choices=["vllm", "transformers"], default="vllm", help="Engine that decodes."
+    )
+    parser.add_argument("--rounds", type=int, default=5, help=rounds)
     args = parser.parse_args()
     data = RolloutDataModule(
         Countdown("train", size=1000),
@@ -91,5 +96,5 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":  # reward workers are processes
+if __name__ == "__main__":  # reward workers are other processes
     main()

@@ -1,5 +1,5 @@
-"""What has to be seen on a GPU before it can be trusted there: `make gpu-check`, half an hour.
+"""Checks of the package on an NVIDIA GPU: `make gpu-check`, half an hour.
 
-A list of checks (`checks.CHECKS`), each in a process of its own. `docs/gpu.md` says how to run it
+`checks.CHECKS` lists the checks. Each runs in its own process. `docs/gpu.md` says how to run them
 and what to do with the report.
 """

@@ -14,7 +14,7 @@ from benchmarks.gpu_check.runner import Check, Result, exit_code, run_checks
 from benchmarks.gpu_check.setting import QUICK_TASK, Setting
 
 PATIENCE = 4
-"""Times as long as on a GPU that a check may take on CPU."""
+"""Factor on the time limits of the checks on a CPU."""
 
 
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
@@ -25,13 +25,15 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", metavar="NAME", help="names of checks; `tiny` stands for all `tiny-*`"
     )
     parser.add_argument("--list", action="store_true", help="print the checks and run nothing")
-    parser.add_argument("--model", help="real weights in place of Qwen3-0.6B's shape")
-    parser.add_argument("--out", default="runs/gpu-check", help="folder of reports and models")
+    parser.add_argument(
+        "--model", help="checkpoint to use instead of random weights of Qwen3-0.6B's shape"
+    )
+    parser.add_argument("--out", default="runs/gpu-check", help="folder for reports and models")
     return results.parse(parser, args)
 
 
 def chosen(only: list[str] | None) -> list[Check]:
-    """The checks of these names, in their order.
+    """Return the checks with these names in their order.
 
     Raises:
         SystemExit: there is no such check.
@@ -49,7 +51,7 @@ def _is(check: Check, name: str) -> bool:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run them; the exit code is 1 where one has failed."""
+    """Run the checks. The exit code is 1 if one fails."""
     options = parse(args)
     checks = chosen(options.only)
     if options.list:

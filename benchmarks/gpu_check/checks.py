@@ -1,4 +1,4 @@
-"""What is checked, in order: half an hour on one H100."""
+"""List of the checks in their order: half an hour on one H100."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The process of one check: `python -m benchmarks.gpu_check.child FUNCTION ...`."""
+"""Process of one check: `python -m benchmarks.gpu_check.child FUNCTION ...`."""
 
 import faulthandler
 import json
@@ -17,9 +17,9 @@ def main(function: str, arguments: str, setting: str, path: str) -> int:
 
     Args:
         function: `module:function`; called with a `Setting`, `Findings` and `arguments`.
-        arguments: JSON of its keyword arguments.
-        setting: JSON of the setting.
-        path: File for what it finds.
+        arguments: Keyword arguments of the function as JSON.
+        setting: The setting as JSON.
+        path: File for the findings.
     """
     found = Findings(Path(path))
     found.write()
@@ -30,7 +30,7 @@ def main(function: str, arguments: str, setting: str, path: str) -> int:
         )
     except Skip as why:
         found.skip(str(why))
-    except BaseException:  # an exit of the command line is a failure as well
+    except BaseException:  # an exit of the command line is a failure, too
         found.error = traceback.format_exc()
         print(found.error, file=sys.stderr)
     found.done = True

@@ -1,4 +1,4 @@
-"""The quick task's model in vLLM by itself: does it draw what it should?"""
+"""Completions that vLLM alone draws with the model of the quick task."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 
 RUNNERS = {"cuda": "vllm.v1.worker.gpu.model_runner", "cpu": "vllm.v1.worker.cpu_model_runner"}
-"""The second generation on CUDA: noise is a hash of seed and position there."""
+"""The second generation on CUDA, where noise is a hash of seed and position."""
 BACKENDS = {
     ("cuda", "fp32"): ("TRITON_ATTN", "FLEX_ATTENTION"),
     ("cuda", "bf16"): ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"),
@@ -35,17 +35,18 @@ BACKENDS = {
     ("cpu", "bf16"): ("CPU_ATTN",),
 }
 MEAN_GAP = {("cuda", "fp32"): 5e-3, ("cpu", "fp32"): 1e-4}
-"""Of log-probs; rounding of TF32, if any is left, is within the first."""
+"""Limit of log-prob differences; TF32 rounding, if there is any, stays within the first."""
 MEAN_GAP_BF16 = 0.05
 GONE_ON = {"fp32": 0.9, "bf16": 0.4}
-"""Tokens after a pause before the first that differs. Kernels round differently in a prefill and in
-a decode step, and one token that comes out otherwise changes all after it; with other noise it is a
-few in a hundred."""
+"""Least share of tokens that stay the same after a pause. Kernels round differently in prefills and
+decode steps, and one different token changes all later ones. With other noise only a few percent
+would stay the same.
+"""
 PROMPTS, TOKENS, PAUSE = 16, 64, 24
 
 
 def tiny(setting: Setting, found: Findings, dtype: str, graphs: bool) -> None:
-    """Runner, attention backend, log-probs, seeds, pauses."""
+    """Check runner, attention backend, log-probs, seeds and pauses."""
     if graphs and not setting.on_gpu:
         raise Skip("CUDA graphs need a GPU")
     policy = policy_on(setting, QUICK_TASK)
@@ -62,13 +63,13 @@ def tiny(setting: Setting, found: Findings, dtype: str, graphs: bool) -> None:
 
 
 def described(engine: VLLMEngine) -> dict[str, Any]:
-    """What vLLM has chosen, asked where its model is."""
+    """Ask vLLM's worker which implementations it chose."""
     said: dict[str, Any] = engine._live.collective_rpc(describe)[0]
     return said
 
 
 def describe(worker: Any) -> dict[str, Any]:
-    """Model runner, attention backends and CUDA graphs of a worker of vLLM."""
+    """Return model runner, attention backends and CUDA graphs of a worker of vLLM."""
     runner = worker.model_runner
     config = runner.compilation_config
     layers = config.static_forward_context.values()
@@ -80,19 +81,19 @@ def describe(worker: Any) -> dict[str, Any]:
 def judge_runner(
     found: Findings, said: dict[str, Any], device: str, dtype: str, graphs: bool
 ) -> None:
-    """As it was read in vLLM's source."""
+    """Check that the choices are those that vLLM's source code suggests."""
     found.equal(
         "model runner",
         said["runner"],
         RUNNERS[device],
-        "Pauses draw other tokens with another one. Report it with vLLM's version.",
+        "Completions that pause draw other tokens. Report it with vLLM's version.",
     )
     for backend in said["backends"] or ["none"]:
         found.one_of(
             "attention backend",
             backend,
             BACKENDS[device, dtype],
-            "vLLM has chosen one that nobody has looked at. Report it with the GPU's name.",
+            "vLLM chose a backend that was never tested. Report it with the GPU's name.",
         )
     if graphs:
         found.equal("CUDA graphs are captured", said["graphs"] != "NONE", True)
@@ -108,18 +109,18 @@ def judge_draws(
     gone_on: float,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """The same tokens twice and after a pause, with the trainer's log-probs.
+    """Draw the same tokens twice and after a pause, and compare with the trainer's log-probs.
 
     Args:
-        found: What is judged goes there.
-        engine: Awake.
-        policy: The trainer's.
+        found: Findings of the check.
+        engine: Engine that is awake.
+        policy: The trainer's model.
         asked: Prompts.
         mean_gap: Largest mean difference of log-probs.
         gone_on: Least share of tokens after a pause before the first that differs.
-        context: Precision of the trainer's side.
+        context: Precision of the trainer's forward pass.
     """
-    perturb(policy)  # else an engine that never takes new weights has the right ones
+    perturb(policy)  # otherwise an engine that never receives weights would pass
     sync(engine, policy, 1)
     first = draw(engine, requests(asked, TOKENS))
     differences = gap(policy, asked, first, context)
@@ -132,7 +133,7 @@ def judge_draws(
         "Report this page.",
     )
     found.record("largest log-prob gap", float(differences.max()), "nats")
-    sync(engine, policy, 2)  # which empties its cache of prompts
+    sync(engine, policy, 2)  # empties its prefix cache
     second = draw(engine, requests(asked, TOKENS))
     found.equal(
         "the same seeds draw the same tokens",
@@ -146,14 +147,14 @@ def judge_draws(
         paused_share(engine, asked, tokens_of(first)),
         gone_on,
         "of all",
-        "A completion that pauses does not go on with its noise. Report it.",
+        "A paused completion does not resume with its own noise. Report it.",
     )
 
 
 def paused_share(
     engine: RolloutEngine, asked: Sequence[Sequence[int]], whole: Sequence[Sequence[int]]
 ) -> float:
-    """Draw them once more with a pause; share of what follows it before the first difference."""
+    """Draw again with a pause and return the share of later tokens before the first difference."""
     begun = draw(engine, requests(asked, TOKENS, pause_at=PAUSE))
     batch = [
         replace(request, prefix_ids=tuple(tokens[:PAUSE]))
@@ -169,7 +170,7 @@ def paused_share(
 
 @torch.no_grad()
 def perturb(policy: nn.Module, scale: float = 0.02) -> None:
-    """Move every weight a little, so that they are no longer those of the checkpoint."""
+    """Change every weight a little, so that they differ from those of the checkpoint."""
     for parameter in policy.parameters():
         generator = torch.Generator().manual_seed(parameter.numel())
         noise = torch.randn(parameter.shape, generator=generator) * scale

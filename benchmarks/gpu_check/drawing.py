@@ -1,4 +1,4 @@
-"""Drawing tokens with an engine, and comparing them with the trainer's log-probs."""
+"""Completions of an engine, and their log-probs by the trainer's model."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def policy_on(setting: Setting, model: str) -> Any:
-    """The trainer's model in fp32."""
+    """Load the trainer's model in fp32."""
     policy: Any = load_policy(model)
     return policy.to(setting.device)
 
 
 def prompts(model: str, count: int) -> list[list[int]]:
-    """Token ids of prompts that differ, in the chat template where there is one."""
+    """Return token ids of different prompts, in the chat template if there is one."""
     tokenizer = load_tokenizer(model)
     made = []
     for i in range(count):
@@ -44,13 +44,13 @@ def prompts(model: str, count: int) -> list[list[int]]:
 def requests(
     prompts: Sequence[Sequence[int]], tokens: int, pause_at: int | None = None
 ) -> list[Request]:
-    """One for each prompt, of so many tokens; its seed is its place."""
+    """Return a request for each prompt with this limit; its seed is its index."""
     sampling = Sampling(tokens)
     return [Request(f"r{i}", p, i, sampling, (), pause_at) for i, p in enumerate(prompts)]
 
 
 def draw(engine: RolloutEngine, batch: Sequence[Request]) -> Drawn:
-    """Decode them to their ends."""
+    """Decode the requests to their ends."""
     drawn = {request.id: Completion(i) for i, request in enumerate(batch)}
     engine.submit(batch)
     while any(c.finish_reason is None for c in drawn.values()):
@@ -60,19 +60,19 @@ def draw(engine: RolloutEngine, batch: Sequence[Request]) -> Drawn:
 
 
 def tokens_of(drawn: Drawn) -> list[list[int]]:
-    """In the order of their requests."""
+    """Return the completions in the order of their requests."""
     return [completion.token_ids for completion in drawn.values()]
 
 
 def sync(engine: RolloutEngine, policy: nn.Module, version: int = 0) -> float:
-    """Load the policy's weights; seconds."""
+    """Load the policy's weights into the engine and return the seconds."""
     began = time.perf_counter()
     engine.sync_weights(named_weights(policy), version)
     return time.perf_counter() - began
 
 
 def precision_of(dtype: torch.dtype, device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The trainer's side of an engine in `dtype`: autocast, as with `bf16-mixed`."""
+    """Return the trainer's precision for an engine in `dtype`: autocast, as with `bf16-mixed`."""
     if dtype == torch.float32:
         return nullcontext
     return lambda: torch.autocast(device, dtype)
@@ -85,7 +85,7 @@ def gap(
     drawn: Drawn,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> torch.Tensor:
-    """Absolute differences `[N]` of engine's and trainer's log-probs, over all tokens."""
+    """Return absolute differences `[N]` of engine's and trainer's log-probs for all tokens."""
     device, differences = next(policy.parameters()).device, []
     for prompt, completion in zip(prompts, drawn.values(), strict=True):
         with context():
@@ -103,13 +103,13 @@ def gap(
 def spec_of(
     model: str, device: str, dtype: torch.dtype, slots: int, context: int, policy: Any = None
 ) -> EngineSpec:
-    """For an engine by itself, in which nothing ends a completion but its limit."""
+    """Return the spec of an engine in which completions end only at their limit."""
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return EngineSpec(model, slots, context, (), dtype, where, policy)
 
 
 def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Return the number of tokens before the first difference."""
     same = 0
     for a, b in zip(ours, theirs, strict=False):
         if a != b:

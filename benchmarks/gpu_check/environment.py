@@ -1,4 +1,4 @@
-"""Driver, compiler, headers and versions."""
+"""Checks of driver, compiler, headers and versions."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +14,11 @@ PACKAGES = [
 
 
 def environment(setting: Setting, found: Findings) -> None:
-    """Whether anything can work at all."""
+    """Check what everything else needs."""
     versions(found)
     tools(found)
     if not setting.on_gpu:
-        found.skip("there is no driver and no GPU to ask on CPU")
+        found.skip("a CPU run has no driver and no GPU to check")
         return
     see_driver(found)
     gpu(found)
@@ -26,7 +26,7 @@ def environment(setting: Setting, found: Findings) -> None:
 
 
 def versions(found: Findings) -> None:
-    """Of everything that decides what runs."""
+    """Record versions of everything that matters."""
     found.record("python", platform.python_version())
     for name in PACKAGES:
         try:
@@ -36,12 +36,12 @@ def versions(found: Findings) -> None:
 
 
 def tools(found: Findings) -> None:
-    """What Triton compiles its launchers with."""
+    """Check the tools that Triton needs to compile launchers."""
     found.record("Triton lacks", " and ".join(missing_tools()) or "nothing")
 
 
 def see_driver(found: Findings) -> None:
-    """Recent enough for torch's CUDA."""
+    """Check that the driver is new enough for torch's CUDA."""
     import torch
 
     version, cuda = driver(), torch.version.cuda
@@ -59,7 +59,7 @@ def see_driver(found: Findings) -> None:
 
 
 def gpu(found: Findings) -> None:
-    """One that torch and vLLM see."""
+    """Check that torch and vLLM see a GPU."""
     import torch
 
     from lit_rlsched.engines._vllm_guest import decodes_on, import_vllm
@@ -93,7 +93,7 @@ def gpu(found: Findings) -> None:
 
 
 def triton(found: Findings) -> None:
-    """Compiles and runs a kernel, for which it needs a C compiler and Python's headers."""
+    """Compile and run a Triton kernel, which needs a C compiler and Python's headers."""
     import torch
 
     x = torch.arange(1024, device="cuda", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a check has measured, and whether it is within its limits."""
+"""Figures that a check measures, with their limits."""
 
 import json
 import math
@@ -11,17 +11,17 @@ from typing import Any
 
 @dataclass(slots=True)
 class Figure:
-    """Something that was measured."""
+    """A measured figure."""
 
     name: str
     value: Any
     unit: str = ""
     limit: str = ""
-    """What it was judged by; empty where it is recorded only."""
+    """Limit or expected value; empty if the figure is only recorded."""
     ok: bool | None = None
-    """`None`: not judged."""
+    """Whether it is within its limit; None if there is none."""
     advice: str = ""
-    """What to do or to report where it is not."""
+    """What to do or to report if it is not."""
 
     def __str__(self) -> str:
         value = f"{self.value:,.4g}" if isinstance(self.value, float) else str(self.value)
@@ -31,50 +31,50 @@ class Figure:
 
 @dataclass
 class Findings:
-    """Of one check; written to a file at once, so that a crash leaves what was found before it.
+    """Findings of one check, written to a file at once so that a crash loses none.
 
     Args:
-        path: The file; `None` writes nothing.
+        path: The file; None writes nothing.
     """
 
     path: Path | None = None
     figures: list[Figure] = field(default_factory=list)
     skipped: str = ""
-    """Why it cannot be judged here; what has run, has run as a rehearsal."""
+    """Why this machine cannot judge the check; it may have run as a rehearsal."""
     error: str = ""
-    """Traceback of what it has raised."""
+    """Traceback of an error that the check raised."""
     done: bool = False
-    """Whether it has come to its end."""
+    """Whether the check ran to its end."""
 
     def record(self, name: str, value: Any, unit: str = "") -> None:
-        """A figure that is not judged."""
+        """Record a figure without a limit."""
         self._add(Figure(name, _plain(value), unit))
 
     def at_most(
         self, name: str, value: float, limit: float, unit: str = "", advice: str = ""
     ) -> None:
-        """A figure that must not be above `limit`; NaN is."""
+        """Judge a figure that must not be above `limit`. NaN fails."""
         ok = bool(value <= limit)
         self._add(Figure(name, _plain(value), unit, f"at most {limit:,.4g}", ok, advice))
 
     def at_least(
         self, name: str, value: float, limit: float, unit: str = "", advice: str = ""
     ) -> None:
-        """A figure that must not be below `limit`; NaN is."""
+        """Judge a figure that must not be below `limit`. NaN fails."""
         ok = bool(value >= limit)
         self._add(Figure(name, _plain(value), unit, f"at least {limit:,.4g}", ok, advice))
 
     def equal(self, name: str, value: Any, expected: Any, advice: str = "") -> None:
-        """A figure that must be `expected`."""
+        """Judge a figure that must equal `expected`."""
         self._add(Figure(name, _plain(value), "", f"must be {expected}", value == expected, advice))
 
     def one_of(self, name: str, value: Any, expected: Collection[Any], advice: str = "") -> None:
-        """A figure that must be one of `expected`."""
+        """Judge a figure that must be one of `expected`."""
         limit = "one of " + ", ".join(map(str, expected))
         self._add(Figure(name, _plain(value), "", limit, value in expected, advice))
 
     def skip(self, why: str) -> None:
-        """Say that nothing of this check is judged here; it may go on as a rehearsal."""
+        """Mark the check as not judged on this machine; it may continue as a rehearsal."""
         self.skipped = why
         self.write()
 
@@ -92,7 +92,7 @@ class Findings:
 
     @classmethod
     def read(cls, path: Path) -> "Findings":
-        """What a check has left; nothing where it has left nothing."""
+        """Read the findings of a check; empty if it wrote none."""
         if not path.exists():
             return cls()
         held = json.loads(path.read_text())
@@ -101,11 +101,11 @@ class Findings:
 
 
 class Skip(Exception):
-    """Raised by a check that cannot even be tried here; its text says why."""
+    """Raised by a check that cannot run on this machine, with the reason."""
 
 
 def _plain(value: Any) -> Any:
-    """Something that JSON holds."""
+    """Convert a value to one that JSON can hold."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Engines in other processes: on the trainer's GPU, and split over two."""
+"""Checks of engines in other processes: on the trainer's GPU, and split over two."""
 
 import os
 import time
@@ -21,7 +21,7 @@ SIZES = (1, 2, 1)
 
 
 class TimedProcess(ProcessEngine):
-    """Knows how long its weight syncs and its wakes take."""
+    """Measure the time of weight syncs and wakes."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         super().__init__(engine)
@@ -30,7 +30,7 @@ class TimedProcess(ProcessEngine):
         self.wakes: list[float] = []
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """As ever."""
+        """Measure the sync."""
         began, count = time.perf_counter(), 0
 
         def counted() -> Iterable[tuple[str, torch.Tensor]]:
@@ -43,14 +43,14 @@ class TimedProcess(ProcessEngine):
         self.syncs.append((time.perf_counter() - began, count))
 
     def wake(self) -> None:
-        """As ever."""
+        """Measure the wake."""
         began = time.perf_counter()
         super().wake()
         self.wakes.append(time.perf_counter() - began)
 
 
 def process_engine(setting: Setting, found: Findings) -> None:
-    """An engine process on the trainer's GPU, with gradients during the rollout."""
+    """Check an engine process on the trainer's GPU, with gradients during the rollout."""
     engine = TimedProcess(VLLMEngine(gpu_memory_utilization=0.4))
     fitted = fit(
         setting,
@@ -74,7 +74,7 @@ def process_engine(setting: Setting, found: Findings) -> None:
 def judge_process(
     found: Findings, restarts: int, wakes: int, syncs: list[tuple[float, int]]
 ) -> None:
-    """It has woken in every round and has not died."""
+    """Check that it woke in every round and did not die."""
     found.at_least("wakes", wakes, 3, "", "The run ended early. Report the log.")
     found.at_most(
         "restarts of the engine's process",
@@ -89,7 +89,7 @@ def judge_process(
 
 
 class ScriptedPlanner(ParallelismPlanner):
-    """Takes its sizes from a list, and starts the engine anew as it would."""
+    """Take the sizes from a list and restart the engine as the planner does."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         super().__init__(maximum=2)
@@ -97,18 +97,18 @@ class ScriptedPlanner(ParallelismPlanner):
         self.seen: list[int] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the sizes as ever, then stop planning."""
+        """Check the sizes, then turn planning off."""
         super().on_train_start(trainer, pl_module)
         self.planner = _Script(self.sizes)  # type: ignore[assignment]
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Any) -> None:
-        """Note the size that the round had."""
+        """Record the size of the round."""
         super().on_round_end(trainer, pl_module, round)
         self.seen.append(self._engine.tensor_parallel_size)
 
 
 class _Script:
-    """Stands in for `TensorParallelPlanner`."""
+    """Replacement of `TensorParallelPlanner`."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.left = list(sizes)
@@ -127,7 +127,7 @@ class _Script:
 
 
 def two_devices(setting: Setting, found: Findings) -> None:
-    """The model whole, split over two devices, and whole again, in one run."""
+    """Check a run with the model on one device, on two, and on one again."""
     there = torch.cuda.device_count() if setting.on_gpu else len(os.sched_getaffinity(0))
     if there < 2:
         raise Skip(f"needs two {setting.pick('GPUs', 'cores')}, and there is one")

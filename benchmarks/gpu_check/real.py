@@ -1,4 +1,4 @@
-"""A model of a real size: how fast it decodes and trains, what it holds, and how far it rounds."""
+"""Checks of a model of realistic size: speed, memory and rounding."""
 
 from typing import Any
 
@@ -34,11 +34,11 @@ from lit_rlsched.training.micro_batches import MicroBatch
 from lit_rlsched.types import Sampling
 
 LEAST_SPEED = 2000.0
-"""Tokens/s of the 0.6B with 256 slots: below, something is broken and not slow."""
+"""Tokens/s of the 0.6B model with 256 slots below which something must be broken."""
 RATIO = (0.6, 1.4)
-"""Measured peak over `lit-rlsched estimate`."""
+"""Limits of measured peak memory relative to `lit-rlsched estimate`."""
 SAME_LOSS = 2e-2
-"""Relative difference of a loss between chunk sizes, in bf16."""
+"""Limit of the relative difference of a loss between chunk sizes, in bf16."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": True},
     "lora": {"lora_rank": 32, "gradient_checkpointing": True},
@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def decode_speed(setting: Setting, found: Findings) -> None:
-    """Tokens/s and the host's share of a step, by slots."""
+    """Measure tokens/s and the host's share of a step, by slots."""
     model = shape_model(setting, "0.6B")
     policy = policy_on(setting, model)
     speeds = {}
@@ -64,7 +64,7 @@ def decode_speed(setting: Setting, found: Findings) -> None:
 def measure_steps(
     setting: Setting, found: Findings, engine: RolloutEngine, model: str, slots: int
 ) -> float:
-    """Decode with every slot full; tokens/s."""
+    """Decode with full slots and return tokens/s."""
     warm, timed = setting.pick((40, 100), (2, 8))
     engine.submit(requests(prompts(model, slots), 256))
     for _ in range(warm):
@@ -83,7 +83,7 @@ def measure_steps(
 
 
 def kernel_seconds(engine: RolloutEngine, steps: int) -> float:
-    """Seconds of a step in which a kernel runs, by the profiler."""
+    """Return the seconds of a step in which a kernel runs, by the profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             engine.step()
@@ -92,7 +92,7 @@ def kernel_seconds(engine: RolloutEngine, steps: int) -> float:
 
 
 def judge_speed(found: Findings, speeds: dict[int, float], least: float) -> None:
-    """No slower than a floor, nor with more slots."""
+    """Check that decoding is not slower than a floor, and not slower with more slots."""
     fewest, *_, most = speeds
     found.at_least(f"tokens/s with {fewest} slots", speeds[fewest], least, "", "Report this page.")
     found.at_least(
@@ -105,10 +105,10 @@ def judge_speed(found: Findings, speeds: dict[int, float], least: float) -> None
 
 
 def update_chunks(setting: Setting, found: Findings) -> None:
-    """Milliseconds of forward and backward, by the chunk size of the LM head."""
+    """Measure milliseconds of forward and backward by the chunk size of the LM head."""
     policy = policy_on(setting, shape_model(setting, "0.6B"))
     policy.gradient_checkpointing_enable()
-    policy.train()  # checkpointing asks for it
+    policy.train()  # required by gradient checkpointing
     rows, prompt, completion = setting.pick((16, 256, 768), (2, 8, 24))
     batch = fake_batch(rows, prompt, completion, Sampling(completion), old=False, reference=False)
     vocabulary = policy.config.get_text_config().vocab_size
@@ -131,7 +131,7 @@ def update_chunks(setting: Setting, found: Findings) -> None:
 def passes(
     policy: torch.nn.Module, batch: MicroBatch, chunk: int, setting: Setting
 ) -> tuple[float, float]:
-    """Seconds of the second pass of two, and its mean log-prob."""
+    """Return the seconds of the second of two passes, and its mean log-prob."""
     for _ in range(2):
         began = now()
         with torch.autocast(setting.device, torch.bfloat16):
@@ -150,7 +150,7 @@ def passes(
 
 
 def train(setting: Setting, found: Findings, shape: str, kind: str, rounds: int) -> None:
-    """A few rounds: seconds of rollout and update, peak memory against the estimate."""
+    """Run a few rounds; measure seconds of rollout and update, and peak memory."""
     least = {"7B": 70}.get(shape, 0)
     if setting.on_gpu and torch.cuda.get_device_properties(0).total_memory < least * 2**30:
         raise Skip(f"a {shape} with these settings needs a GPU of {least} GiB")
@@ -178,14 +178,14 @@ def train(setting: Setting, found: Findings, shape: str, kind: str, rounds: int)
 
 
 def estimate(setting: Setting, model: str, settings: dict[str, Any]) -> int:
-    """Bytes at the peak of an update, by `lit-rlsched estimate`."""
+    """Return the peak bytes of an update by `lit-rlsched estimate`."""
     engine = VLLMEngine(gpu_memory_utilization=0.4)
     run = prepare(setting, model, accelerator="cpu", engine=engine, **settings)
     return Ledger(PlannedRun(*run, setting.device), 2**37).peak()[1]
 
 
 def judge_peak(found: Findings, measured: float, estimated: int) -> None:
-    """What an update holds, against what was estimated."""
+    """Compare the peak memory of an update with the estimate."""
     advice = "`lit-rlsched estimate` is wrong here. Report this page."
     found.record("peak of an update", measured / 2**30, "GiB")
     found.at_least("over the estimate", measured / estimated, RATIO[0], "", advice)
@@ -193,7 +193,7 @@ def judge_peak(found: Findings, measured: float, estimated: int) -> None:
 
 
 def probe(setting: Setting, found: Findings, precision: str) -> None:
-    """Log-probs of whole completions of 256 tokens, behind prompts of 500."""
+    """Compare log-probs of completions of 256 tokens after prompts of 500."""
     fitted = fit(
         setting,
         shape_model(setting, "0.6B"),
@@ -209,12 +209,12 @@ def probe(setting: Setting, found: Findings, precision: str) -> None:
 
 
 def judge_rotary(found: Findings, fitted: Fitted) -> None:
-    """Frequencies of the rotary embedding in bf16 turn far positions by whole radians."""
+    """Check the rotary embedding: bf16 frequencies turn distant positions by whole radians."""
     buffers = {n: b.dtype for n, b in fitted.module.named_buffers() if n.endswith("inv_freq")}
     found.equal(
         "rotary frequencies are fp32",
         bool(buffers) and set(buffers.values()) == {torch.float32},
         True,
-        "The trainer's model is another one than the engine's, the more so the longer a "
-        "completion. Use `precision: bf16-mixed`, and report it.",
+        "The trainer's model differs from the engine's, more so in longer completions. Use "
+        "`precision: bf16-mixed`, and report it.",
     )

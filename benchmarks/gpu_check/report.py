@@ -1,4 +1,4 @@
-"""What was found, for people and for programs: `report.md` and `report.json`."""
+"""Report of the checks: `report.md` for people and `report.json` for programs."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ REHEARSED = "nothing here ran on a GPU: what needs one was rehearsed or left out
 
 
 def line(result: Result, number: int, count: int) -> str:
-    """Of the terminal, for one check."""
+    """Return the line of a check for the terminal."""
     judged = [str(f) for f in result.findings.figures if f.ok and isinstance(f.value, float)]
     shown = result.why or "; ".join(judged[:3]) + ("; ..." if len(judged) > 3 else "")
     name, width = result.check.name, len(str(count))
@@ -23,7 +23,7 @@ def line(result: Result, number: int, count: int) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many checks have passed, failed, were skipped."""
+    """Return how many checks passed, failed and were skipped."""
     statuses: tuple[Status, ...] = ("passed", "failed", "skipped")
     counts = Counter(result.status for result in results)
     minutes = sum(result.seconds for result in results) / 60
@@ -31,7 +31,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def write(results: Sequence[Result], folder: Path, device: str) -> None:
-    """Both files, of what is known so far."""
+    """Write both files with the checks so far."""
     held = {
         "device": device,
         "command": shlex.join(sys.orig_argv),
@@ -43,7 +43,7 @@ def write(results: Sequence[Result], folder: Path, device: str) -> None:
 
 
 def page(results: Sequence[Result], device: str) -> str:
-    """The readable one."""
+    """Return the report as Markdown."""
     lines = ["# gpu-check", "", f"{summary(results)}, device `{device}`."]
     if device == "cpu":
         lines += ["", f"**A rehearsal on CPU**: {REHEARSED}."]

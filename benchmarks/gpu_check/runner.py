@@ -1,4 +1,4 @@
-"""Runs checks one after the other, each in a process of its own, whatever becomes of them."""
+"""Runs the checks one after the other, each in its own process."""
 
 import json
 import os
@@ -17,48 +17,48 @@ from benchmarks.gpu_check.setting import Setting
 
 Status = Literal["passed", "failed", "skipped"]
 SETTLE = 20.0
-"""Seconds in which a check that has ended must have given its GPU memory back."""
+"""Seconds within which a check that ended must have released its GPU memory."""
 LEFT_BEHIND = 1024
-"""MiB that may be more in use after a check than before it."""
+"""MiB by which GPU memory in use may grow over a check."""
 TAIL = 30
 """Lines of a log that a report shows."""
 FATAL = ("CUDA Error", "CUDA error", "an illegal memory access")
-"""In the log of a check that came to its end all the same: vLLM's allocator prints its errors."""
+"""Text in the log of a check that ended normally: vLLM's allocator only prints its errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something to see."""
+    """A check."""
 
     name: str
     shows: str
-    """What is known once it has passed."""
+    """What is known once it passes."""
     function: str
     """`module:function`, called in the check's process."""
     planned: float
-    """Seconds that it should take on an H100."""
+    """Expected seconds on an H100."""
     limit: float
     """Seconds after which it is killed."""
     arguments: dict[str, Any] = field(default_factory=dict)
     essential: bool = False
-    """Whether nothing else is tried once it has failed."""
+    """Whether the remaining checks are skipped if it fails."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a check."""
+    """Result of a check."""
 
     check: Check
     status: Status
     seconds: float
     findings: Findings
     why: str = ""
-    """Of a failure or a skip, in a line or two."""
+    """Reason of a failure or a skip, in a line or two."""
     log: str = ""
     """Path of its output."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the result as it stands in the report."""
         figures = [asdict(figure) for figure in self.findings.figures]
         about = {"name": self.check.name, "shows": self.check.shows, "status": self.status}
         return {
@@ -75,11 +75,11 @@ class Result:
 def run_checks(
     checks: Sequence[Check], setting: Setting, done: Callable[[Result], None]
 ) -> list[Result]:
-    """Run all of them, in order.
+    """Run all checks in order.
 
     Args:
-        checks: What to run.
-        setting: Its `folder` is where each check gets one of its own.
+        checks: Checks to run.
+        setting: Setting whose `folder` gets a folder for each check.
         done: Called after each check.
     """
     results: list[Result] = []
@@ -97,7 +97,7 @@ def run_checks(
 
 
 def run_check(check: Check, setting: Setting) -> Result:
-    """Run one in a process of its own and judge what it leaves."""
+    """Run a check in its own process and judge its findings."""
     folder = Path(setting.folder) / check.name
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "findings.json", folder / "log.txt"
@@ -116,20 +116,20 @@ def run_check(check: Check, setting: Setting) -> Result:
             _settled(setting, memory) - memory,
             LEFT_BEHIND,
             "MiB",
-            "Something of this check still runs (`nvidia-smi`); later checks may run out of memory "
-            "for it. Report it.",
+            "A process of this check still runs (`nvidia-smi`), and later checks may run out of "
+            "memory. Report it.",
         )
     status, why = judge(found, code, check.limit, log.read_text(errors="replace"))
     return Result(check, status, seconds, found, why, str(log))
 
 
 def judge(found: Findings, code: int | None, limit: float, log: str) -> tuple[Status, str]:
-    """Whether a check has passed, and why not.
+    """Return whether a check passed, and if not, why.
 
     Args:
-        found: What it has left.
-        code: Its exit code; `None` where it was killed for its time.
-        limit: Seconds it had.
+        found: Its findings.
+        code: Its exit code; None if it was killed after its time limit.
+        limit: Its time limit in seconds.
         log: Its output.
     """
     failed = [figure for figure in found.figures if figure.ok is False]
@@ -149,12 +149,12 @@ def judge(found: Findings, code: int | None, limit: float, log: str) -> tuple[St
     if found.skipped:
         return "skipped", found.skipped
     if all(figure.ok is None for figure in found.figures):
-        return "failed", "has judged nothing, so that it says nothing. Report it."
+        return "failed", "judged nothing, so its result means nothing. Report it."
     return "passed", ""
 
 
 def _run(command: list[str], limit: float, output: Any, environment: dict[str, str]) -> int | None:
-    """Exit code of a process; `None` where it took too long. Nothing of its group is left."""
+    """Return the exit code of a process, None after a timeout; its whole group has ended."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -177,12 +177,12 @@ def _environment(setting: Setting) -> dict[str, str]:
     changes = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     if not setting.on_gpu:
         changes["CUDA_VISIBLE_DEVICES"] = ""
-    ours = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as the command line
+    ours = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as the command line does
     return {**ours, **os.environ, **changes}
 
 
 def _settled(setting: Setting, before: int) -> int:
-    """MiB of GPU memory in use, once it is back or is not going to be."""
+    """Return MiB of GPU memory in use, once it was released or the time for that is over."""
     end = time.monotonic() + SETTLE
     while (used := gpu_memory(setting) or 0) > before + LEFT_BEHIND and time.monotonic() < end:
         time.sleep(0.5)
@@ -190,7 +190,7 @@ def _settled(setting: Setting, before: int) -> int:
 
 
 def gpu_memory(setting: Setting) -> int | None:
-    """MiB in use on all GPUs, by the driver; `None` where nobody says."""
+    """Return MiB in use on all GPUs by the driver; None if the driver does not tell."""
     if not setting.on_gpu:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -202,11 +202,11 @@ def gpu_memory(setting: Setting) -> int | None:
 
 
 def tail(path: str) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     lines = Path(path).read_text(errors="replace").splitlines() if path else []
     return "\n".join(lines[-TAIL:])
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """1 where something has failed."""
+    """Return 1 if a check failed."""
     return int(any(result.status == "failed" for result in results))

@@ -1,4 +1,4 @@
-"""Whole runs: the quick task, fit and then test, killed and gone on with."""
+"""Checks of whole runs: the quick task, `fit` and then `test`, and a run that is killed."""
 
 import csv
 import json
@@ -26,13 +26,13 @@ from lit_rlsched.checkpoints import read_checkpoint
 from lit_rlsched.run_folder import newest_checkpoint
 
 BASELINE = 0.42
-"""Held-out accuracy of the quick task's model before training, on CPU."""
+"""Held-out accuracy of the quick task's model before training, on a CPU."""
 NOISE = 0.08
-"""Four standard errors of an accuracy of 512 samples."""
+"""Four standard errors of an accuracy from 512 samples."""
 
 
 def quickstart(setting: Setting, found: Findings, precision: str) -> None:
-    """`make quickstart`, for ten rounds."""
+    """Run `make quickstart` for ten rounds."""
     rounds = setting.pick(10, 2)
     folder = setting.path("run")
     run(arguments(setting, folder, rounds, precision))
@@ -40,7 +40,7 @@ def quickstart(setting: Setting, found: Findings, precision: str) -> None:
 
 
 def arguments(setting: Setting, folder: Path, rounds: int, precision: str) -> list[str]:
-    """Of `lit-rlsched fit`."""
+    """Return the arguments of `lit-rlsched fit`."""
     small = ["--data.prompts_per_round=4", "--data.max_completion_length=64"]
     small += ["--data.val_data.init_args.size=16", "--data.val_num_generations=1"]
     return [
@@ -56,14 +56,14 @@ def arguments(setting: Setting, folder: Path, rounds: int, precision: str) -> li
 
 
 def run(args: list[str]) -> None:
-    """The command line, in this process."""
+    """Run the command line in this process."""
     from lit_rlsched.cli import main
 
     main(args)
 
 
 def figures_of(folder: Path) -> dict[str, list[float]]:
-    """Each column of a run's metrics, in order, as far as it has values."""
+    """Return the values of each column of a run's metrics in order."""
     (path,) = folder.glob("metrics/*/metrics.csv")
     columns: dict[str, list[float]] = {}
     with path.open() as file:
@@ -81,14 +81,14 @@ def judge_quickstart(
     device: str,
     precision: str,
 ) -> None:
-    """All rounds, each sync within its limit, an untrained model as good as on CPU.
+    """Check that all rounds ran, syncs are within their limits, and the start is as good as on CPU.
 
     Args:
-        found: What is judged goes there.
-        figures: The run's metrics.
-        rounds: How many there must be.
+        found: Findings of the check.
+        figures: Metrics of the run.
+        rounds: Expected number of rounds.
         device: `cuda` or `cpu`.
-        precision: The Trainer's.
+        precision: Precision of the Trainer.
     """
     recorder = Recorder()
     names = ["loss", LOGP_MEAN, LOGP_MAX, "sync/max_logp_diff"]
@@ -105,7 +105,7 @@ def judge_quickstart(
             accuracy[0],
             BASELINE - NOISE,
             "",
-            f"It is {BASELINE} on CPU: what is drawn here is worse. Report this page.",
+            f"It is {BASELINE} on a CPU: completions are worse here. Report this page.",
         )
         found.at_least(
             "held-out accuracy after training",
@@ -122,7 +122,7 @@ def judge_quickstart(
 
 
 def fit_then_test(setting: Setting, found: Findings) -> None:
-    """Two stages of one process, each with an engine of its own."""
+    """Check two stages in one process, each with its own engine."""
     from benchmarks.gpu_check.training import rows
 
     recorder = Recorder()
@@ -142,7 +142,7 @@ def fit_then_test(setting: Setting, found: Findings) -> None:
 
 
 def resume(setting: Setting, found: Findings) -> None:
-    """Killed by SIGKILL and gone on with, against a run that was never stopped."""
+    """Check a run that is killed by SIGKILL and resumed against one that is not."""
     rounds = 4
     whole, killed = setting.path("whole"), setting.path("killed")
     subprocess.run(command(arguments(setting, whole, rounds, "32-true")), check=True)
@@ -168,12 +168,12 @@ def resume(setting: Setting, found: Findings) -> None:
 
 
 def command(args: list[str]) -> list[str]:
-    """`lit-rlsched` with these arguments."""
+    """Return the command `lit-rlsched` with these arguments."""
     return [sys.executable, "-m", "lit_rlsched", *args]
 
 
 def kill_when_saved(command: list[str], folder: Path) -> bool:
-    """Start a run and kill it once it has saved a checkpoint; whether it was still running."""
+    """Start a run, kill it once it saved a checkpoint, and return whether it was still running."""
     process = subprocess.Popen(command)
     try:
         while process.poll() is None and not list(folder.rglob("*.ckpt")):
@@ -184,14 +184,14 @@ def kill_when_saved(command: list[str], folder: Path) -> bool:
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run."""
+    """Return the newest checkpoint of a run."""
     path = newest_checkpoint(folder)
     assert path is not None, f"{folder} has no checkpoint"
     return dict(read_checkpoint(path))
 
 
 def same_completions(ours: Path, theirs: Path) -> float:
-    """Share of the lines of two tables of completions that are equal, order aside."""
+    """Return the share of equal lines in two tables of completions, in any order."""
 
     def texts(path: Path) -> set[str]:
         lines = map(json.loads, path.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Where the checks run: on a GPU as planned, or on CPU with tiny limits."""
+"""Setting of the checks: a GPU, or a CPU with tiny limits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,30 +6,30 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 QUICK_TASK = "examples/countdown/model"
-"""The quick task's model, from the root of the repository."""
+"""Model of the quick task, relative to the root of the repository."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a check is told; JSON on the way to its process."""
+    """Setting of a check, passed to its process as JSON."""
 
     device: Literal["cuda", "cpu"]
     folder: str
-    """Where it may write."""
+    """Folder that it may write to."""
     models: str
-    """Where models made by their shape are kept."""
+    """Folder for models made from their shape."""
     model: str | None = None
-    """Checkpoint to use in place of the 0.6B shape."""
+    """Checkpoint to use instead of the shape of Qwen3-0.6B."""
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is the real thing."""
+        """Whether this is a GPU."""
         return self.device == "cuda"
 
     def pick(self, on_gpu: T, on_cpu: T) -> T:
-        """The same code, with other limits."""
+        """Whether this is a rehearsal: the same code with smaller limits."""
         return on_gpu if self.on_gpu else on_cpu
 
     def path(self, name: str) -> Path:
-        """Of a file or folder of the check's own."""
+        """Return the path of a file or folder of this check."""
         return Path(self.folder) / name

@@ -1,9 +1,9 @@
-"""Models of a real size made by their shape alone, for machines that can download nothing.
+"""Random models with the shape of real ones, for machines without network.
 
     python -m benchmarks run shapes 7B --out runs/shapes/7B
 
-writes `config.json` and the quick task's tokenizer, which is all that `lit-rlsched estimate` needs;
-`--weights` adds random ones.
+writes `config.json` and the tokenizer of the quick task, which is all that `lit-rlsched estimate`
+needs; `--weights` adds random weights.
 """
 
 import json
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
     },
-    "tiny": {  # for CPU, in place of any of them
+    "tiny": {  # for a CPU, in place of the others
         "model_type": "qwen3",
         "vocab_size": 512,
         "hidden_size": 64,
@@ -58,16 +58,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 LOGITS = 0.64
-"""Standard deviation of random weights' logits, as of Qwen3-0.6B with transformers' own 0.02. With
-1.6, rounding alone moves log-probs by 0.08 (mean; autocast against all bf16; 28 layers of hidden
-size 256, 512 tokens, seed 0, on CPU), which is beyond the limit of 0.05; with this by 0.01, and
-another input by 0.7."""
+"""Standard deviation of the logits of random weights. It is that of Qwen3-0.6B with transformers'
+default of 0.02. With 1.6, rounding alone changes log-probs by 0.08 (mean; autocast against bf16
+throughout; 28 layers of hidden size 256, 512 tokens, seed 0, on a CPU), above the limit of 0.05.
+With this value rounding changes them by 0.01, and another input by 0.7."""
 
 
 def shape_model(setting: Setting, shape: str) -> str:
-    """Folder of a random model of this shape, made where it is not there yet.
+    """Return the folder of a random model of this shape; make it if it does not exist.
 
-    On CPU always of the tiny shape. `--model` stands in for the 0.6B.
+    On a CPU it always has the tiny shape. `--model` replaces the 0.6B shape.
     """
     if shape == "0.6B" and setting.model is not None:
         return setting.model
@@ -81,7 +81,7 @@ def shape_model(setting: Setting, shape: str) -> str:
 
 
 def write_shape(folder: Path, shape: str, weights_on: str | None = None) -> None:
-    """Write configuration and tokenizer, and bf16 weights made on a device where one is named."""
+    """Write configuration and tokenizer, and bf16 weights if a device is named."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(QUICK_TASK)
@@ -99,11 +99,15 @@ def write_shape(folder: Path, shape: str, weights_on: str | None = None) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write a shape."""
+    """Write a model."""
     parser = results.parser("shapes", __doc__)
     parser.add_argument("shape", choices=list(SHAPES))
-    parser.add_argument("--out", required=True, help="folder")
-    parser.add_argument("--weights", metavar="DEVICE", help="make random weights there, and save")
+    parser.add_argument("--out", required=True, help="folder to write to")
+    parser.add_argument(
+        "--weights",
+        metavar="DEVICE",
+        help="device on which to make random weights, which are saved, too",
+    )
     options = results.parse(parser, arguments)
     write_shape(Path(options.out), options.shape, options.weights)
 

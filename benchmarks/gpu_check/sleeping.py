@@ -1,4 +1,4 @@
-"""vLLM gives its GPU memory back and takes it again, and what it draws stays right."""
+"""Check that vLLM returns its GPU memory, takes it again, and still draws correctly."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +23,17 @@ from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 
 FREED = 0.9
-"""Least share of what the engine took that it gives back while it sleeps."""
+"""Least share of its memory that the engine returns while it sleeps."""
 DRIFT = 64 * 2**20
-"""Bytes that may be in use more after the last cycle than after the first."""
+"""Bytes by which memory in use may grow from the first to the last cycle."""
 CYCLES = 5
 CACHE = 8.0
-"""GiB of key-value cache, beside which CUDA graphs, which stay, are little."""
+"""GiB of key-value cache: large compared with CUDA graphs, which stay in memory."""
 REPORT = "The trainer would not have this memory in its updates. Report this page with vLLM's log."
 
 
 def memory_of(device: str) -> Callable[[], int]:
-    """What tells how many bytes are in use: on the GPU, by whomever; or by this process."""
+    """Return a function that measures the bytes in use on the GPU, or by this process."""
     if device == "cpu":
         return lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -47,7 +47,7 @@ def memory_of(device: str) -> Callable[[], int]:
 
 
 def cycles(setting: Setting, found: Findings) -> None:
-    """Sync, draw, sleep, wake: five times."""
+    """Sync, draw, sleep and wake five times."""
     policy = policy_on(setting, QUICK_TASK)
     memory, engine = memory_of(setting.device), VLLMEngine(kv_cache_gib=setting.pick(CACHE, None))
     before = memory()
@@ -68,16 +68,16 @@ def judge_cycles(
     before: int,
     sleeps: bool = True,
 ) -> None:
-    """Memory awake and asleep in each cycle, and the tokens that are drawn.
+    """Check memory awake and asleep, and the drawn tokens, in each cycle.
 
     Args:
-        found: What is judged goes there.
-        engine: Started.
-        policy: The trainer's.
+        found: Findings of the check.
+        engine: Engine that has started.
+        policy: The trainer's model.
         asked: Prompts.
-        memory: Bytes in use now.
-        before: Bytes in use before the engine was started.
-        sleeps: Whether it can; else memory is only recorded.
+        memory: Returns the bytes in use.
+        before: Bytes in use before the engine started.
+        sleeps: Whether the engine can sleep; otherwise memory is only recorded.
     """
     awake, asleep, drawn = [], [], []
     for cycle in range(CYCLES):
@@ -107,7 +107,7 @@ def judge_cycles(
 
 
 def close_asleep(setting: Setting, found: Findings) -> None:
-    """An engine that is closed while it sleeps, and another one in the same process."""
+    """Check that an engine can be closed while it sleeps, and another one started."""
     policy = policy_on(setting, QUICK_TASK)
     memory, asked = memory_of(setting.device), prompts(QUICK_TASK, PROMPTS)
     before = memory()

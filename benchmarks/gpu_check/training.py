@@ -1,4 +1,4 @@
-"""A short run of the Trainer, and what it has logged."""
+"""A short run of the Trainer and its logged metrics."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ from lit_rlsched.types import Group
 
 LOGP_MEAN = "sampling/sampling_logp_difference/mean"
 SPARED = 2 << 30
-"""Bytes that `Hoard` leaves to others."""
+"""Bytes that `Hoard` leaves free."""
 LOGP_MAX = "sampling/sampling_logp_difference/max"
 
 
 class Rounds(RolloutCallback):
-    """Figures, seconds and peak memory of each round."""
+    """Record metrics, seconds and peak memory of each round."""
 
     def __init__(self) -> None:
         self.figures: list[dict[str, float]] = []
@@ -33,11 +33,11 @@ class Rounds(RolloutCallback):
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:
-        """The rollout begins."""
+        """Start the clock of the rollout."""
         self._marks["start"] = now()
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Any) -> None:
-        """The update begins."""
+        """Start the clock of the update."""
         self._marks["drawn"] = now()
         tokens = sum(len(c.token_ids) for c in round.completions)
         self._marks["tokens"] = tokens
@@ -45,7 +45,7 @@ class Rounds(RolloutCallback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The round is over."""
+        """Record the round."""
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         marks, end = self._marks, now()
         logged["seconds/rollout"] = marks["drawn"] - marks["start"]
@@ -56,30 +56,30 @@ class Rounds(RolloutCallback):
         self.figures.append(logged)
 
     def column(self, name: str) -> list[float]:
-        """A figure in each round; NaN where it was not logged."""
+        """Return a metric of each round; NaN if it was not logged."""
         return [figures.get(name, float("nan")) for figures in self.figures]
 
 
 class Hoard(RolloutCallback):
-    """Leaves nearly all memory in torch's allocator after each update, freed and not given back.
+    """Leave nearly all memory in torch's allocator after each update, freed but not released.
 
-    A large update does so too; the engine's next wake has to get it all the same.
+    A large update does this, too, and the engine has to wake all the same.
     """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The engine is asleep."""
+        """Allocate and free while the engine sleeps."""
         if torch.cuda.is_available():
             free, _ = torch.cuda.mem_get_info()
             torch.empty(max(0, free - SPARED), dtype=torch.uint8, device="cuda")
 
 
 class CountedVLLM(VLLMEngine):
-    """Knows how much memory of torch's allocator is its own, awake or asleep."""
+    """Measure the engine's memory in torch's allocator, awake and asleep."""
 
     bytes = 0
 
     def start(self, spec: EngineSpec) -> None:
-        """As ever."""
+        """Measure around the call."""
         before = allocated()
         super().start(spec)
         self.bytes = allocated() - before
@@ -87,7 +87,7 @@ class CountedVLLM(VLLMEngine):
 
 @dataclass
 class Fitted:
-    """A run that is over."""
+    """Result of a run."""
 
     trainer: Trainer
     module: GRPOModule
@@ -96,19 +96,19 @@ class Fitted:
 
 
 def now() -> float:
-    """Seconds, once the GPU has done what it was told."""
+    """Return the time after the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def allocated() -> int:
-    """Bytes of torch's allocator on the GPU."""
+    """Return the bytes of torch's allocator on the GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def rows(count: int, words: int = 8) -> list[dict[str, Any]]:
-    """Prompts of about so many words that differ from the first on."""
+    """Return prompts of about this many words, which all differ from the first word on."""
     texts = (f"{i} " + " ".join(str((i * 7 + j) % 97) for j in range(words)) for i in range(count))
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
@@ -126,18 +126,18 @@ def prepare(
     words: int = 8,
     **data: Any,
 ) -> tuple[Trainer, GRPOModule, RolloutDataModule]:
-    """A Trainer, a module and a data module; nothing is loaded yet.
+    """Make a Trainer, a module and a data module without loading anything.
 
     Args:
-        setting: Where it is to run.
+        setting: Where the run takes place.
         model: Folder or hub name.
-        accelerator: In place of the setting's.
-        rounds: To train.
-        precision: The Trainer's.
-        engine: In place of vLLM's defaults.
-        callbacks: Besides ours.
+        accelerator: Accelerator in place of the setting's.
+        rounds: Rounds to train.
+        precision: Precision of the Trainer.
+        engine: Engine in place of a default `VLLMEngine`.
+        callbacks: Additional callbacks.
         module: Arguments of `GRPOModule`.
-        words: Of each prompt.
+        words: Words per prompt.
         **data: Arguments of `RolloutDataModule`.
     """
     trainer = Trainer(
@@ -168,7 +168,7 @@ def prepare(
 
 
 def fit(setting: Setting, model: str, **settings: Any) -> Fitted:
-    """Train; see `prepare`."""
+    """Train with the arguments of `prepare`."""
     rounds = Rounds()
     settings["callbacks"] = [*settings.get("callbacks", ()), rounds]
     trainer, module, data = prepare(setting, model, **settings)
@@ -177,12 +177,12 @@ def fit(setting: Setting, model: str, **settings: Any) -> Fitted:
 
 
 def judge_rounds(found: Findings, rounds: Rounds, expected: int, mean_gap: float) -> None:
-    """All rounds over, every weight sync right, every loss finite.
+    """Check that all rounds ran, every weight sync is right and every loss is finite.
 
     Args:
-        found: What is judged goes there.
-        rounds: Of the run.
-        expected: How many there must be.
+        found: Findings of the check.
+        rounds: Rounds of the run.
+        expected: Expected number of rounds.
         mean_gap: Largest mean difference of engine's and trainer's log-probs in any round.
     """
     found.equal("rounds", len(rounds.figures), expected, "The run ended early. Report the log.")
@@ -203,5 +203,5 @@ def judge_rounds(found: Findings, rounds: Rounds, expected: int, mean_gap: float
 
 
 def worst(values: Sequence[float]) -> float:
-    """The largest; NaN where one is, or where there are none."""
+    """Return the largest value; NaN if one is NaN or if there is none."""
     return float(torch.tensor(values or [float("nan")]).max())

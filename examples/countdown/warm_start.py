@@ -1,10 +1,11 @@
-"""Make the quick-task model from nothing: tokenizer, a 0.45 M-parameter Qwen3, and a warm start.
+"""Make the model of the quick task: a tokenizer and a 0.45 M-parameter Qwen3 with a warm start.
 
     python examples/countdown/warm_start.py --out examples/countdown/model
 
-The teacher searches at random: it tries signed orderings of the numbers, one a line, until one
-hits the target or it gives up with a wrong answer. So the model starts imperfect on purpose, and
-how long it searches is part prompt and part luck. About two minutes on one CPU thread.
+The model imitates a teacher that searches at random: each line is a try with another order and
+other signs of the numbers, until one hits the target or the teacher gives up with a wrong answer.
+So the model is imperfect on purpose, and the length of a completion depends on the prompt and on
+chance. This takes about two minutes on one CPU thread.
 """
 
 import argparse
@@ -40,13 +41,13 @@ CONTEXT = 1024
 BATCH_TOKENS = 2048
 MAX_COMPLETION_LENGTH = 512
 GIVE_UP = 0.4
-"""Chance that the teacher stops searching after a miss."""
+"""Probability that the teacher gives up after a wrong try."""
 
 Row = dict[str, Any]
 
 
 def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of the questions' wording; digits, operators and newlines stay single."""
+    """Return a byte-level BPE tokenizer in which digits, operators and newlines stay single."""
     tokenizer = Tokenizer(models.BPE())
     wording_or_character = Regex(r"[A-Za-z][A-Za-z .,:'()]*|[^A-Za-z]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -104,7 +105,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def search(row: Row, rng: random.Random) -> str:
-    """A demonstration: one try a line, `5+3=8-2=6 12 n`, and the last one as the answer."""
+    """Return a demonstration: lines such as `5+3=8-2=6 12 n`, then the last try as the answer."""
     numbers, target = list(row["metadata"]["numbers"]), row["metadata"]["target"]
     lines = []
     while True:
@@ -123,7 +124,7 @@ def search(row: Row, rng: random.Random) -> str:
 
 
 class Demonstrations:
-    """Endless batches of tokenised demonstrations, sizes mixed as in the task."""
+    """Endless batches of tokenized demonstrations, with problem sizes mixed as in the task."""
 
     def __init__(self, rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -141,7 +142,7 @@ class Demonstrations:
             yield from map(self._collate, batches)
 
     def _bucket(self, count: int) -> list[list[tuple[list[int], int]]]:
-        """Draw demonstrations; pack those of like length up to `BATCH_TOKENS`, padding included."""
+        """Draw demonstrations and batch similar lengths, up to `BATCH_TOKENS` with padding."""
         sizes = self.rng.choices(list(COUNTDOWN_MIX), list(COUNTDOWN_MIX.values()), k=count)
         drawn = [self.rng.choice(self.by_size[size]) for size in sizes]
         texts = [search(row, self.rng) + EOS for row, _ in drawn]
@@ -166,7 +167,7 @@ class Demonstrations:
 
 
 def train(model: Qwen3ForCausalLM, demonstrations: Demonstrations, steps: int) -> None:
-    """Muon on the hidden matrices, AdamW on the rest; cosine to 5 % after 20 steps of warm-up."""
+    """Train with Muon on hidden matrices, AdamW on the rest, and a cosine schedule to 5 %."""
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -181,7 +182,7 @@ def train(model: Qwen3ForCausalLM, demonstrations: Demonstrations, steps: int) -
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, scale) for o in optimizers]
     model.train()
     started, cpu = time.time(), time.process_time()
-    # Right-padded and causal: no attention mask is needed, the padding comes after everything.
+    # Padding is on the right and attention is causal, so no attention mask is needed.
     for step, (tokens, labels) in zip(range(1, steps + 1), demonstrations, strict=False):
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
@@ -198,7 +199,7 @@ def train(model: Qwen3ForCausalLM, demonstrations: Demonstrations, steps: int) -
 
 @torch.inference_mode()
 def evaluate(model: Any, tokenizer: Any, rows: list[Row], greedy: bool) -> str:
-    """Held-out accuracy, one completion a problem."""
+    """Return the accuracy on held-out problems with one completion each, as text."""
     model.eval()
     texts, lengths = [], []
     for start in range(0, len(rows), 256):
@@ -225,9 +226,9 @@ def evaluate(model: Any, tokenizer: Any, rows: list[Row], greedy: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="folder for the model and its tokenizer")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--out", required=True, help="Folder for the model and its tokenizer.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed (default: 0).")
+    parser.add_argument("--steps", type=int, default=1200, help="Training steps (default: 1200).")
     args = parser.parse_args()
 
     keep_heap()
