@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
+from jsonargparse import Namespace
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -120,13 +121,24 @@ class RolloutCLI(LightningCLI):
         """Tell errors which subcommand runs, and choose the folder of the run."""
         subcommand = str(self.subcommand)
         self._run.command = command_of(self._parser(subcommand))
-        self._given, self._folder = self.config[subcommand].clone(), None
-        if subcommand != "estimate":
-            self._folder = choose_folder(self.config[subcommand], subcommand)
+        config = self.config[subcommand]
+        self._given, self._folder = config.clone(), None
+        if subcommand == "estimate":
+            self._estimate_on_cpu(config)
+        else:
+            self._folder = choose_folder(config, subcommand)
+
+    def _estimate_on_cpu(self, config: Namespace) -> None:
+        """Use a Trainer on the CPU, so that a machine without the run's GPU can estimate it."""
+        trainer = config.trainer
+        gpu = trainer.accelerator in ("gpu", "cuda")
+        gpu |= trainer.accelerator == "auto" and torch.cuda.is_available()
+        config.device = config.device or ("cuda" if gpu else "cpu")
+        if isinstance(trainer.devices, list):  # indices of GPUs
+            trainer.devices = len(trainer.devices)
+        trainer.accelerator, trainer.logger = "cpu", False
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        if self.subcommand == "estimate":
-            self._instantiate_on_cpu(config)
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         config["callbacks"] = [self._run, *given]  # first, so that it sees a round before others
@@ -153,21 +165,6 @@ class RolloutCLI(LightningCLI):
         for callback in self._callbacks(SaveConfig):
             callback.config = self._given
         return self.trainer
-
-    def _instantiate_on_cpu(self, config: dict[str, Any]) -> None:
-        """Make a Trainer for `estimate`, which needs no GPU on this machine."""
-        accelerator, devices = config["accelerator"], config["devices"]
-        gpu = accelerator in ("gpu", "cuda")
-        gpu |= accelerator == "auto" and torch.cuda.is_available()
-        self._device = "cuda" if gpu else "cpu"
-        config["devices"] = len(devices) if isinstance(devices, list) else devices
-        config["accelerator"], config["logger"] = "cpu", False
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        if subcommand == "estimate" and kwargs["device"] is None:
-            kwargs["device"] = self._device
-        return kwargs
 
     def fit(self, **kwargs: Any) -> None:
         """Train.

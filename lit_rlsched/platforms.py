@@ -4,10 +4,7 @@ import sys
 
 
 def require_posix(part: str) -> None:
-    """Refuse Windows.
-
-    Args:
-        part: Feature that cannot run there, as the subject of a sentence.
+    """Refuse Windows; `part` is the subject of the message's sentence.
 
     Raises:
         RuntimeError: this is Windows.
@@ -19,11 +16,7 @@ def require_posix(part: str) -> None:
 
 
 def require_linux(part: str, instead: str) -> None:
-    """Refuse every system but Linux.
-
-    Args:
-        part: Feature that cannot run elsewhere, as the subject of a sentence.
-        instead: What to do elsewhere, as a sentence.
+    """Refuse every system but Linux; `instead` is a sentence that says what to do.
 
     Raises:
         RuntimeError: this is not Linux.
