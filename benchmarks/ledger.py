@@ -164,7 +164,7 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
 
         def on_train_batch_start(self, *_: Any) -> None:
             self.live = LiveBytes()
-            self.live.__enter__()  # type: ignore[no-untyped-call]
+            self.live.__enter__()
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.live.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -106,15 +106,17 @@ def plain_warnings() -> Iterator[None]:
         for library in ("lightning", "torch", "transformers", "vllm"):
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
-        warnings.formatwarning = lambda message, category, *_, **__: (
-            f"{category.__name__}: {message}\n"
-        )
+        warnings.formatwarning = _format_warning
         try:
             yield
         finally:
             warnings.formatwarning = before
             rank_zero_module.log.removeFilter(_is_no_tip)
             signal_connector.log.removeFilter(_shorten_sigterm)
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
+    return f"{category.__name__}: {message}\n"
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:

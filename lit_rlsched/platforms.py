@@ -10,9 +10,7 @@ def require_posix(part: str) -> None:
         RuntimeError: this is Windows.
     """
     if sys.platform == "win32":
-        raise RuntimeError(
-            f"{part} cannot run on Windows. Use Linux, macOS or WSL 2, which is a Linux."
-        )
+        raise RuntimeError(f"{part} cannot run on Windows. Use Linux, macOS or WSL 2.")
 
 
 def require_linux(part: str, instead: str) -> None:
