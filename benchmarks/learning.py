@@ -11,7 +11,7 @@ import csv
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,15 +117,20 @@ TOTALS = ("slot_steps", "idle_slot_steps", "decode_steps", "tokens", "discarded_
 """Metrics `rollout/*` that are summed over the rounds."""
 
 
+def logged(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a run's metrics."""
+    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
+        yield from csv.DictReader(file)
+
+
 def read(folder: Path) -> Curve:
     """Read what a run logged."""
     accuracy, rounds = [], []
-    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row.get("val/accuracy"):
-                accuracy.append((int(row["step"]), float(row["val/accuracy"])))
-            if row.get("rollout/slot_steps"):
-                rounds.append({k: float(v) for k, v in row.items() if v})
+    for row in logged(folder):
+        if row.get("val/accuracy"):
+            accuracy.append((int(row["step"]), float(row["val/accuracy"])))
+        if row.get("rollout/slot_steps"):
+            rounds.append({k: float(v) for k, v in row.items() if v})
     return Curve(accuracy, rounds)
 
 

@@ -7,7 +7,6 @@ The variants of a seed run one after another, and nothing else should run meanwh
 mean over the seeds, measured every few rounds. Runs are kept in `--out` by commit and not repeated.
 """
 
-import csv
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,13 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning import LightningModule, Trainer
-
 from benchmarks import results
-from benchmarks.learning import Variant, train
-from benchmarks.selection import last, reached
-from lit_rlsched.callbacks import RolloutCallback
-from lit_rlsched.logs import log_now
+from benchmarks.learning import Variant, logged, train
+from benchmarks.selection import CPUSeconds, last, reached
 
 OWN_PROCESS = ("--data.engine=ProcessEngine", "--data.engine.engine=VLLMEngine")
 TAIL = ("--trainer.callbacks+=TailBatching",)
@@ -58,21 +53,11 @@ SETTINGS = (
 )
 
 
-class Seconds(RolloutCallback):
-    """Log `seconds`: the time of rollouts and updates so far, without validation."""
+class Seconds(CPUSeconds):
+    """Log `seconds`: wall-clock time of rollouts and updates so far, without validation."""
 
-    def __init__(self) -> None:
-        self._total = self._since = 0.0
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self._since = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Add the time of the round."""
-        self._total += time.perf_counter() - self._since
-        self._since = time.perf_counter()
-        log_now(trainer, {"seconds": self._total})
+    metric = "seconds"
+    clock = staticmethod(time.perf_counter)
 
 
 @dataclass(frozen=True)
@@ -92,17 +77,16 @@ def read(folder: Path) -> Progress:
     """Read what a run logged."""
     accuracy, seconds, steps = [], [0.0], [0.0]
     work = overlap = 0.0
-    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row.get("val/accuracy"):
-                accuracy.append(float(row["val/accuracy"]))
-            if row.get("rollout/decode_steps"):
-                steps.append(steps[-1] + float(row["rollout/decode_steps"]))
-            if row.get("seconds"):
-                seconds.append(float(row["seconds"]))
-            if row.get("streamed_training/gradient_seconds"):
-                work += float(row["streamed_training/gradient_seconds"])
-                overlap += float(row["streamed_training/overlap_seconds"])
+    for row in logged(folder):
+        if row.get("val/accuracy"):
+            accuracy.append(float(row["val/accuracy"]))
+        if row.get("rollout/decode_steps"):
+            steps.append(steps[-1] + float(row["rollout/decode_steps"]))
+        if row.get("seconds"):
+            seconds.append(float(row["seconds"]))
+        if row.get("streamed_training/gradient_seconds"):
+            work += float(row["streamed_training/gradient_seconds"])
+            overlap += float(row["streamed_training/overlap_seconds"])
     return Progress(accuracy, seconds[::EVERY], steps[::EVERY], work, overlap)
 
 
@@ -152,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="+",
         default=["synchronous", "rollpacker", "losers"],
         choices=VARIANTS,
+        help="variants to train",
     )
-    parser.add_argument("--share", type=float, default=0.95, help="shares of the best accuracy")
+    parser.add_argument("--share", type=float, default=0.95, help="share of the best accuracy")
     parser.add_argument("--out", type=Path, default=Path("runs/rollpacker"), help="folder for runs")
     options = results.parse(parser, arguments)
     runs: dict[str, list[Progress]] = {name: [] for name in options.variants}

@@ -9,7 +9,6 @@ four times on each round, so that updates take most of the time. Runs are kept i
 and not repeated.
 """
 
-import csv
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 
 from benchmarks import results
-from benchmarks.learning import Variant, train
+from benchmarks.learning import Variant, logged, train
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.logs import log_now
 
@@ -66,18 +65,21 @@ SETTINGS = (
 class CPUSeconds(RolloutCallback):
     """Log `cpu_seconds`: CPU time of rollouts and updates so far, without validation."""
 
+    metric = "cpu_seconds"
+    clock = staticmethod(time.process_time)
+
     def __init__(self) -> None:
         self._total = self._since = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._since = time.process_time()
+        self._since = self.clock()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Add the time of the round."""
-        self._total += time.process_time() - self._since
-        self._since = time.process_time()
-        log_now(trainer, {"cpu_seconds": self._total})
+        """Add the time since the round began or the last optimizer step."""
+        now = self.clock()
+        self._total, self._since = self._total + now - self._since, now
+        log_now(trainer, {self.metric: self._total})
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,14 @@ class Progress:
 def read(folder: Path) -> Progress:
     """Read what a run logged."""
     accuracy, cpu, trained, tokens = [], [0.0], [0.0], [0.0]
-    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row.get("val/accuracy"):
-                accuracy.append(float(row["val/accuracy"]))
-            if row.get("batch/completions"):
-                trained.append(trained[-1] + float(row["batch/completions"]))
-                tokens.append(tokens[-1] + float(row["rollout/tokens"]))
-            if row.get(
-                "cpu_seconds"
-            ):  # one row per optimizer step; the last one of a round remains
-                cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
+    for row in logged(folder):
+        if row.get("val/accuracy"):
+            accuracy.append(float(row["val/accuracy"]))
+        if row.get("batch/completions"):
+            trained.append(trained[-1] + float(row["batch/completions"]))
+            tokens.append(tokens[-1] + float(row["rollout/tokens"]))
+        if row.get("cpu_seconds"):  # logged at each optimizer step; keep the last one of a round
+            cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
     return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens)))
 
 
@@ -170,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=VARIANTS,
         help="variants to train",
     )
-    parser.add_argument("--share", type=float, default=0.99, help="shares of the best accuracy")
+    parser.add_argument("--share", type=float, default=0.99, help="share of the best accuracy")
     parser.add_argument("--workers", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder for runs")
     options = results.parse(parser, arguments)
