@@ -236,6 +236,7 @@ def main(args: ArgsType = None) -> None:
         RolloutCLI(
             run,
             parser_class=Parser,
+            parser_kwargs={"prog": "lit-rlsched"},  # also as `python -m lit_rlsched`
             subclass_mode_model=True,
             seed_everything_default=0,
             save_config_callback=SaveConfig,

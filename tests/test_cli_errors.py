@@ -115,6 +115,13 @@ def test_commands(refused):
     assert "A command is missing: use fit, validate" in refused(base=[])
 
 
+def test_the_tip_names_the_command_also_for_python_m(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lit_rlsched/__main__.py"])
+    with pytest.raises(SystemExit):
+        main(["fits"])
+    assert "tip: `lit-rlsched --help`" in capfd.readouterr().err
+
+
 def test_debug_shows_the_traceback_as_well(capfd):
     with pytest.raises(SystemExit) as stop:
         main([*BASE, "--data.prompts_per_round=0", "--debug"])
