@@ -19,8 +19,8 @@ def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[d
         and the prompt's own. A column of the prompt with one of these names becomes `input_NAME`.
     """
     rows = []
-    for group in (evaluated.greedy, evaluated.sampled):
-        for completion in group.completions if group is not None else ():
+    for group in (g for g in (evaluated.greedy, evaluated.sampled) if g is not None):
+        for completion in group.completions:
             row = {
                 "uid": group.prompt.uid,
                 "prompt": group.prompt.text,
