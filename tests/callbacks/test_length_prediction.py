@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_predictor(fit, tmp_path):
         callbacks=[LengthPrediction(SiblingMax())], trainer={"max_epochs": 1}
     )
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    with pytest.warns(UserWarning, match=r"`SiblingMax` learned.*PromptHistory.*anew"):
+    with pytest.warns(UserWarning, match=r"of a `SiblingMax`.*PromptHistory.*untrained"):
         fit(callbacks=[LengthPrediction(PromptHistory())], ckpt_path=tmp_path / "one.ckpt")
     validator = Trainer(accelerator="cpu", callbacks=[LengthPrediction()], logger=False)
     datamodule.val_data = datamodule.train_data
