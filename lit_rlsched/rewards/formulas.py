@@ -18,7 +18,7 @@ LONGEST = 2000
 DEEPEST = 50
 """Maximum nesting of parentheses, powers of powers and signs in a row."""
 MAX_BITS = 8192
-"""Maximum size of a number."""
+"""Maximum size of a number's numerator and denominator."""
 MAX_POWER = 1000
 MAX_SHIFT = 64
 

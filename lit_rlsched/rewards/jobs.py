@@ -101,7 +101,7 @@ class Job:
     timeout: float
     results: list[Result | None]
     alone: bool = False
-    """Whether it is sent to a worker without other jobs."""
+    """Whether it must be the only job in its batch."""
     cancelled: bool = False
 
     @property

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 32
 """Maximum number of completions sent to a worker at once."""
 BATCH_SECONDS = 1.0
-"""Time a batch should take: completions behind one that hangs wait for its time-out."""
+"""Target duration of a batch: completions behind a call that hangs wait for its time-out."""
 MAX_FAILED_STARTS = 3
 """Number of workers in a row that may fail to start before the run stops."""
 MAX_DEATHS = 20

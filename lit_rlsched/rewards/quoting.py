@@ -15,7 +15,7 @@ KEYS = re.compile(
 """Strings that look like keys, shortened ones (`sk-ab***yz`) included."""
 REDACTED = "[redacted]"
 CLOSERS = set("\"'`)]}>")
-"""Single characters that end what they enclose; other single characters only separate."""
+"""Single characters that count as closing delimiters."""
 
 
 def closing_delimiters(template: str) -> dict[str, str]:

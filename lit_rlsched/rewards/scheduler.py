@@ -244,7 +244,7 @@ class RewardScheduler:
             pool.queue.append(job)
 
     def poll(self) -> list[ScoredJob]:
-        """Return all jobs finished since the last call, in the order of submission."""
+        """Collect scores and return all jobs finished since the last call, in submission order."""
         self.turn(0.0)
         finished, self._finished = self._finished, []
         for job in finished:

@@ -27,7 +27,7 @@ STARTUP_TIMEOUT = 300.0
 ASYNC_GRACE = 1.0
 """Seconds an event loop gets to time its coroutines out before the worker is killed."""
 PIPE_TIMEOUT = 30.0
-"""Seconds a message may take to cross the pipe once begun: a stopped worker does not read on."""
+"""Seconds without progress before sending or receiving fails: a stopped worker reads nothing."""
 MAX_MESSAGE = 64 << 20
 """Maximum number of bytes in a worker's message."""
 MEMORY_INTERVAL = 0.1
@@ -74,7 +74,7 @@ class WorkerProcess:
         self._memory_limit = setup["memory_limit"]
         self._kill_lock = threading.Lock()
         self._over = threading.Event()
-        """Set once it was waited for: its process id may belong to another process."""
+        """Set once the process was waited for: its id may then belong to another process."""
         self._oom_kills = oom_kills()
         self._child = ChildProcess(
             ["-P", str(_SCRIPT)],
@@ -158,7 +158,7 @@ class WorkerProcess:
         return []
 
     def kill(self) -> str:
-        """Kill the process and its group; return how it ended, if it was dead how it had."""
+        """Kill the process and its group; return how the process ended."""
         with self._kill_lock:
             # before `wait`: until then it keeps its process id and exit code
             self._child.kill_group()
