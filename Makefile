@@ -55,8 +55,8 @@ types: install  ## Check types with mypy
 test: lint types  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
-test-slow: install  ## Run the slow tests: runs killed in every phase, every model family, whole runs
-	$(BIN)/pytest $(XDIST) -m slow
+test-slow: install  ## Run the slow tests (kills, model families, whole runs) and long property tests
+	$(BIN)/pytest $(XDIST) --hypothesis-profile=thorough -m "slow or hypothesis"
 
 test-all: test test-slow  ## Run all tests
 

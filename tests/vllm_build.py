@@ -1,7 +1,9 @@
-"""Skips tests of vLLM's build for CPU where its build for GPUs is installed."""
+"""Marks the tests that name vLLM's engine; skips those of its CPU build where there is the GPU build."""
 
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
+from types import CodeType
+from typing import Any
 
 import pytest
 
@@ -18,10 +20,23 @@ def for_cpu() -> bool:
         return True
 
 
+def names_vllm(function: Any) -> bool:
+    """Whether a function, or a function inside it, mentions `VLLMEngine`."""
+    codes = [getattr(function, "__code__", None)]
+    for code in filter(None, codes):
+        if "VLLMEngine" in code.co_names + code.co_freevars:
+            return True
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what runs `VLLMEngine` in a process of its own: the refusal stays there."""
-    for item in items if not for_cpu() else ():
-        if "[" in item.name and "VLLMEngine" in item.name.partition("[")[2]:
+    """Mark; skip tests that start the CPU build in another process: its refusal stays there."""
+    for item in items:
+        in_parameters = "VLLMEngine" in item.name.partition("[")[2]
+        if in_parameters or names_vllm(getattr(item, "function", None)):
+            item.add_marker("vllm")
+        if in_parameters and not for_cpu():
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib import import_module
 from multiprocessing import resource_tracker
 from traceback import walk_tb
@@ -116,6 +117,10 @@ def _patch() -> None:
     _originals["clean_up"] = core.cleanup_dist_env_and_memory
     _originals["leave_group"] = groups.destroy_distributed_environment
     core.cleanup_dist_env_and_memory = _clean_up
+    # without the cache every start wraps each kernel once more, in a second of searching modules
+    cpu: Any = import_module("vllm.platforms.cpu")
+    register = cache(cpu.CpuPlatform.register_triton_kernel_overrides)
+    cpu.CpuPlatform.register_triton_kernel_overrides = staticmethod(register)
     groups.destroy_distributed_environment = _leave_group
 
 
@@ -251,7 +256,8 @@ def _end_workers(error: BaseException | None) -> None:
     """End the workers of a core that failed after starting them: vLLM would leave them waiting."""
     while error is not None:
         for frame, _ in walk_tb(error.__traceback__):
-            executor = getattr(frame.f_locals.get("self"), "model_executor", None)
+            # no `getattr`: vLLM's worker looks up what it lacks on itself, without end
+            executor = getattr(frame.f_locals.get("self"), "__dict__", {}).get("model_executor")
             if executor is not None and getattr(executor, "workers", None):
                 executor.shutdown()
         error = error.__cause__

@@ -3,7 +3,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine
@@ -52,7 +52,6 @@ def simulated(slots, lengths):
     return engine
 
 
-@settings(max_examples=25)
 @given(
     st.integers(1, 6),
     st.integers(1, 4),
@@ -252,7 +251,6 @@ def stopping(plan, admission, lengths, delay, keep=2, probe_tokens=0, more=None,
     return finished, sorted(len(c.token_ids) for c in stopped), worker.aborted
 
 
-@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(2, 4), st.booleans(), st.randoms(use_true_random=False))
 def test_a_group_stops_as_soon_as_it_can(prompts, keep, stream, random):
     plan, size = groups(prompts, 6), 6

@@ -47,7 +47,7 @@ def kept(group):
     return [c for c in group.completions if c.dropped is None]
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     rounds(),
     st.integers(2, 8),

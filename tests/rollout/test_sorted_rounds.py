@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
@@ -219,11 +219,6 @@ def finished_at(round):
     return dict(zip(spans["request"], spans["end_step"], strict=True))
 
 
-def settings_of(examples):
-    return settings(max_examples=examples)
-
-
-@settings_of(30)
 @given(cases())
 def test_every_completion_is_trained_on_once_a_pool(case):
     run = Run(case)
@@ -242,7 +237,6 @@ def test_every_completion_is_trained_on_once_a_pool(case):
     assert run.idle
 
 
-@settings_of(30)
 @given(cases())
 def test_no_fresh_prompt_before_the_pool_is_empty(case):
     run = Run(case)
@@ -261,7 +255,6 @@ def test_no_fresh_prompt_before_the_pool_is_empty(case):
     assert not waiting and loaded == 2 * case.pool
 
 
-@settings_of(30)
 @given(cases())
 def test_nobody_starves(case):
     rounds = Run(case).whole_pool()
@@ -278,7 +271,6 @@ def test_nobody_starves_of_half_trained_groups():
     assert len(Run(case).whole_pool()) <= 6
 
 
-@settings_of(30)
 @given(cases())
 def test_a_round_ends_with_the_step_that_has_enough(case):
     run = Run(case)
@@ -294,7 +286,6 @@ def test_a_round_ends_with_the_step_that_has_enough(case):
         assert before < enough
 
 
-@settings_of(30)
 @given(cases(unit="group"))
 def test_a_group_is_trained_on_as_a_whole(case):
     for r in Run(case).whole_pool():
@@ -303,7 +294,6 @@ def test_a_group_is_trained_on_as_a_whole(case):
         assert sorted(r.yielded) == [g.id for g in r.trained]
 
 
-@settings_of(30)
 @given(cases())
 def test_a_round_takes_the_front_of_the_pool_and_keeps_its_order(case):
     waiting = [f"p{n:03}@0" for n in range(case.pool)]
@@ -318,7 +308,6 @@ def test_a_round_takes_the_front_of_the_pool_and_keeps_its_order(case):
             assert ids == sorted(ids)
 
 
-@settings_of(30)
 @given(cases(mode="on_policy"))
 def test_on_policy_trains_on_the_newest_policy_alone(case):
     run = Run(case)
@@ -339,7 +328,6 @@ def drawn_logprobs(group, completion, start, tokens, version):
     return np.log1p(-noise.numpy()).tolist()
 
 
-@settings_of(30)
 @given(cases(mode="partial"))
 def test_partial_keeps_who_drew_each_token(case):
     run, most = Run(case), case.max_staleness
@@ -360,7 +348,6 @@ def test_partial_keeps_who_drew_each_token(case):
                 assert all(c.staleness(r.version) <= most for g in r.trained for c in g.completions)
 
 
-@settings_of(30)
 @given(cases(mode="partial", max_staleness=None))
 def test_partial_throws_nothing_away(case):
     run = Run(case)
@@ -372,7 +359,6 @@ def test_partial_throws_nothing_away(case):
     assert all(c.attempts == 0 for r in rounds for g in r.trained for c in g.completions)
 
 
-@settings_of(30)
 @given(cases())
 def test_every_token_is_trained_on_or_counted_as_discarded(case):
     run = Run(case)
@@ -386,7 +372,6 @@ def test_every_token_is_trained_on_or_counted_as_discarded(case):
     assert run.audit.metrics()["pool/rounds"] == len(rounds)
 
 
-@settings_of(30)
 @given(cases(), st.booleans(), st.lists(st.tuples(st.booleans(), st.integers(1, 6)), max_size=4))
 def test_a_round_cut_short_is_drawn_again_as_a_whole(case, stream, stops):
     run, twin = Run(case), Run(replace(case, stream=stream))
@@ -410,7 +395,6 @@ def test_a_round_cut_short_is_drawn_again_as_a_whole(case, stream, stops):
         assert again.trace.spans["tokens"] == plain.trace.spans["tokens"]
 
 
-@settings_of(30)
 @given(cases(), st.integers(1, 4))
 def test_how_an_engine_tells_does_not_matter(case, max_jump):
     run, twin = Run(case), Run(replace(case, stream=True))
@@ -420,7 +404,6 @@ def test_how_an_engine_tells_does_not_matter(case, max_jump):
         assert r.trace.decode_steps == other.trace.decode_steps
 
 
-@settings_of(30)
 @given(cases())
 def test_a_pool_goes_on_after_a_checkpoint(case):
     run, rounds = Run(case), Run(case).whole_pool()
@@ -439,7 +422,6 @@ def test_a_pool_goes_on_after_a_checkpoint(case):
     assert not len(run.pool) and run.audit.rounds == len(rounds)
 
 
-@settings_of(30)
 @given(cases(oversubscribe=None, max_staleness=None))
 def test_a_pool_of_one_update_is_a_plain_round(case):
     case = replace(case, update=case.pool)
@@ -462,7 +444,6 @@ def test_what_was_begun_goes_on_before_others_begin():
     assert trace.spans["request"] == turns
 
 
-@settings_of(30)
 @given(cases())
 def test_no_slot_is_idle_while_others_wait(case):
     for r in Run(case).whole_pool():

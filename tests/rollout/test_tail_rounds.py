@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.data.source import DomainSource
@@ -328,10 +328,6 @@ def check_passes(run, seen):
             assert sorted(name for name in (*seen, *late) if name in set(ids)) == sorted(ids)
 
 
-def settings_of(examples):
-    return settings(max_examples=examples)
-
-
 def drawn_when(trace):
     """From which step to which each completion ran, and how far it came."""
     columns = (trace.spans[name] for name in ("request", "start_step", "end_step", "tokens"))
@@ -348,7 +344,6 @@ def ended_at(round, group):
 # What is trained on.
 
 
-@settings_of(30)
 @given(any_cases())
 def test_every_prompt_is_trained_on_once_a_pass(case):
     run = Run(case)
@@ -362,7 +357,6 @@ def test_every_prompt_is_trained_on_once_a_pass(case):
     check_passes(run, seen)
 
 
-@settings_of(30)
 @given(any_cases())
 def test_each_update_is_as_large_as_the_synchronous_one(case):
     run = Run(case)
@@ -382,7 +376,6 @@ def test_each_update_is_as_large_as_the_synchronous_one(case):
         assert run.idle
 
 
-@settings_of(30)
 @given(cases(reuse=None))
 def test_what_lost_keeps_nothing_of_its_tokens(case):
     for r in Run(case).rounds():
@@ -394,7 +387,6 @@ def test_what_lost_keeps_nothing_of_its_tokens(case):
         assert trained + sum(a.tokens for a in r.harvest.discarded) == r.trace.tokens
 
 
-@settings_of(30)
 @given(cases(reuse="drafts"))
 def test_what_lost_keeps_its_tokens_as_drafts(case):
     run, decoded, trained, discarded, replaced = Run(case), 0, 0, 0, 0
@@ -417,7 +409,6 @@ def test_what_lost_keeps_its_tokens_as_drafts(case):
             assert not r.harvest.drafts.tokens
 
 
-@settings_of(30)
 @given(cases(reuse="drafts", race="prompt"))
 def test_with_drafts_only_what_is_rejected_is_decoded_for_nothing(case):
     for r in Run(case).rounds():
@@ -427,7 +418,6 @@ def test_with_drafts_only_what_is_rejected_is_decoded_for_nothing(case):
         assert r.long or not again
 
 
-@settings_of(30)
 @given(any_cases(), st.integers(2, 4))
 def test_with_completions_that_are_bad(case, bad):
     run = Run(replace(case, bad=bad))
@@ -446,7 +436,6 @@ def test_with_completions_that_are_bad(case, bad):
 # Short rounds and long ones.
 
 
-@settings_of(30)
 @given(cases())
 def test_a_round_is_long_once_enough_have_lost(case):
     run, queue = Run(case), []
@@ -465,7 +454,6 @@ def test_a_round_is_long_once_enough_have_lost(case):
         assert [g.id for g in r.left] == queue and len(queue) < case.raced
 
 
-@settings_of(30)
 @given(cases())
 def test_nobody_starves(case):
     extra = case.raced - case.update
@@ -498,7 +486,6 @@ def due_of(plan, case):
     return {g.id for g in lost} if most >= case.max_deferrals else set()
 
 
-@settings_of(60)
 @given(any_cases(prompt_ratio=1.6, update=4).filter(lambda case: case.max_deferrals))
 def test_what_lost_goes_on_beside_fresh_prompts(case):
     waiting = []
@@ -513,7 +500,6 @@ def test_what_lost_goes_on_beside_fresh_prompts(case):
         assert all(1 <= g.deferred <= case.max_deferrals for g in r.left)
 
 
-@settings_of(30)
 @given(
     any_cases(race="prompt", reuse="drafts", patience=PATIENCE, slots=1000).filter(
         lambda case: case.max_deferrals
@@ -567,7 +553,6 @@ def test_a_round_whose_drafts_are_enough_decodes_nothing(race):
 # When a round ends.
 
 
-@settings_of(30)
 @given(cases(race="prompt", patience=PATIENCE, reuse=None))
 def test_a_round_ends_with_the_step_that_has_enough(case):
     for r in Run(case).rounds(8):
@@ -579,7 +564,6 @@ def test_a_round_ends_with_the_step_that_has_enough(case):
                 assert max(ended_at(r, g)) >= r.trace.decode_steps
 
 
-@settings_of(30)
 @given(cases(race="completion", patience=PATIENCE, slots=1000, key="id"))
 def test_the_first_completions_of_a_prompt_are_kept(case):
     r = Run(case).round()
@@ -598,7 +582,6 @@ def test_the_first_completions_of_a_prompt_are_kept(case):
 # Scores.
 
 
-@settings_of(30)
 @given(any_cases(patience=PATIENCE), st.integers(0, 30), st.integers(1, 3))
 def test_what_wins_does_not_depend_on_how_long_scores_take(case, latency, haste):
     run, twin = Run(case), Run(replace(case, latency=latency, haste=haste))
@@ -662,7 +645,6 @@ def test_where_fewer_than_an_update_are_left_slow_scores_are_waited_for():
 # The synchronous run.
 
 
-@settings_of(30)
 @given(any_cases(prompt_ratio=1.0, race="prompt"))
 def test_without_a_race_rounds_are_the_plain_ones(case):
     run, plain = Run(case), Run(case, rule=FullRound(case.update))
@@ -674,7 +656,6 @@ def test_without_a_race_rounds_are_the_plain_ones(case):
         assert r.harvest == other.harvest
 
 
-@settings_of(30)
 @given(cases(prompt_ratio=1.0, completion_ratio=1.0, race="completion"))
 def test_completions_without_rivals_do_not_race(case):
     run, plain = Run(case), Run(case, rule=FullRound(case.update))
@@ -687,7 +668,6 @@ def test_completions_without_rivals_do_not_race(case):
 # Stopping and going on.
 
 
-@settings_of(30)
 @given(
     any_cases(patience=PATIENCE),
     st.booleans(),
@@ -714,7 +694,6 @@ def test_a_round_cut_short_is_drawn_again_as_a_whole(case, stream, stops):
         assert drawn_when(again.trace) == drawn_when(plain.trace)
 
 
-@settings_of(30)
 @given(any_cases(patience=PATIENCE), st.integers(1, 4))
 def test_how_an_engine_tells_does_not_matter(case, max_jump):
     run, twin = Run(case), Run(replace(case, stream=True))
@@ -725,7 +704,6 @@ def test_how_an_engine_tells_does_not_matter(case, max_jump):
         assert r.trace.decode_steps == other.trace.decode_steps
 
 
-@settings_of(30)
 @given(any_cases(patience=PATIENCE))
 def test_a_run_goes_on_after_a_checkpoint(case):
     run, rounds = Run(case), Run(case).rounds(10)
@@ -788,7 +766,6 @@ def shares(draw, update):
     return {"abc"[i]: n / update for i, n in enumerate(whole)}
 
 
-@settings_of(60)
 @given(cases(), st.data())
 def test_each_domain_has_its_quota_of_every_short_round(case, data):
     per_domain = data.draw(shares(case.update))
@@ -813,7 +790,6 @@ def test_each_domain_has_its_quota_of_every_short_round(case, data):
     check_passes(run, seen)
 
 
-@settings_of(60)
 @given(any_cases(prompt_ratio=1.7).filter(lambda case: case.max_deferrals), st.data())
 def test_each_domain_has_its_quota_where_losers_go_on(case, data):
     rule = case.with_shares(data.draw(shares(case.update)))
@@ -825,7 +801,6 @@ def test_each_domain_has_its_quota_where_losers_go_on(case, data):
         assert all(g.deferred <= case.max_deferrals for g in r.left)
 
 
-@settings_of(60)
 @given(any_cases(spare=12), st.data(), st.integers(2, 4))
 def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, data, useless):
     case = replace(case, useless=useless, whole=8)
@@ -834,7 +809,6 @@ def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, da
     assert len(trained) == len(set(trained)) and run.idle
 
 
-@settings_of(20)
 @given(any_cases(), st.data())
 def test_one_domain_is_none(case, data):
     run, twin = Run(case), Run(case, case.with_shares({"x": 1.0}))

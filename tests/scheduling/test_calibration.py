@@ -4,7 +4,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -61,7 +61,6 @@ def spearman(a, b):
     return np.corrcoef(*ranks)[0, 1] if min(map(np.ptp, ranks)) > 0 else 0.0
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, CAP), st.integers(1, CAP)), min_size=1, max_size=20))
 def test_metrics_by_brute_force(pairs):
     predicted, lengths = map(list, zip(*pairs, strict=True))

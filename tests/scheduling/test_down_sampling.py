@@ -67,7 +67,7 @@ def at(values, indices):
     return [values[i] for i in indices]
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(groups())
 @example(([1e9 + i * 1e-7 for i in range(12)], 5))
 @example(([-1.7e308, 1.7e308, 0.0, 1.7e308], 2))

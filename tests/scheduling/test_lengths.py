@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
@@ -111,7 +111,6 @@ def test_siblings_are_expected_to_reach_the_longest():
     assert longest == pytest.approx(80 - 50)  # the history's residual life
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_predictions_are_within_the_limit(data):
     predictor = data.draw(

@@ -27,7 +27,7 @@ def flat(lengths):
     return [length for group in lengths for length in group]
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(pools(), modes, orders, st.sampled_from(["group", "completion"]), st.integers(1, 14))
 @example(([[2], [1], [1], [3]], 1, 12), "on_policy", "fifo", "completion", 2)  # a tie
 @example(([[3, 1], [1, 3], [2, 2]], 1, 12), "on_policy", "fifo", "group", 3)  # drawn again
