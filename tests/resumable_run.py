@@ -1,12 +1,14 @@
 """Runs that kill themselves where they are told to.
 
-`resumable_run.py FOLDER ENGINE MODEL SCHEDULE PLACE...`: a process for each place, one after the
-other, each going on where the one before was killed. They are forks of this one, which has done the
-imports by then and nothing else. The exit status of the last is that of this process; each of the
-others must have been killed. At a place that begins with TERM, the process is sent SIGTERM instead,
-and must save the run and exit with 143; nothing else saves then.
+`resumable_run.py FOLDER ENGINE MODEL SCHEDULE PLACE...`: first a run in `FOLDER/whole` that nothing
+stops; then, in `FOLDER/killed`, one process after the other is killed at each place, each resumes
+where the one before was killed, and a last one runs to the end. The two that come to their end
+print their figures. All are forks of this process, which has done the imports and nothing else. At
+a place that begins with TERM, the process is sent SIGTERM instead, and must save the run and exit
+with 143; nothing else saves then.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -323,13 +325,15 @@ def run(*args, function=main):
 
 
 if __name__ == "__main__":
-    *settings, engine, model, schedule = sys.argv[1:5]
-    *killed, last = sys.argv[5:]
-    if engine == "VLLMEngine":
-        import vllm  # noqa: F401
-    stops = any(place.startswith("TERM ") for place in sys.argv[5:])
-    for place in killed:
-        status = run(*settings, engine, model, schedule, place, stops)
+    folder, *settings = sys.argv[1:5]
+    places = sys.argv[5:]
+    if settings[0] == "VLLMEngine":
+        import vllm.v1.engine.llm_engine  # noqa: F401
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage again and again, and thaws what is frozen
+    gc.freeze = gc.unfreeze = lambda: None
+    stops = any(place.startswith("TERM ") for place in places)
+    for name, place in [("whole", "never"), *(("killed", p) for p in (*places, "never"))]:
+        status = run(f"{folder}/{name}", *settings, place, stops)
         expected = 128 + signal.SIGTERM if place.startswith("TERM ") else -signal.SIGKILL
-        assert status == expected, f"{place}: ended with {status}"
-    sys.exit(run(*settings, engine, model, schedule, last, stops))
+        assert status == (0 if place == "never" else expected), f"{place}: ended with {status}"

@@ -368,6 +368,7 @@ def test_more_slots_than_the_engine_has_room_for(fit):
         fit(callbacks=[MicroGroupSampling(slots=8)], engine=engine, verify_sync=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_more_slots_than_vllm_has_room_for(fit):
     engine = VLLMEngine(kv_cache_gib=5 * 32 * 512 / 2**30)  # 4 blocks and one that vLLM keeps

@@ -74,6 +74,7 @@ def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
     assert all(r.metrics.get("sync/max_logp_diff", 0) < 1e-4 for r in kill.rounds)
 
 
+@pytest.mark.slow
 def test_rewards_that_hang_fork_and_die_cost_their_completions(fit):
     def wild(prompts, completions, completion_ids, **kwargs):
         import os

@@ -83,6 +83,7 @@ def files_of_a_mebibyte():
 # Writing.
 
 
+@pytest.mark.slow
 def test_killed_while_it_overwrites_a_checkpoint(tmp_path):
     files = {place: tmp_path / place / f"{place}.ckpt" for place in PLACES}
     for path in files.values():

@@ -116,6 +116,7 @@ def estimated(capsys, monkeypatch):
     return estimated
 
 
+@pytest.mark.slow
 def test_what_a_run_will_hold(estimated, tmp_path):
     said = estimated("--memory=24GiB", f"--trainer.default_root_dir={tmp_path}/run")
     assert said.startswith("in main memory") and "of 24.00 GiB" in said

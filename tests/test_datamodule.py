@@ -97,6 +97,7 @@ def test_slots_from_a_memory_budget(fit):
     assert recorder.rounds[0].metrics["rollout/peak_running"] == 3
 
 
+@pytest.mark.mostly_slow("3-32-true", "5-bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
 @pytest.mark.parametrize("completions", [1, 3, 5])
 def test_a_memory_budget_holds_for_the_cache_of_our_own_engine(fit, precision, completions):
@@ -238,6 +239,7 @@ def test_weights_of_several_rewards(fit, digits):
     assert round.metrics["rewards/later/mean"] == 2.0
 
 
+@pytest.mark.mostly_slow("TransformersEngine")
 @pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
 def test_validation(fit, sums, engine):
     class Baseline(Callback):
@@ -346,6 +348,7 @@ def test_log_probs_of_the_engine_and_of_the_update_agree_on_vllm(fit):
     assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-4
 
 
+@pytest.mark.slow
 def test_slots_change_nothing_that_is_drawn_on_vllm(fit):
     """Up to vLLM's batch noise in fp32: the same tokens, log-probs within 2e-6."""
     plain = Recorder()
@@ -483,6 +486,7 @@ def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_pat
     assert data.counters["dropped/limit_train_batches"] == 4 * 8
 
 
+@pytest.mark.slow
 def test_weights_swapped_for_validation_do_not_reach_the_rollouts(fit, sums):
     class Swap(Callback):
         """As weight averaging does: other weights for the length of a validation."""

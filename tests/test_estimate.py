@@ -84,6 +84,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.mostly_slow("400-plain", "400-lora in bf16-mixed", "400-reference")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("tokens", [400, pytest.param(1600, marks=pytest.mark.slow)])
 def test_a_step_takes_what_was_estimated(plan, settings, tokens):
@@ -119,6 +120,7 @@ def test_a_step_takes_what_was_estimated(plan, settings, tokens):
         assert held["reference model"].update == pytest.approx(storage_bytes(references), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_run_of_full_length_completions_holds_what_was_estimated(plan):
     held = items(ledger(plan()))
     trainer, module, data = plan()
@@ -150,6 +152,7 @@ def test_decoding_counts_the_old_cache_beside_the_new(plan):
     assert run.spec.max_model_len * run.spec.slots * run.token_bytes == 2 * per_layer
 
 
+@pytest.mark.slow
 def test_the_cache_follows_the_slots_and_not_the_group(plan):
     slots = [MicroGroupSampling(slots=3)]
     few = items(ledger(plan(callbacks=slots)))["key-value cache"].rollout
@@ -179,6 +182,7 @@ def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
     assert items(awake)["key-value cache"].update > 0
 
 
+@pytest.mark.mostly_slow("0.9-512")
 @pytest.mark.parametrize(("share", "slots"), [(0.9, 512), (0.0099, 314)])
 def test_slots_of_a_large_gpu_follow_from_its_cache(plan, monkeypatch, share, slots):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
@@ -190,6 +194,7 @@ def test_slots_of_a_large_gpu_follow_from_its_cache(plan, monkeypatch, share, sl
     assert f"Up to {slots} of a round's 512 completions" in report(planned)
 
 
+@pytest.mark.slow
 def test_engine_weights_are_in_the_engines_precision(plan):
     def engine(**settings):
         return items(ledger(plan(engine=VLLMEngine(), **settings)))["engine weights"].rollout
@@ -208,6 +213,7 @@ def test_log_probs_take_larger_chunks_on_a_gpu(plan, monkeypatch):
     assert CHUNK_BYTES["cpu"] == 2**14
 
 
+@pytest.mark.slow
 def test_the_base_under_adapters_is_in_half_precision(plan):
     planned = ledger(plan(lora_rank=4, precision="bf16-mixed"))
     held, parameters = items(planned), list(planned.run.module.parameters())
@@ -230,6 +236,7 @@ def test_bf16_true_is_no_advice():
     assert not any("bf16-true" in text for text in ADVICE.values())
 
 
+@pytest.mark.slow
 def test_what_is_called_the_largest_fits_and_more_does_not(plan):
     run = PlannedRun(*plan())
     memory = max(Ledger(run, 2**40).peak()) * 3 // 2
@@ -254,6 +261,7 @@ def test_a_memory_that_is_too_small_says_what_helps(plan):
     assert "Not even the weights fit" in said
 
 
+@pytest.mark.slow
 def test_the_columns_add_up_and_align(plan):
     lines = report(ledger(plan())).splitlines()
     assert "rollout      update  how it follows" in lines[0]
@@ -324,6 +332,7 @@ def test_a_batch_is_of_equal_rows(plan):
     assert batch.input_ids.shape == (3, 12) and batch.ref_logp is None
 
 
+@pytest.mark.mostly_slow("VLLMEngine")
 @pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
 def test_an_engine_in_its_own_process_has_weights_of_its_own(plan, engine):
     inside = items(ledger(plan(engine=engine())))
@@ -335,6 +344,7 @@ def test_an_engine_in_its_own_process_has_weights_of_its_own(plan, engine):
     assert "weights handed over" not in inside
 
 
+@pytest.mark.slow
 def test_gradients_of_streamed_training_are_in_the_rollout(plan):
     engine = ProcessEngine(TransformersEngine())
     plain = items(ledger(plan(engine=engine)))

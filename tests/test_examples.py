@@ -20,6 +20,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_drop_in():
     shown = run("examples/drop_in.py", "--rounds", "1", "--engine", "transformers")
     line = shown.splitlines()[-1]

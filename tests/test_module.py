@@ -9,6 +9,7 @@ from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.policy import base_model, find_policy, named_weights
 
 
+@pytest.mark.slow
 def test_lora_is_one_flag(fit, tiny_model, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "ckpt", save_last=True)
     trainer, module, _ = fit(
@@ -128,6 +129,7 @@ def test_bf16_mixed(fit, tiny_model):
     assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
 
 
+@pytest.mark.slow
 def test_an_engine_that_kept_the_old_weights_stops_the_run(fit, tiny_model):
     class Forgetful(VLLMEngine):
         def sync_weights(self, named_tensors, version):

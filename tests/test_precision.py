@@ -198,6 +198,7 @@ def test_loading_follows_the_precision():
     assert load_dtype("16-true", False) == torch.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
 )

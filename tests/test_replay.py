@@ -81,6 +81,7 @@ def test_a_table_of_every_schedule():
     assert len({s.name for s in SHAPES}) == 3
 
 
+@pytest.mark.slow
 def test_a_recording_can_be_read(tmp_path):
     record(
         tmp_path,

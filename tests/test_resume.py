@@ -82,23 +82,25 @@ RESUMED = "resumed 5"
 """While completions that another round began are gone on with."""
 
 
-def run(folder, engine, model, schedule, *places, last="never"):
-    """Die at each place, one after the other, go on to the end, and give the figures of the run."""
+def run(folder, engine, model, schedule, *places):
+    """Figures of a run that nothing stops, and of one that dies at each place and is resumed."""
     process = subprocess.run(
-        [sys.executable, SCRIPT, str(folder), engine, model, schedule, *places, last],
+        [sys.executable, SCRIPT, str(folder), engine, model, schedule, *places],
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    whole, resumed = (json.loads(x) for x in process.stdout.splitlines() if x.startswith('{"weig'))
+    return whole, resumed
 
 
 @pytest.mark.parametrize(
     ("engine", "schedule", "places"),
     [
-        ("TransformersEngine", "full", PLACES),
+        ("TransformersEngine", "full", ["completion 40", "save 3"]),
+        slow("TransformersEngine", "full", PLACES),
         slow("VLLMEngine", "full", VLLM),
         slow("TransformersEngine", "on_policy", SORTED),
         slow("TransformersEngine", "partial", [*SORTED, RESUMED]),
@@ -113,8 +115,7 @@ def run(folder, engine, model, schedule, *places, last="never"):
 def test_killed_anywhere_and_resumed_equals_never_stopped(
     engine, schedule, places, tiny_model, tmp_path
 ):
-    whole = run(tmp_path / "whole", engine, tiny_model, schedule)
-    resumed = run(tmp_path / "killed", engine, tiny_model, schedule, *places)
+    whole, resumed = run(tmp_path, engine, tiny_model, schedule, *places)
     assert resumed["weights"] == whole["weights"]
     assert resumed == whole
     assert "vowels" in whole["columns"]
@@ -152,8 +153,7 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
 def test_stopped_anywhere_and_resumed_equals_never_stopped(
     engine, schedule, places, tiny_model, tmp_path
 ):
-    whole = run(tmp_path / "whole", engine, tiny_model, schedule, last="TERM never")
-    resumed = run(tmp_path / "stopped", engine, tiny_model, schedule, *places)
+    whole, resumed = run(tmp_path, engine, tiny_model, schedule, *places)
     assert resumed["weights"] == whole["weights"]
     assert resumed == whole
     if schedule != "automatic optimization":  # that module does not validate

@@ -56,6 +56,7 @@ def test_folders_are_numbered():
     assert newest_folder(Path("runs/a")) == made[10]
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_until_the_process_is_gone(tmp_path):
     folder = tmp_path / "run"
     holder = subprocess.Popen(

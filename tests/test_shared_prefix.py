@@ -328,6 +328,7 @@ class Steps(Callback):
         self.shared.append(sum(b.completion_rows is not None for b in batch))
 
 
+@pytest.mark.mostly_slow("GRPOModule-settings0-data0", "RLOOModule-settings3-data3")
 @pytest.mark.parametrize(
     ("make", "settings", "data"),
     [
@@ -408,6 +409,7 @@ class Refusing(Heedless):
         body.forward = refusing
 
 
+@pytest.mark.mostly_slow("Heedless-log-probs are off by")
 @pytest.mark.parametrize(
     ("make", "says"), [(Heedless, "log-probs differ by"), (Refusing, "too many dimensions")]
 )

@@ -17,6 +17,7 @@ from benchmarks.report import report
 MODEL = str(Path(__file__).parents[1] / "examples/countdown/model")
 
 
+@pytest.mark.slow
 def test_both_sides_train_on_as_many_completions(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what is set in the test is unset after it

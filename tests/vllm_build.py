@@ -1,4 +1,4 @@
-"""Marks the tests that name vLLM's engine; skips those of its CPU build where there is the GPU build."""
+"""Marks the tests that name vLLM's engine; skips those of the CPU build on the GPU build."""
 
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version

@@ -15,6 +15,7 @@ from benchmarks.gpu_check.shapes import shape_model
 from benchmarks.gpu_check.training import Hoard, fit, judge_rounds
 from lit_rlsched.callbacks import ParallelismPlanner, StreamedTraining
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
+from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner
 
 SIZES = (1, 2, 1)
 """Devices of each round."""
@@ -99,7 +100,7 @@ class ScriptedPlanner(ParallelismPlanner):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the sizes, then turn planning off."""
         super().on_train_start(trainer, pl_module)
-        self.planner = _Script(self.sizes)  # type: ignore[assignment]
+        self.planner = _Script(self.sizes)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Any) -> None:
         """Record the size of the round."""
@@ -107,23 +108,18 @@ class ScriptedPlanner(ParallelismPlanner):
         self.seen.append(self._engine.tensor_parallel_size)
 
 
-class _Script:
-    """Replacement of `TensorParallelPlanner`."""
+class _Script(TensorParallelPlanner):
+    """Takes its sizes from a list instead of planning them, one for each round."""
 
     def __init__(self, sizes: list[int]) -> None:
+        super().__init__(sizes[0], max(sizes), min(sizes))
         self.left = list(sizes)
 
-    def size(self, kind: str) -> int:
-        return self.left.pop(0)
+    def size(self, kind: RoundKind) -> int:
+        return self.left[0]
 
-    def exclude(self, size: int, working: int) -> bool:
-        return False
-
-    def observe(self, kind: str, preemptions: int) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def observe(self, kind: RoundKind, preemptions: int) -> None:
+        self.left.pop(0)
 
 
 def two_devices(setting: Setting, found: Findings) -> None:

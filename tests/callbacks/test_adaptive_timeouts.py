@@ -21,6 +21,7 @@ class Limits(RolloutCallback):
         self.rounds.append(round)
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_as_soon_as_correct_ones_show_how_long_it_takes(fit, sums):
     def hangs_later(prompts, completions, **kwargs):
         """Correct at once, but for a third of the lengths, where it never ends."""

@@ -170,6 +170,7 @@ def test_the_backward_pass_is_on_keep_rows_of_each_group(fit, tiny_model, make, 
     assert check_conservation(recorder, 6, 4)["dropped/down_sampled"] == 2 * 4 * 3
 
 
+@pytest.mark.mostly_slow("make0")
 @pytest.mark.parametrize("make", [GRPO, RLOO, REINFORCE])
 def test_keeping_all_is_the_run_without(fit, tiny_model, make):
     settings = {"reward_funcs": [spread()], "steps_per_round": 2, "num_iterations": 2}
@@ -339,6 +340,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.mostly_slow("planned", "partial", "all at once")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_groups_stop_whatever_the_schedule_and_however_long_rewards_take(fit, tiny_model, schedule):
     runs = []
@@ -364,6 +366,7 @@ def test_groups_stop_whatever_the_schedule_and_however_long_rewards_take(fit, ti
         check_conservation(recorder, 6, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_groups_stop_on_vllm(fit, tiny_model):
     recorder = Recorder()
@@ -392,6 +395,7 @@ def test_a_reward_out_of_range_stops_nothing(fit):
         assert mixed
 
 
+@pytest.mark.slow
 def test_after_a_round_that_was_too_short_the_next_is_decoded_in_full(fit, tmp_path):
     def run(epochs, folder, ratio=0.999, ckpt_path=None):
         recorder = Recorder()

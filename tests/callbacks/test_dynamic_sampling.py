@@ -121,6 +121,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_the_prompts_of_a_round_follow_from_the_data_and_the_rewards(fit):
     """Not from slots, orders, or how long rewards take."""
     trained = []
@@ -235,6 +236,7 @@ def test_with_down_sampling(fit, tiny_model):
     assert counters["dropped/uninformative"] == uninformative > 0
 
 
+@pytest.mark.slow
 def test_with_groups_that_stop(fit):
     """By 0 and 1: a group that has stopped teaches something, and one that teaches has two."""
 

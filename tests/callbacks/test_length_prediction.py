@@ -42,6 +42,7 @@ class Nonsense(PromptHistory):
         return [[math.nan, -3.0, -math.inf][i % 3] for i in range(len(rows))]
 
 
+@pytest.mark.mostly_slow("0-None", "5-PromptHistory")
 @pytest.mark.parametrize("predictor", [None, PromptHistory, SiblingMax, Nonsense])
 @pytest.mark.parametrize("probe_tokens", [0, 5])
 def test_predictions_change_nothing_that_is_learned(fit, predictor, probe_tokens):

@@ -125,6 +125,7 @@ def test_long_rounds_have_a_size_of_their_own(fit):
     assert engine.starts == [1, 2, 1, 2]
 
 
+@pytest.mark.mostly_slow("2")
 @pytest.mark.parametrize("stop", [1, 2, 6], ids=str)
 def test_a_resumed_run_goes_on_with_its_size(fit, tmp_path, stop):
     whole, _ = train(fit, Divisible({1: 2}), epochs=8)
@@ -257,6 +258,7 @@ def with_heads(tiny_model, folder, **heads):
     return model, 6 * 32 * token / 2**30
 
 
+@pytest.mark.slow
 @needs_workers
 def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
     class Hopeful(VLLMEngine):

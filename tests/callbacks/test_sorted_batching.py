@@ -131,6 +131,7 @@ def check_pools(recorder, size, generations):
 # The synchronous run.
 
 
+@pytest.mark.mostly_slow("slots and lengths")
 @pytest.mark.parametrize(
     "others",
     [
@@ -145,6 +146,7 @@ def test_a_pool_of_one_round_is_the_synchronous_run(fit, others):
     check_synchronous(fit, others, TransformersEngine)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_pool_of_one_round_is_the_synchronous_run_on_vllm(fit):
     check_synchronous(fit, lambda: [MicroGroupSampling(slots=5)], VLLMEngine)
@@ -168,6 +170,7 @@ def check_synchronous(fit, others, engine):
 # Whose tokens they are.
 
 
+@pytest.mark.mostly_slow("TransformersEngine")
 @engines
 def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, engine):
     recorder = Recorder()
@@ -195,6 +198,7 @@ def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, e
     assert moved > 0.1  # of another version they would have been others
 
 
+@pytest.mark.mostly_slow("TransformersEngine")
 @engines
 def test_on_policy_every_token_is_of_the_newest_version(fit, tiny_model, engine):
     recorder = Recorder()
@@ -238,6 +242,7 @@ def test_no_token_is_older_than_allowed(fit):
 # Conservation.
 
 
+@pytest.mark.mostly_slow("group-partial", "reinforce++-on_policy")
 @modes
 @pytest.mark.parametrize("advantage", ["group", "reinforce++"])
 def test_a_pool_is_trained_on_before_the_next_is_drawn(fit, tiny_model, sums, mode, advantage):
@@ -324,6 +329,7 @@ def test_oversubscribe_limits_what_decodes(fit):
 # Stopping and going on.
 
 
+@pytest.mark.mostly_slow("on_policy")
 @modes
 def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
     def run(epochs, folder, ckpt_path=None):
@@ -356,6 +362,7 @@ def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
         assert any(c.token_ids for g in second.plans[0] for c in g.completions)
 
 
+@pytest.mark.mostly_slow("partial-3")
 @pytest.mark.parametrize("rounds", [1, 3])
 @modes
 def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds, tmp_path):
@@ -639,6 +646,7 @@ def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model, mask_stale_tokens
 # What is logged, and which hooks fire.
 
 
+@pytest.mark.mostly_slow("group-partial", "reinforce++-on_policy")
 @modes
 @pytest.mark.parametrize("advantage", ["group", "reinforce++"])
 def test_a_group_ends_once_and_is_trained_on(fit, tiny_model, mode, advantage):
@@ -714,6 +722,7 @@ def test_figures_of_rounds_and_pools(fit, tmp_path, mode):
         assert max(f["staleness/max"] for f in figures) >= 1
 
 
+@pytest.mark.slow
 def test_with_a_memory_budget_and_predicted_lengths(fit, tiny_model):
     recorder = Recorder()
     callbacks = [

@@ -88,6 +88,7 @@ def check_same(module, plain):
     torch.testing.assert_close(vector(module), vector(plain), rtol=0, atol=1e-10)
 
 
+@pytest.mark.mostly_slow("grpo", "gspo")
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
 def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
     def run(*callbacks, **data):
@@ -107,6 +108,7 @@ def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
         check_same(streamed, plain)
 
 
+@pytest.mark.mostly_slow("GRPOModule-0.1")
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("make", [GRPOModule, RLOOModule])
 def test_with_a_reference_model(fit, exact_model, make, beta):
@@ -118,6 +120,7 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
     check_same(modules[1], modules[0])
 
 
+@pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "partial-0.02", "drafts-0.02")
 @pytest.mark.parametrize("delay", [0.0, 0.02])
 @pytest.mark.parametrize(
     "callbacks",
@@ -205,6 +208,7 @@ def test_it_begins_when_a_share_is_ready(fit, exact_model):
     assert seen[-1][1], "some gradients were there before the last group was"
 
 
+@pytest.mark.slow
 def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
     class Slow(TransformersEngine):
         """So slow that a gradient takes less than the tail."""

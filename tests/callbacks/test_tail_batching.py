@@ -172,6 +172,7 @@ def check_drafts(recorder):
     return accepted
 
 
+@pytest.mark.mostly_slow("completion")
 @races
 def test_what_lost_is_verified_in_the_long_round(fit, race):
     recorder = Recorder()
@@ -213,6 +214,7 @@ def check_races(recorder, update=4, raced=5, most=8):
     assert len(recorder.trained) == len(set(recorder.trained))
 
 
+@pytest.mark.mostly_slow("8-prompt")
 @races
 @pytest.mark.parametrize("most", [1, 8])
 def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
@@ -229,6 +231,7 @@ def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
     assert all(m["pool/recovered_token_share"] > 0 and m["pool/rounds"] == 1 for m in metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_what_lost_goes_on_with_vllm(fit):
     recorder = Recorder()
@@ -297,6 +300,7 @@ def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
     assert weights and all("lora_" in name for name in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_drafts_on_vllm(fit):
     recorder = Recorder()
@@ -306,6 +310,7 @@ def test_drafts_on_vllm(fit):
     assert check_drafts(recorder) > 0
 
 
+@pytest.mark.mostly_slow("prompt")
 @races
 def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, race):
     recorder = Recorder()
@@ -371,6 +376,7 @@ def test_gone_on_with_without_drafts(fit, tmp_path):
     assert any(c.attempts for c in recorder.rounds[0].completions)
 
 
+@pytest.mark.mostly_slow("completion")
 @races
 def test_a_prompt_is_trained_on_once_in_each_pass(fit, sums, race):
     """Twelve prompts, eight of which may wait at once."""
@@ -399,6 +405,7 @@ def test_the_first_that_are_ready_win(fit):
         assert (lost == []) == long and max(lost, default=0) <= longest
 
 
+@pytest.mark.mostly_slow("completion")
 @races
 def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, race):
     recorder, logger = Recorder(), CSVLogger(tmp_path)
@@ -431,6 +438,7 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, race):
 # The synchronous run.
 
 
+@pytest.mark.mostly_slow("alone", "lengths")
 @pytest.mark.parametrize(
     ("batching", "others"),
     [
@@ -499,6 +507,7 @@ def test_hooks_see_what_is_put_off_as_well(fit):
 # Together with others.
 
 
+@pytest.mark.mostly_slow("slots-completion", "budget-prompt")
 @races
 @pytest.mark.parametrize(
     "others",
@@ -518,6 +527,7 @@ def test_whatever_orders_the_completions(fit, race, others):
     assert data.counters["num_completions"] == 40
 
 
+@pytest.mark.mostly_slow("prompt")
 @races
 def test_single_completions_as_the_baseline(fit, tiny_model, race):
     recorder = Recorder()
@@ -529,6 +539,7 @@ def test_single_completions_as_the_baseline(fit, tiny_model, race):
     assert any(c.advantage for r in recorder.rounds for c in r.completions)
 
 
+@pytest.mark.mostly_slow("prompt")
 @races
 def test_down_sampling_selects_of_what_won(fit, race):
     recorder = Recorder()
@@ -575,6 +586,7 @@ def sometimes():
     return sometimes
 
 
+@pytest.mark.mostly_slow("completion")
 @races
 def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, race):
     recorder = Recorder()
@@ -616,6 +628,7 @@ def slow(delay):
     return slow
 
 
+@pytest.mark.mostly_slow("completion")
 @races
 def test_what_wins_does_not_depend_on_how_long_rewards_take(fit, race):
     runs = []
@@ -668,6 +681,7 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
 # Stopping and going on.
 
 
+@pytest.mark.mostly_slow("prompt-None", "completion-drafts")
 @pytest.mark.parametrize("reuse", [None, "drafts"])
 @races
 def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race, reuse):

@@ -104,6 +104,7 @@ def test_bad_countdown_settings_are_refused(settings: dict[str, Any], message: s
         Countdown(**settings)
 
 
+@pytest.mark.slow
 def test_four_thousand_prompts_take_seconds() -> None:
     started = time.process_time()
     rows = Countdown("train", size=4000).rows()

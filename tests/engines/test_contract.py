@@ -540,6 +540,7 @@ def test_the_prefix_counts_towards_the_limit(ready: Bench) -> None:
 # --- weights
 
 
+@pytest.mark.mostly_slow("VLLMEngine-tiny_model", "TransformersEngine-tiny_model_untied")
 @pytest.mark.parametrize("checkpoint", ["tiny_model", "tiny_model_untied"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_after_a_sync_the_draws_are_those_of_the_new_weights(
@@ -629,6 +630,7 @@ def test_the_clock_does_not_go_back(ready: Bench) -> None:
     assert times[-1] > times[0]
 
 
+@pytest.mark.mostly_slow("VLLMEngine", "TransformersEngine", "SimulatedEngine")
 @pytest.mark.parametrize("name", ALL)
 def test_closes_twice_with_requests_inside(
     name: str, tiny_model: str, tiny_policy: PreTrainedModel

@@ -159,6 +159,7 @@ def test_the_trainers_process_stays_as_it_is(
     assert fingerprint() == before
 
 
+@pytest.mark.slow
 def test_the_trainers_process_group_survives(tiny_model: str, tmp_path: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
@@ -304,6 +305,7 @@ def test_what_cannot_be_trained_on_is_an_error(
         engine.step()
 
 
+@pytest.mark.slow
 def test_preemptions_are_counted_and_change_no_draw(tiny_model: str) -> None:
     with started(tiny_model) as engine:
         expected = draw(engine, count=4, length=100)
@@ -380,6 +382,7 @@ def test_a_key_is_used_again_only_where_its_request_stopped() -> None:
     assert noise.enter(fresh) == {NOISE: [1, 0]}, "the old one is dropped"
 
 
+@pytest.mark.mostly_slow("9-settings0-9", "20-settings2-9")
 @pytest.mark.parametrize(
     ("budget", "settings", "blocks"),
     [
@@ -399,6 +402,7 @@ def test_the_cache_keeps_to_the_budget(
         assert sum(cache.nbytes for cache in caches) == blocks * 32 * TOKEN
 
 
+@pytest.mark.mostly_slow("4")
 @needs_vllm
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_a_budget_without_room_for_one_context_is_refused(tiny_model: str, blocks: int) -> None:

@@ -247,6 +247,7 @@ def test_no_key_is_told(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> 
         assert text not in told
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_hangs_is_given_up_before_the_time_out(endpoint: Endpoint) -> None:
     failures: list[tuple[str, str]] = []
 

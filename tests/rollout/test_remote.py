@@ -128,6 +128,7 @@ def test_an_engine_knows_that_its_process_ends_with_it(here, there):
     assert there.engine.child.call("engine", "__getattribute__", "ends_with_process")
 
 
+@pytest.mark.mostly_slow("full-4", "partial-4", "completions race-18", "tail-18", "on policy-18")
 @pytest.mark.parametrize("slots", [18, 4])
 @pytest.mark.parametrize("name", POLICIES)
 def test_how_far_it_runs_ahead_changes_nothing(here, there, name, slots):
@@ -158,6 +159,7 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     assert trace.tokens == len(event.token_ids) == 1
 
 
+@pytest.mark.mostly_slow("longest_first")
 @pytest.mark.parametrize("order", ["least_attained", "longest_first"])
 def test_pauses_and_predictions(here, there, order):
     figures = []
@@ -169,6 +171,7 @@ def test_pauses_and_predictions(here, there, order):
     assert worker.ahead_steps == 0, "it waited to be asked"
 
 
+@pytest.mark.slow
 def test_more_groups_while_the_round_decodes(here, there):
     def more_of(waiting):
         return lambda group: waiting.pop() if waiting else None
@@ -188,6 +191,7 @@ def impatient(there, monkeypatch):
         monkeypatch.setattr(there.engine._timeouts, name, 5.0)
 
 
+@pytest.mark.mostly_slow("full-4-9")
 @pytest.mark.parametrize(
     ("name", "slots", "how"),
     [
@@ -227,6 +231,7 @@ def test_a_killed_or_stopped_process_goes_on_from_the_tokens_received(
         assert all(c.finished and c.scored for g in groups for c in g.completions)
 
 
+@pytest.mark.slow
 def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here, there):
     with torch.no_grad():
         for bench in (here, there):
@@ -242,6 +247,7 @@ def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sync", "submit"])
 def test_one_that_hangs_between_rounds_is_replaced(there, impatient, what):
     """Whatever is asked first: weights, or more requests than the pipe takes."""
@@ -298,6 +304,7 @@ def test_an_engine_that_lost_a_part_of_itself_is_replaced(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_one_that_started_once_and_is_refused_later_is_tried_again(tmp_path):
     class Busy(SimulatedEngine):
         def start(self, spec):
@@ -349,6 +356,7 @@ def test_errors_are_those_of_the_engine(there):
     there.run(FullRound(PROMPTS))
 
 
+@pytest.mark.slow
 def test_one_that_keeps_dying_stops_the_run(tiny_model, make_policy, scheduler):
     class Dying(SimulatedEngine):
         """Takes no request."""
@@ -446,6 +454,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error():
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_error_that_cannot_be_sent_is_told_and_no_refusal():
     class Odd(Exception):
         def __init__(self, one, two):

@@ -155,6 +155,7 @@ def test_a_prompt_is_computed_once_a_group(bench):
         assert 4 * (SHARED - 1) + 24 <= trace.total("prefill_tokens") < 24 * SHARED / 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("contexts", "order", "predictor", "probe"),

@@ -61,6 +61,7 @@ class Between(RolloutCallback):
         self.again.append([c.token_ids for g in round.groups for c in drawn[g.id].completions])
 
 
+@pytest.mark.slow
 def test_a_rollout_that_a_restart_drops_is_drawn_again(fit):
     between = Between()
     fit(

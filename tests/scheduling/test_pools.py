@@ -134,6 +134,7 @@ def test_recommended_slots_by_hand():
     assert recommend_slots([2, 1], 2, 0.24, "partial") == 1
 
 
+@pytest.mark.mostly_slow("partial-fifo")
 @pytest.mark.parametrize("order", ["fifo", "least_attained"])
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_slots_for_four_thousand_completions(mode, order):
