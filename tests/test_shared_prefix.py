@@ -409,7 +409,7 @@ class Refusing(Heedless):
         body.forward = refusing
 
 
-@pytest.mark.mostly_slow("Heedless-log-probs are off by")
+@pytest.mark.mostly_slow("Refusing-too many dimensions")
 @pytest.mark.parametrize(
     ("make", "says"), [(Heedless, "log-probs differ by"), (Refusing, "too many dimensions")]
 )
