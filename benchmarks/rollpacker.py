@@ -35,7 +35,6 @@ VARIANTS = {
             *OWN_PROCESS,
             *TAIL,
             "--trainer.callbacks.prompt_ratio=1.5",
-            "--trainer.callbacks.reuse=drafts",
             "--trainer.callbacks.max_deferrals=8",
             *STREAMED,
             *TIMEOUTS,

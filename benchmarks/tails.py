@@ -35,7 +35,6 @@ from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
 from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.racing import Race, Reuse
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
@@ -50,13 +49,12 @@ PER_STEP, PER_POSITION = 0.01, 2.5e-5
 """Seconds of a decode step without requests, and of a position of a forward pass."""
 PER_ENGINE = 64
 """Completions per engine in a synchronous round of the paper."""
-RACES: list[tuple[str, tuple[float, float], Race]] = [
-    ("prompts race", (1.25, 1.0), "prompt"),
-    ("completions race as well", (1.25, 1.25), "completion"),
-    ("completions race as well, 1.1 and 1.5", (1.1, 1.5), "completion"),
+RACES = [
+    ("prompts race", (1.25, 1.0)),
+    ("completions race as well", (1.25, 1.25)),
+    ("completions race as well, 1.1 and 1.5", (1.1, 1.5)),
 ]
 """Races with their `prompt_ratio` and `completion_ratio`."""
-REUSES: tuple[Reuse | None, ...] = (None, "drafts")
 
 
 def methods(prompts: int) -> dict[str, RoundRule]:
@@ -68,11 +66,11 @@ def methods(prompts: int) -> dict[str, RoundRule]:
     return {
         "synchronous": FullRound(prompts),
         **{
-            f"{name}{', drafts' if reuse else ''}": tail(*ratios, race=race, reuse=reuse)
-            for name, ratios, race in RACES
-            for reuse in REUSES
+            f"{name}{', drafts' if drafts else ''}": tail(*ratios, reuse_drafts=drafts)
+            for name, ratios in RACES
+            for drafts in (False, True)
         },
-        "completions race alone": tail(1.0, 1.25, race="completion"),
+        "completions race alone": tail(1.0, 1.25),
         **{
             f"prompts race, {ratio}, losers go on": DeferringTailRound(
                 prompts, GENERATIONS, ratio, 1.0, max_deferrals=8

@@ -239,7 +239,7 @@ class TrainingRun:
         pool = self.rounds.runner.planner.pool
         for completion in pool.completions:
             if not data.schedule.rule.keeps_drafts:
-                completion.draft = None  # made with `reuse="drafts"`, gone on with without
+                completion.draft = None  # from a run with `reuse_drafts`, resumed without
             if completion.finished:
                 completion.text = startup.decode(completion.token_ids)
         if self.learner.needs_group or data.schedule.selection:

@@ -25,7 +25,7 @@ from lit_rlsched.engines import ProcessEngine, VLLMEngine
 
 SCHEDULES = {
     "partial": (VLLMEngine, [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)]),
-    "drafts": (ProcessEngine, [TailBatching(1.5, reuse="drafts", max_deferrals=8)]),
+    "drafts": (ProcessEngine, [TailBatching(1.5, max_deferrals=8)]),
 }
 
 

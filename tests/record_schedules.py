@@ -125,15 +125,13 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "tail": Schedule(lambda: [TailBatching()], FEW),
     "tail_completions": Schedule(
-        lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=7)], FEW
+        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)], FEW
     ),
     "tail_domains": Schedule(
         lambda: [TailBatching(1.5, per_domain={"even": 0.5, "odd": 0.5})], FEW
     ),
-    "tail_drafts": Schedule(lambda: [TailBatching(1.5, reuse="drafts")], FEW, vllm=True),
-    "tail_drafts_deferred": Schedule(
-        lambda: [TailBatching(2.0, reuse="drafts", max_deferrals=2)], FEW
-    ),
+    "tail_drafts": Schedule(lambda: [TailBatching(1.5, reuse_drafts=True)], FEW, vllm=True),
+    "tail_drafts_deferred": Schedule(lambda: [TailBatching(2.0, max_deferrals=2)], FEW),
     "down_sampling": Schedule(
         lambda: [DownSampling(2, early_stop=True), MicroGroupSampling(slots=7)],
         SELECTING,
@@ -162,12 +160,12 @@ SCHEDULES: dict[str, Schedule] = {
         FEW,
     ),
     "tail_completions_dynamic": Schedule(
-        lambda: [TailBatching(race="completion"), DynamicSampling()],
+        lambda: [TailBatching(completion_ratio=1.25), DynamicSampling()],
         SELECTING | {"prompts_per_round": 2},
     ),
     "tail_drafts_down_sampling_dynamic": Schedule(
         lambda: [
-            TailBatching(1.5, reuse="drafts"),
+            TailBatching(1.5, reuse_drafts=True),
             DownSampling(3),
             DynamicSampling(),
             MicroGroupSampling(slots=7, order="least_attained"),
@@ -175,7 +173,7 @@ SCHEDULES: dict[str, Schedule] = {
         SELECTING | {"prompts_per_round": 2},
     ),
     "streamed_tail_drafts": Schedule(
-        lambda: [TailBatching(1.5, reuse="drafts"), StreamedTraining(start=0)],
+        lambda: [TailBatching(1.5, reuse_drafts=True), StreamedTraining(start=0)],
         FEW,
         own_process=True,
         stops=("completion 2 3",),
@@ -202,7 +200,7 @@ SCHEDULES: dict[str, Schedule] = {
         lambda model: GRPOModule(model, learning_rate=1e-3, advantage="reinforce++"),
     ),
     "lora": Schedule(
-        lambda: [TailBatching(1.5, reuse="drafts")],
+        lambda: [TailBatching(1.5, reuse_drafts=True)],
         FEW,
         lambda model: GRPOModule(model, learning_rate=1e-2, lora_rank=4, beta=0.1),
     ),

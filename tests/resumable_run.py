@@ -61,7 +61,7 @@ SCHEDULES = {
     "tail": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
         8,
-        lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=7)],
+        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)],
     ),
     "streamed": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
@@ -71,12 +71,15 @@ SCHEDULES = {
     "drafts": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
         8,
-        lambda: [TailBatching(race="completion", reuse="drafts"), MicroGroupSampling(slots=7)],
+        lambda: [
+            TailBatching(completion_ratio=1.25, reuse_drafts=True),
+            MicroGroupSampling(slots=7),
+        ],
     ),
     "losers go on": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
         8,
-        lambda: [TailBatching(2.0, reuse="drafts", max_deferrals=2), MicroGroupSampling(slots=7)],
+        lambda: [TailBatching(2.0, max_deferrals=2), MicroGroupSampling(slots=7)],
     ),
     "selected": (
         {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},

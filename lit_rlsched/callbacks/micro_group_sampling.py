@@ -1,6 +1,5 @@
 """Infinite Sampling: group size no longer decides how much memory decoding takes."""
 
-import math
 from typing import get_args
 
 from lightning import LightningModule, Trainer
@@ -44,8 +43,6 @@ class MicroGroupSampling(RolloutCallback):
             the shortest that has not started (the paper's two stages). By default `fifo` without
             `LengthPrediction`, `longest_first` with it, see below, and with it and `SortedBatching`
             `shortest_first`.
-        epsilon: The plan ends at most this share later than the best, where it is small enough to
-            be solved that closely.
 
     What the orders need more than the fewest decode steps possible, on the quick task's completions
     with 16 slots (`python -m benchmarks run steps`): naive rounds 204 %; continuous fifo
@@ -70,7 +67,6 @@ class MicroGroupSampling(RolloutCallback):
         memory_budget: str | int | None = None,
         refill: Refill = "continuous",
         order: Order | None = None,
-        epsilon: float = 0.1,
     ) -> None:
         if (slots is None) == (memory_budget is None):
             raise ValueError(
@@ -88,12 +84,8 @@ class MicroGroupSampling(RolloutCallback):
                 "that are refilled. Use `refill='continuous'`, or `order='longest_first'`, which "
                 "sorts the micro groups."
             )
-        if not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
-            raise ValueError(
-                f"`MicroGroupSampling(epsilon={epsilon!r})`: must be above 0, such as 0.1."
-            )
         budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-        self.settings = SlotSettings(slots, budget, refill, order, epsilon)
+        self.settings = SlotSettings(slots, budget, refill, order)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the settings into the schedule."""

@@ -18,7 +18,7 @@ class StreamedTraining(RolloutCallback):
     update is the one without this callback but for rounding, whatever finished when. Which groups
     share a micro-batch follows from the order in which they were decoded, so that a run repeats
     bit for bit; but for rounding only where completions are aborted in the middle of a round
-    (`TailBatching(race="completion")`, early stop): they decode on for some steps beside others.
+    (`TailBatching` with `completion_ratio`, early stop): they decode on for some steps.
 
     The engine must decode by itself meanwhile: `ProcessEngine(engine=VLLMEngine())`. Where what is
     decided in the trainer changes what others decode (`DynamicSampling`; or, where completions wait

@@ -1,101 +1,73 @@
 """RollPacker's tail batching: most rounds do not wait for the longest completions."""
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_logprobs
-from lit_rlsched.scheduling.racing import Race, Reuse
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
-from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.settings import check_count
 
 
 class TailBatching(RolloutCallback):
-    """Race more prompts than a round trains on, and run the losers together in a round of theirs.
+    """Race more prompts than a round trains on, and run the losers together in a long round.
 
     RollPacker (arXiv 2509.21009, section 3). A short round begins `prompt_ratio *
-    prompts_per_round` fresh prompts and is over once `prompts_per_round` of them have all their
-    completions and scores; the others are put off, without their tokens. Once `prompts_per_round`
-    prompts have been put off, a long round runs the oldest of them to their end, and nothing
-    else: with the default ratio every fifth round. So each prompt is trained on once in each pass
-    over the data, each update has as many completions as without this callback, and all of them
-    are of the newest policy.
+    prompts_per_round` fresh prompts and ends once `prompts_per_round` of them have all their
+    completions and scores. The other prompts are deferred. Once `prompts_per_round` prompts are
+    deferred, a long round runs the oldest of them to their end, and nothing else: with the default
+    ratio every fifth round. Every update has as many completions as without this callback, all of
+    them drawn by the newest policy.
 
-    The race includes the reward: a prompt is ready when it is scored. Where a round could be over
-    but for scores, it waits for them, five seconds in all, before it decodes on. So what wins does
-    not depend on how long reward functions take, unless they take longer than that.
+    The race includes the reward. A round that only lacks scores waits for them before its next
+    decode step, at most five seconds per round, so that faster reward functions do not change which
+    prompts win.
 
-    What the method does to what is learned. Updates see prompts in another order, those with long
-    completions later and together. What lost is drawn anew under another policy, and a completion
-    that was long the first time may then be short: what is trained on is a little shorter than
-    what was drawn. With `race="completion"`, the paper's, the first `num_generations` of more are
-    kept, inside each prompt: short completions are then favoured at the cost of long ones
-    directly. `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length`, from one
-    long round to the next, say by how much at least. Hence the default, `race="prompt"`.
+    Bias: updates see prompts with long completions later and together. A deferred prompt is drawn
+    again under a newer policy, and a completion that was long may then be short. With
+    `completion_ratio` short completions are favoured directly, inside each prompt.
+    `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length` measure the bias from
+    below. With `reuse_drafts` nothing is drawn again; `docs/rollpacker.md` describes what bias
+    remains.
 
-    With `reuse="drafts"` what lost is not drawn anew: its tokens are kept as a draft, and the long
-    round begins with a forward pass of the trainer over all drafts. By the ratio of `p`, the policy
-    now, to `q`, the one that drew it, a prefix of each is kept and a token drawn after it, and the
-    completion goes on from there (exact speculative sampling, by prefixes: Sun et al., arXiv
-    2403.10444). Given that a draft is a draw of `q`, the completion is one of `p`, tokens and
-    log-probs. Drafts are those that lost, the long ones; but each prompt has one draw, won or lost,
-    so that over all of them the law is that of one draw a prompt, whereas a redraw loses the long
-    ones. What remains: the order of prompts; with `race="completion"` the preference for the short
-    in the prompts that win; that what lost did so under an earlier policy; and the rounding between
-    the engine, whose log-probs stand for `q`, and the trainer, which also shortens what is kept.
-
-    With `max_deferrals=8` beside it losers do not wait for a long round: they go on, as far as
-    their drafts are kept, in every round until they win, beside as many fresh prompts as are
-    lacking. So all rounds are about as long as a short one. Only where a prompt has lost
-    `max_deferrals` races is a round long: it does not end before all that waited are scored. So
-    nobody starves, however little is kept. The price is that all that waits is verified in each
-    round: it pays where engines run out of completions to decode, not where one is busy with
-    hundreds. And whatever is cut of a draft gets another chance to be short in each race.
-
-    For each version that has drafts a copy of the trainable weights (of the adapters, with LoRA) is
-    in the CPU's memory and in checkpoints: one for each short round between two long ones, and one
-    more where prompts wait on; a single one with `max_deferrals`. Each round that has some logs
-    `drafts/tokens`, `drafts/accepted_tokens`, `drafts/accepted_share`, `drafts/completed` (kept as
-    a whole), `drafts/distance` (mean total variation distance of the two policies' next token) and
-    `time/drafts`; and, since the last one, `pool/recovered_token_share`: what drafts recovered of
-    all that would have been thrown away. Until then tokens of drafts count as useful. A draft with
-    a log-prob that is not finite is dropped and drawn anew, and counted in
-    `dropped/nonfinite_draft`.
-
-    Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (what waits for a
-    later one), `rollout/discarded_tokens`, `rollout/useful_token_share` and
-    `rollout/score_wait_seconds`. Hooks: `on_completion_end` and `on_group_end` also fire for what
-    is scored and then put off.
+    Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (deferred prompts),
+    `rollout/discarded_tokens`, `rollout/useful_token_share` and `rollout/score_wait_seconds`; a
+    round that verifies drafts also logs `drafts/*`, `time/drafts` and
+    `pool/recovered_token_share`. The hooks `on_completion_end` and `on_group_end` also fire for
+    completions and groups that are scored and then deferred.
 
     Args:
         prompt_ratio: Prompts of a short round, as a multiple of `prompts_per_round`, rounded up.
-            With 1, and `race="prompt"`, the run is the synchronous one, bit for bit.
-        completion_ratio: With `race="completion"`: completions of a fresh prompt that are begun,
-            as a multiple of `num_generations`, rounded up.
-        race: Whether whole prompts race, or also the completions of each prompt.
-        reuse: `drafts` keeps what losers had drawn for a later round to verify; by default it is
-            thrown away.
+            With 1, and no `completion_ratio`, the run equals the synchronous one bit for bit.
+        completion_ratio: Completions of a fresh prompt, as a multiple of `num_generations`, rounded
+            up; the first `num_generations` that finish are kept. The paper uses 1.25. By default
+            the completions of a prompt do not race.
         per_domain: Share of each domain in the update of a short round, such as `{"math": 0.5,
-            "code": 0.5}`: prompts race inside their domain, which their column `domain` names, for
-            its quota of `prompts_per_round`. Rounds of what lost take the oldest, of any domain.
-            By default all race together, and short rounds have few prompts of a domain whose
-            completions are long.
-        max_deferrals: With `reuse="drafts"`: losers go on beside fresh prompts, and none loses more
-            than so many races (where `prompt_ratio` is 2 or less). By default they wait for a long
-            round.
+            "code": 0.5}`. The column `domain` names a prompt's domain, and prompts race inside
+            theirs. Long rounds take the oldest deferred prompts of any domain. By default all
+            prompts race together, which favours domains with short completions.
+        reuse_drafts: Keep the tokens of losers as drafts. The long round verifies all drafts with a
+            forward pass of the trainer, keeps a prefix of each, and decodes on from there. The
+            result is distributed as if the newest policy had drawn all of it (block verification,
+            arXiv 2403.10444). Each policy version that has drafts costs a copy of the trainable
+            weights in CPU memory and in checkpoints.
+        max_deferrals: Let losers race again in the next round beside fresh prompts, with their
+            drafts, instead of waiting for a long round. A round is long only where a prompt in it
+            has already lost this many races (more where `prompt_ratio` is above 2). Implies
+            `reuse_drafts`.
 
     Raises:
-        ValueError: an argument is out of range, or the data holds too few prompts, or the log-probs
-            that drafts are verified with are not those of the policy.
+        ValueError: an argument is out of range, the data holds too few prompts, or drafts cannot be
+            verified because the engine's log-probs are not those of the policy.
 
     Example::
 
         Trainer(callbacks=[TailBatching(), MicroGroupSampling(slots=64)])
-        Trainer(callbacks=[TailBatching(1.5, reuse="drafts", max_deferrals=8)])
+        Trainer(callbacks=[TailBatching(1.5, max_deferrals=8)])
     """
 
     sets = "when a round ends"
@@ -103,71 +75,58 @@ class TailBatching(RolloutCallback):
     def __init__(
         self,
         prompt_ratio: float = 1.25,
-        completion_ratio: float = 1.25,
-        race: Race = "prompt",
-        reuse: Reuse | None = None,
+        completion_ratio: float | None = None,
         per_domain: dict[str, float] | None = None,
+        reuse_drafts: bool = False,
         max_deferrals: int | None = None,
     ) -> None:
-        for name, value in (("prompt_ratio", prompt_ratio), ("completion_ratio", completion_ratio)):
-            if not isinstance(value, int | float) or not 1 <= value < math.inf:
-                raise ValueError(
-                    f"`TailBatching({name}={value!r})`: must be 1 (no race) or more, such as 1.25: "
-                    "what an update needs has to be begun."
-                )
-        check_choice("TailBatching", "race", race, get_args(Race))
-        if reuse not in (None, *get_args(Reuse)):
-            raise ValueError(f"`TailBatching({reuse=})` is unknown. Use 'drafts', or leave it out.")
+        _check_ratio("prompt_ratio", prompt_ratio)
+        if completion_ratio is not None:
+            _check_ratio("completion_ratio", completion_ratio)
         if per_domain is not None:
             _check_shares(per_domain)
         if max_deferrals is not None:
-            _check_deferrals(max_deferrals, reuse)
+            fix = "Leave it out to run losers in long rounds."
+            check_count("TailBatching", "max_deferrals", max_deferrals, 1, fix)
         self.prompt_ratio = prompt_ratio
         self.completion_ratio = completion_ratio
-        self.race: Race = race
-        self.reuse: Reuse | None = reuse
         self.per_domain = per_domain
+        self.reuse_drafts = reuse_drafts or max_deferrals is not None
         self.max_deferrals = max_deferrals
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
-        if self.reuse:
-            who, what = "`TailBatching(reuse='drafts')`", "drafts are verified by"
+        if self.reuse_drafts:
+            who, what = "`TailBatching(reuse_drafts=True)`", "drafts are verified by"
             check_logprobs(who, run.engine, run.sampling, what)
         settings: dict[str, Any] = {
             "update_prompts": run.prompts_per_round,
             "num_generations": run.num_generations,
             "prompt_ratio": self.prompt_ratio,
-            "completion_ratio": self.completion_ratio,
-            "race": self.race,
+            "completion_ratio": self.completion_ratio or 1.0,
             "shares": self.per_domain,
+            "reuse_drafts": self.reuse_drafts,
         }
         if self.max_deferrals is None:
-            schedule.rule = TailRound(reuse=self.reuse, **settings)
+            schedule.rule = TailRound(**settings)
         else:
             schedule.rule = DeferringTailRound(max_deferrals=self.max_deferrals, **settings)
 
 
-def _check_deferrals(max_deferrals: int, reuse: Reuse | None) -> None:
-    """Refuse races that a prompt would never win, or only once it is drawn short."""
-    fix = "Who races may lose; leave it out for long rounds."
-    check_count("TailBatching", "max_deferrals", max_deferrals, 1, fix)
-    if reuse is None:
+def _check_ratio(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 1 <= value < math.inf:
         raise ValueError(
-            f"`TailBatching({max_deferrals=})` without `reuse='drafts'`: what lost would be drawn "
-            "anew until it is short enough to win. Add `reuse='drafts'`, or leave `max_deferrals` "
-            "out: long rounds run the losers to their end."
+            f"`TailBatching({name}={value!r})`: must be 1 (no race) or more, such as 1.25."
         )
 
 
 def _check_shares(per_domain: dict[str, float]) -> None:
-    """Refuse shares that do not make up an update."""
     shares = per_domain.values()
     if not all(isinstance(share, int | float) and share > 0 for share in shares):
         raise ValueError(f"`TailBatching({per_domain=})`: each share must be above 0.")
     if not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise ValueError(
-            f"`TailBatching({per_domain=})`: shares must add up to 1, and these add up to "
+            f"`TailBatching({per_domain=})`: shares must add up to 1, but add up to "
             f"{sum(shares):g}."
         )

@@ -64,7 +64,6 @@ class Admission:
         refill: `continuous` refills each slot in the step after it became free (the paper's
             continuous sampling), `rounds` waits until all slots are free (its micro groups).
         order: The order of the waiting requests.
-        epsilon: See `plan_makespan`; for the order `planned`.
         budget: Limit on the key-value cache of the running requests.
     """
 
@@ -73,7 +72,6 @@ class Admission:
         slots: int,
         refill: Refill = "continuous",
         order: Order = "fifo",
-        epsilon: float = 0.1,
         budget: CacheBudget | None = None,
     ) -> None:
         self.slots = slots
@@ -83,7 +81,7 @@ class Admission:
         self.take_turns = True
         """Whether requests of `least_attained` order take turns in this round."""
         self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
-        self._waiting = waiting_queue(order, epsilon)
+        self._waiting = waiting_queue(order)
         self._leased: set[str] = set()
         self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
         self._running: dict[str, tuple[Request, int]] = {}  # with the slot

@@ -44,7 +44,6 @@ class SlotSettings:
     """Bytes."""
     refill: Refill = "continuous"
     order: Order | None = None
-    epsilon: float = 0.1
 
     def resolved_order(self, predicted: bool, early: bool = False) -> Order:
         """The order of the waiting completions, by default the one that measured best.
@@ -117,7 +116,7 @@ class SlotSettings:
             self._check_capacity(cache, cache.capacity, slots)
         elif cache.capacity is not None:
             slots = min(slots, max(DEFAULT_SLOTS, 2 * cache.capacity // cache.whole))
-        return Admission(slots, self.refill, order, self.epsilon, budget)
+        return Admission(slots, self.refill, order, budget)
 
     def _budget(self, budget: int, cache: KVCache, max_completion_length: int) -> CacheBudget:
         """The smaller of the user's budget and the engine's cache."""

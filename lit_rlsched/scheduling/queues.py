@@ -89,14 +89,10 @@ class PlannedQueue(WaitingQueue):
     `plan` spreads the waiting requests over the slots so that the last slot ends early
     (`plan_makespan`). A slot takes the longest request of its share. A slot whose share is used up
     steals the shortest request of all. With exact lengths, stealing never ends later than the plan.
-
-    Args:
-        epsilon: See `plan_makespan`.
     """
 
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self) -> None:
         super().__init__("shortest_first")  # the order in which requests are stolen
-        self._epsilon = epsilon
         self._shares: list[deque[str]] = []
         self._changes = 0  # requests that are new, or have a new prediction, since the last plan
 
@@ -115,7 +111,7 @@ class PlannedQueue(WaitingQueue):
             return
         requests = list(self._requests.values())
         lengths = [request.expected or 0.0 for request in requests]
-        plan = plan_makespan(lengths, len(loads), self._epsilon, loads)
+        plan = plan_makespan(lengths, len(loads), loads=loads)
         self._shares = [deque(requests[i].id for i in share) for share in plan]
         self._changes = 0
 
@@ -138,5 +134,5 @@ class PlannedQueue(WaitingQueue):
         self._shares, self._changes = [], 0
 
 
-def waiting_queue(order: Order, epsilon: float) -> WaitingQueue:
-    return PlannedQueue(epsilon) if order == "planned" else WaitingQueue(order)
+def waiting_queue(order: Order) -> WaitingQueue:
+    return PlannedQueue() if order == "planned" else WaitingQueue(order)

@@ -3,14 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Literal
 
 from lit_rlsched.scheduling.domains import check_domains, domain_of, quotas
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
 from lit_rlsched.types import Completion, Group, Prompt
-
-Race = Literal["prompt", "completion"]
-Reuse = Literal["drafts"]
 
 PATIENCE = 5.0
 """Seconds per round for which a race waits for scores before others may overtake."""
@@ -22,7 +18,7 @@ class RacingRound(RoundRule):
     Prompts rank in the order in which their last completion is decoded. The first
     `update_prompts` of them win, and the round ends once these are scored. While `patience` lasts,
     no other prompt overtakes them, however late their scores come. The losers stay in the pool.
-    With `race="completion"` the completions of a prompt race in the same way: more than
+    With a `completion_ratio` above 1 the completions of a prompt race in the same way: more than
     `num_generations` start, and the first of them are kept.
 
     With `shares` each domain has its own race: a quota of each update, and more prompts than that
@@ -32,11 +28,10 @@ class RacingRound(RoundRule):
         update_prompts: Prompts of an update.
         num_generations: Completions per prompt that are trained on.
         prompt_ratio: Prompts of a race, as a multiple of `update_prompts`.
-        completion_ratio: With `race="completion"`: completions to start for a fresh prompt, as a
-            multiple of `num_generations`.
-        race: Whether only prompts race, or also the completions of each prompt.
+        completion_ratio: Completions to start for a fresh prompt, as a multiple of
+            `num_generations`; with 1 the completions of a prompt do not race.
         patience: See `RoundRule`.
-        reuse: Whether losers keep their tokens as drafts for a later round to verify.
+        reuse_drafts: Whether losers keep their tokens as drafts for a later round to verify.
         shares: Share of each domain in an update; they add up to 1. By default prompts of all
             domains race together.
 
@@ -49,19 +44,18 @@ class RacingRound(RoundRule):
         update_prompts: int,
         num_generations: int,
         prompt_ratio: float = 1.25,
-        completion_ratio: float = 1.25,
-        race: Race = "prompt",
+        completion_ratio: float = 1.0,
         patience: float = PATIENCE,
-        reuse: Reuse | None = None,
+        reuse_drafts: bool = False,
         shares: Mapping[str, float] | None = None,
     ) -> None:
         self.update_prompts = update_prompts
         self.num_generations = num_generations
         self.patience = patience
-        self.keeps_drafts = reuse == "drafts"
+        self.keeps_drafts = reuse_drafts
         self.shares = shares
         self.quotas = quotas(shares, update_prompts)
-        self._ratio = completion_ratio if race == "completion" else 1.0
+        self._ratio = completion_ratio
         self.stops_groups = self.launched(num_generations) > num_generations
         self._raced_of = {domain: at_least(prompt_ratio, n) for domain, n in self.quotas.items()}
         self._raced = sum(self._raced_of.values())

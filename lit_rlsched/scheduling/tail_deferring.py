@@ -20,8 +20,8 @@ class DeferringTailRound(TailRound):
     Args:
         *args: See `RacingRound`.
         max_deferrals: Maximum number of races that a prompt may lose.
-        **settings: See `RacingRound`, without `reuse`: drafts are always kept. Without them a
-            prompt would lose until its completions happen to be short.
+        **settings: See `RacingRound`. Drafts are always kept, whatever `reuse_drafts` says: without
+            them a prompt would lose until its completions happen to be short.
     """
 
     def __init__(self, *args: Any, max_deferrals: int, **settings: Any) -> None:

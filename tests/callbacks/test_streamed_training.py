@@ -126,13 +126,13 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
     "callbacks",
     [
         lambda: [TailBatching()],
-        lambda: [TailBatching(race="completion"), MicroGroupSampling(slots=5)],
+        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=5)],
         lambda: [SortedBatching(2, mode="partial")],
         lambda: [DownSampling(2)],
         lambda: [DownSampling(2, advantage_scope="full")],
         lambda: [DynamicSampling()],
-        lambda: [TailBatching(1.5, 2.0, race="completion", reuse="drafts")],
-        lambda: [TailBatching(1.5, reuse="drafts", max_deferrals=2)],
+        lambda: [TailBatching(1.5, 2.0, reuse_drafts=True)],
+        lambda: [TailBatching(1.5, max_deferrals=2)],
         lambda: [
             TailBatching(1.5),
             DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),

@@ -30,7 +30,7 @@ SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens"
 FIVE = [False, False, False, False, True]
 """Which rounds are long where five prompts race and four win."""
 
-races = pytest.mark.parametrize("race", ["prompt", "completion"])
+races = pytest.mark.parametrize("completion_ratio", [None, 1.25], ids=["prompt", "completion"])
 
 
 class Recorder(RolloutCallback):
@@ -120,7 +120,7 @@ def test_four_short_rounds_and_a_long_one(fit):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_on_vllm(fit):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(race="completion"), MicroGroupSampling(slots=7)]
+    callbacks = [recorder, TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)]
     settings = {"engine": VLLMEngine(), "trainer": {"max_epochs": 6}, **SMALL}
     _, _, data = fit(callbacks=callbacks, **settings)
     check(recorder)
@@ -174,9 +174,13 @@ def check_drafts(recorder):
 
 @pytest.mark.mostly_slow("completion")
 @races
-def test_what_lost_is_verified_in_the_long_round(fit, race):
+def test_what_lost_is_verified_in_the_long_round(fit, completion_ratio):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(race=race, reuse="drafts"), MicroGroupSampling(slots=9)]
+    callbacks = [
+        recorder,
+        TailBatching(completion_ratio=completion_ratio, reuse_drafts=True),
+        MicroGroupSampling(slots=9),
+    ]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 11}, **SMALL)
     check(recorder)
     assert recorder.long == [*FIVE, *FIVE, False]
@@ -217,9 +221,9 @@ def check_races(recorder, update=4, raced=5, most=8):
 @pytest.mark.mostly_slow("8-prompt")
 @races
 @pytest.mark.parametrize("most", [1, 8])
-def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
+def test_what_lost_goes_on_beside_fresh_prompts(fit, completion_ratio, most):
     recorder = Recorder()
-    tail = TailBatching(1.5, race=race, reuse="drafts", max_deferrals=most)
+    tail = TailBatching(1.5, completion_ratio=completion_ratio, max_deferrals=most)
     callbacks = [recorder, tail, MicroGroupSampling(slots=9), LengthPrediction()]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **SMALL)
     check_races(recorder, raced=6, most=most)
@@ -235,7 +239,7 @@ def test_what_lost_goes_on_beside_fresh_prompts(fit, race, most):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_what_lost_goes_on_with_vllm(fit):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, reuse="drafts", max_deferrals=8)]
+    callbacks = [recorder, TailBatching(1.5, max_deferrals=8)]
     fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 4}, **SMALL)
     check_races(recorder, raced=6)
     assert sum(r.metrics.get("drafts/accepted_tokens", 0) for r in recorder.rounds) > 0
@@ -243,7 +247,7 @@ def test_what_lost_goes_on_with_vllm(fit):
 
 def test_prompts_that_teach_nothing_are_replaced_where_losers_go_on(fit):
     recorder = Recorder()
-    tail = TailBatching(1.5, reuse="drafts", max_deferrals=3)
+    tail = TailBatching(1.5, max_deferrals=3)
     settings = {**SMALL, "reward_funcs": [sometimes()]}
     fit(callbacks=[recorder, tail, DynamicSampling(4)], trainer={"max_epochs": 8}, **settings)
     dropped = 0
@@ -263,7 +267,7 @@ def test_completions_that_race_to_the_limit_and_teach_nothing(fit):
         return [0.0 for _ in prompts]
 
     recorder = Recorder()
-    tail = TailBatching(1.5, 2.0, race="completion")
+    tail = TailBatching(1.5, 2.0)
     settings = {**SMALL, "max_completion_length": 4, "reward_funcs": [same]}
     _, _, data = fit(
         callbacks=[recorder, tail, DynamicSampling(2)], trainer={"max_epochs": 3}, **settings
@@ -273,7 +277,7 @@ def test_completions_that_race_to_the_limit_and_teach_nothing(fit):
 
 def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, reuse="drafts")]
+    callbacks = [recorder, TailBatching(1.5, reuse_drafts=True)]
     module = GRPOModule(tiny_model, learning_rate=0.0)
     fit(module, callbacks, trainer={"max_epochs": 3}, **SMALL)
     long, plan = recorder.rounds[2], recorder.plans[2]
@@ -292,7 +296,7 @@ def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
 def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
     recorder = Recorder()
     module = GRPOModule(tiny_model, learning_rate=1e-3, lora_rank=2)
-    callbacks = [recorder, TailBatching(1.5, reuse="drafts")]
+    callbacks = [recorder, TailBatching(1.5, reuse_drafts=True)]
     _, _, data = fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
     check(recorder, raced=6)
     assert check_drafts(recorder) > 0
@@ -304,7 +308,7 @@ def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_drafts_on_vllm(fit):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, race="completion", reuse="drafts")]
+    callbacks = [recorder, TailBatching(1.5, 1.25, reuse_drafts=True)]
     fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 3}, **SMALL)
     check(recorder, raced=6)
     assert check_drafts(recorder) > 0
@@ -312,9 +316,13 @@ def test_drafts_on_vllm(fit):
 
 @pytest.mark.mostly_slow("prompt")
 @races
-def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, race):
+def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, completion_ratio):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.75, race=race, reuse="drafts"), DynamicSampling(4)]
+    callbacks = [
+        recorder,
+        TailBatching(1.75, completion_ratio=completion_ratio, reuse_drafts=True),
+        DynamicSampling(4),
+    ]
     settings = {**SMALL, "reward_funcs": [sometimes()]}
     fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
     replaced = more = 0
@@ -337,7 +345,7 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
 
     recorder = Recorder()
     _, module, data = fit(
-        callbacks=[recorder, TailBatching(reuse="drafts")], trainer={"max_epochs": 2}, **SMALL
+        callbacks=[recorder, TailBatching(reuse_drafts=True)], trainer={"max_epochs": 2}, **SMALL
     )
     drafts = drafts_of(data.pool)
     assert drafts and data.run.rounds.drafts.weights
@@ -363,7 +371,7 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
 def test_gone_on_with_without_drafts(fit, tmp_path):
     save = ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
     trainer = {"max_epochs": 2, "enable_checkpointing": True}
-    fit(callbacks=[TailBatching(1.5, reuse="drafts"), save], trainer=trainer, **SMALL)
+    fit(callbacks=[TailBatching(1.5, reuse_drafts=True), save], trainer=trainer, **SMALL)
     recorder = Recorder()
     fit(
         callbacks=[recorder, TailBatching(1.5)],
@@ -378,11 +386,11 @@ def test_gone_on_with_without_drafts(fit, tmp_path):
 
 @pytest.mark.mostly_slow("completion")
 @races
-def test_a_prompt_is_trained_on_once_in_each_pass(fit, sums, race):
+def test_a_prompt_is_trained_on_once_in_each_pass(fit, sums, completion_ratio):
     """Twelve prompts, eight of which may wait at once."""
     recorder = Recorder()
     settings = {**SMALL, "max_completion_length": 12, "train_data": sums[:12]}
-    callbacks = [recorder, TailBatching(race=race)]
+    callbacks = [recorder, TailBatching(completion_ratio=completion_ratio)]
     fit(callbacks=callbacks, trainer={"max_epochs": 15}, **settings)
     check(recorder)
     assert recorder.long == FIVE * 3
@@ -407,10 +415,14 @@ def test_the_first_that_are_ready_win(fit):
 
 @pytest.mark.mostly_slow("completion")
 @races
-def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, race):
+def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, completion_ratio):
     recorder, logger = Recorder(), CSVLogger(tmp_path)
     trainer = {"max_epochs": 7, "logger": logger, "log_every_n_steps": 1}
-    callbacks = [recorder, TailBatching(race=race), MicroGroupSampling(slots=8)]
+    callbacks = [
+        recorder,
+        TailBatching(completion_ratio=completion_ratio),
+        MicroGroupSampling(slots=8),
+    ]
     _, _, data = fit(callbacks=callbacks, trainer=trainer, **SMALL)
     check(recorder)
     total = 0
@@ -424,7 +436,7 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, race):
         total += lost
         assert counters["num_discarded_tokens"] == total
         assert counters["num_completions"] == 8 * (r.number + 1)
-    assert (data.counters["dropped/stopped"] > 0) == (race == "completion")
+    assert (data.counters["dropped/stopped"] > 0) == (completion_ratio is not None)
     with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["rollout/round"]]
     assert [bool(float(row["tail_batching/long_round"])) for row in rows] == recorder.long
@@ -446,7 +458,7 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, race):
         ({}, lambda: [MicroGroupSampling(slots=3, order="least_attained")]),
         ({}, lambda: [MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=4)]),
         ({}, lambda: [DownSampling(2, early_stop=True), DynamicSampling()]),
-        ({"race": "completion", "completion_ratio": 1}, lambda: [MicroGroupSampling(slots=3)]),
+        ({"completion_ratio": 1}, lambda: [MicroGroupSampling(slots=3)]),
     ],
     ids=["alone", "turns", "lengths", "selection", "completion"],
 )
@@ -468,7 +480,7 @@ def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
 def test_the_first_completions_of_a_prompt_are_kept(fit):
     recorder = Recorder()
     settings = {**SMALL, "num_generations": 4}
-    callbacks = [recorder, TailBatching(completion_ratio=1.5, race="completion")]
+    callbacks = [recorder, TailBatching(completion_ratio=1.5)]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
     check(recorder, size=4)
     assert recorder.long == [*FIVE, False]
@@ -518,9 +530,9 @@ def test_hooks_see_what_is_put_off_as_well(fit):
     ],
     ids=["slots", "shortest first", "budget"],
 )
-def test_whatever_orders_the_completions(fit, race, others):
+def test_whatever_orders_the_completions(fit, completion_ratio, others):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, race=race), *others()]
+    callbacks = [recorder, TailBatching(1.5, completion_ratio=completion_ratio), *others()]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 5}, **SMALL)
     check(recorder, raced=6)
     assert recorder.long == [False, False, True, False, False]
@@ -529,10 +541,10 @@ def test_whatever_orders_the_completions(fit, race, others):
 
 @pytest.mark.mostly_slow("prompt")
 @races
-def test_single_completions_as_the_baseline(fit, tiny_model, race):
+def test_single_completions_as_the_baseline(fit, tiny_model, completion_ratio):
     recorder = Recorder()
     module = GRPOModule(tiny_model, learning_rate=1e-3, advantage="reinforce++")
-    callbacks = [recorder, TailBatching(race=race)]
+    callbacks = [recorder, TailBatching(completion_ratio=completion_ratio)]
     fit(module, callbacks, trainer={"max_epochs": 6}, **SMALL)
     check(recorder)
     assert recorder.long == [*FIVE, False]
@@ -541,10 +553,10 @@ def test_single_completions_as_the_baseline(fit, tiny_model, race):
 
 @pytest.mark.mostly_slow("prompt")
 @races
-def test_down_sampling_selects_of_what_won(fit, race):
+def test_down_sampling_selects_of_what_won(fit, completion_ratio):
     recorder = Recorder()
     settings = {**SMALL, "num_generations": 4}
-    callbacks = [recorder, TailBatching(race=race), DownSampling(2)]
+    callbacks = [recorder, TailBatching(completion_ratio=completion_ratio), DownSampling(2)]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
     check(recorder, size=4)
     assert recorder.long == [*FIVE, False]
@@ -588,9 +600,9 @@ def sometimes():
 
 @pytest.mark.mostly_slow("completion")
 @races
-def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, race):
+def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, completion_ratio):
     recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, race=race), DynamicSampling(4)]
+    callbacks = [recorder, TailBatching(1.5, completion_ratio=completion_ratio), DynamicSampling(4)]
     settings = {**SMALL, "reward_funcs": [sometimes()]}
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
     assert any(recorder.long) and not all(recorder.long)
@@ -630,12 +642,16 @@ def slow(delay):
 
 @pytest.mark.mostly_slow("completion")
 @races
-def test_what_wins_does_not_depend_on_how_long_rewards_take(fit, race):
+def test_what_wins_does_not_depend_on_how_long_rewards_take(fit, completion_ratio):
     runs = []
     for delay in (0, 4):
         recorder = Recorder()
         settings = {**SMALL, "reward_funcs": [slow(delay)], "reward_workers": 1 + delay // 4}
-        callbacks = [recorder, TailBatching(1.5, race=race), MicroGroupSampling(slots=6)]
+        callbacks = [
+            recorder,
+            TailBatching(1.5, completion_ratio=completion_ratio),
+            MicroGroupSampling(slots=6),
+        ]
         _, module, data = fit(callbacks=callbacks, trainer={"max_epochs": 4}, **settings)
         runs.append((recorder, vector(module), data.counters))
     (first, weights, counters), (second, same, again) = runs
@@ -681,15 +697,15 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
 # Stopping and going on.
 
 
-@pytest.mark.mostly_slow("prompt-None", "completion-drafts")
-@pytest.mark.parametrize("reuse", [None, "drafts"])
+@pytest.mark.mostly_slow("prompt-redraw", "completion-drafts")
+@pytest.mark.parametrize("reuse_drafts", [False, True], ids=["redraw", "drafts"])
 @races
-def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race, reuse):
+def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, reuse_drafts):
     def run(epochs, folder, ckpt_path=None):
         recorder = Recorder()
         save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
         trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        batching = TailBatching(race=race, reuse=reuse)
+        batching = TailBatching(completion_ratio=completion_ratio, reuse_drafts=reuse_drafts)
         callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
         _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
         return recorder, vector(module), data
@@ -697,7 +713,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race, reuse):
     whole, weights, data = run(7, "whole")
     first, _, _ = run(3, "part")
     assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
-    assert bool(drafts_of(first.pools[-1])) == (reuse == "drafts")
+    assert bool(drafts_of(first.pools[-1])) == reuse_drafts
     second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(resumed, weights) and again.counters == data.counters
     got = [*first.rounds, *second.rounds]
@@ -719,50 +735,35 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, race, reuse):
 
 
 @pytest.mark.parametrize("name", ["prompt_ratio", "completion_ratio"])
-@pytest.mark.parametrize("value", [0.99, 0, -1, math.nan, math.inf, "1.25", None])
+@pytest.mark.parametrize("value", [0.99, 0, -1, math.nan, math.inf, "1.25"])
 def test_a_ratio_that_cannot_work(name, value):
     message = rf"`TailBatching\({name}={value!r}\)`: must be 1 \(no race\) or more, such as 1.25"
     with pytest.raises(ValueError, match=message):
         TailBatching(**{name: value})
 
 
-def test_a_race_that_is_unknown():
-    with pytest.raises(ValueError, match=r"race='group'\)` is unknown.*'prompt', 'completion'"):
-        TailBatching(race="group")
-
-
 @pytest.mark.parametrize("most", [0, -1, 2.5])
 def test_a_number_of_deferrals_that_is_none(most):
     with pytest.raises(ValueError, match=r"max_deferrals=.*must be a whole number, 1 or more"):
-        TailBatching(reuse="drafts", max_deferrals=most)
-
-
-def test_losers_that_go_on_without_their_tokens():
-    with pytest.raises(ValueError, match=r"without `reuse='drafts'`.*until it is short enough"):
-        TailBatching(max_deferrals=8)
-
-
-def test_a_reuse_that_is_unknown():
-    with pytest.raises(ValueError, match=r"reuse='tokens'\)` is unknown. Use 'drafts', or leave"):
-        TailBatching(reuse="tokens")
+        TailBatching(max_deferrals=most)
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_drafts_of_a_truncated_distribution(fit, settings):
     ((name, value),) = settings.items()
     message = (
-        rf"reuse='drafts'\)` with `.*{name}={value}.*Use `top_p=1, top_k=0, min_p=0`, or leave"
+        rf"reuse_drafts=True\)` with `.*{name}={value}.*Use `top_p=1, top_k=0, min_p=0`, or leave"
     )
     with pytest.raises(ValueError, match=message):
-        fit(callbacks=[TailBatching(reuse="drafts")], **settings)
+        fit(callbacks=[TailBatching(reuse_drafts=True)], **settings)
 
 
 def test_drafts_of_an_engine_without_log_probs(fit):
     message = (
-        r"reuse='drafts'\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEngine`"
+        r"reuse_drafts=True\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEngine`"
     )
     with pytest.raises(ValueError, match=message):
-        fit(callbacks=[TailBatching(reuse="drafts")], engine=SimulatedEngine())
+        fit(callbacks=[TailBatching(reuse_drafts=True)], engine=SimulatedEngine())
 
 
 @pytest.mark.parametrize("prompts", [7, 3])
@@ -834,7 +835,7 @@ def only_of_a():
     return parity
 
 
-@pytest.mark.parametrize("more", [{}, {"race": "completion", "reuse": "drafts"}])
+@pytest.mark.parametrize("more", [{}, {"completion_ratio": 1.25, "reuse_drafts": True}])
 def test_each_domain_has_its_quota(fit, sums, more):
     recorder = Recorder()
     tail = TailBatching(1.5, per_domain={"a": 0.75, "b": 0.25}, **more)
@@ -882,7 +883,7 @@ def test_a_domain_that_teaches_nothing_runs_out_of_replacements(fit, sums):
 @pytest.mark.parametrize(
     ("per_domain", "names", "why"),
     [
-        ({"a": 0.5, "b": 0.25}, "ab", "must add up to 1, and these add up to 0.75"),
+        ({"a": 0.5, "b": 0.25}, "ab", "must add up to 1, but add up to 0.75"),
         ({"a": 1.5, "b": -0.5}, "ab", "each share must be above 0"),
         ({"a": 0.5, "b": 0.5}, "abc", "has the domain 'c'.*gives no share"),
         ({"a": 0.9, "b": 0.1}, "ab", "leaves no prompt of 'b' in a round of 4"),

@@ -266,7 +266,7 @@ def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
     won = group("b", *(completion(i, (4, 1), reason="stop") for i in range(3)))
     for c in won.completions:
         c.scores = [1.0]
-    rule = TailRound(1, 3, 2.0, reuse="drafts" if keeps else None)
+    rule = TailRound(1, 3, 2.0, reuse_drafts=keeps)
     state = RoundState([lost, won], 6, decoded=[won], patient=True)
     harvest = settle([lost, won], rule, state, [])
     attempts = [Attempt(3, True), Attempt(2, False)]

@@ -33,7 +33,7 @@ PROMPTS, GENERATIONS, LIMIT = 6, 3, 400
 POLICIES = {
     "full": FullRound(PROMPTS),
     "tail": TailRound(4, GENERATIONS, 1.5, patience=1e9),
-    "completions race": TailRound(4, 2, 1.5, 1.5, race="completion", patience=1e9),
+    "completions race": TailRound(4, 2, 1.5, 1.5, patience=1e9),
     "on policy": SortedRound(2, PROMPTS, GENERATIONS),
     "partial": SortedRound(2, PROMPTS, GENERATIONS, mode="partial"),
 }

@@ -29,14 +29,15 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 
 SEED = 1
 
+races = pytest.mark.parametrize("completion_ratio", [1.0, 1.25])
+
 
 @dataclass(frozen=True)
 class Case:
     update: int
     size: int
     prompt_ratio: float = 1.25
-    completion_ratio: float = 1.25
-    race: str = "prompt"
+    completion_ratio: float = 1.0
     patience: float = PATIENCE
     slots: int = 1000
     stream: bool = False
@@ -49,7 +50,7 @@ class Case:
     """Most turns of the loop until a score comes."""
     haste: int = 0
     """Another one, other latencies."""
-    reuse: str | None = None
+    reuse_drafts: bool = False
     max_deferrals: int | None = None
     whole: int = 0
     """So many of ten drafts are kept whole."""
@@ -64,7 +65,7 @@ class Case:
 
     def with_shares(self, shares):
         ratios = self.prompt_ratio, self.completion_ratio
-        settings = (self.update, self.size, *ratios, self.race, self.patience, self.reuse, shares)
+        settings = (self.update, self.size, *ratios, self.patience, self.reuse_drafts, shares)
         if self.max_deferrals is None:
             return TailRound(*settings)
         return DeferringTailRound(*settings, max_deferrals=self.max_deferrals)
@@ -85,8 +86,7 @@ def cases(draw, **fixed):
         "update": draw(st.integers(1, 5)),
         "size": draw(st.integers(1, 3)),
         "prompt_ratio": draw(st.floats(1, 3)),
-        "completion_ratio": draw(st.floats(1, 3)),
-        "race": draw(st.sampled_from(["prompt", "completion"])),
+        "completion_ratio": draw(st.just(1.0) | st.floats(1, 3)),
         "patience": draw(st.sampled_from([PATIENCE, 0.0])),
         "slots": draw(st.integers(1, 40)),
         "stream": draw(st.booleans()),
@@ -94,7 +94,7 @@ def cases(draw, **fixed):
         "salt": draw(st.integers(0, 2**32)),
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
-        "reuse": draw(st.sampled_from([None, "drafts"])),
+        "reuse_drafts": draw(st.booleans()),
         "max_deferrals": None,
     }
     return Case(**{**drawn, **fixed})
@@ -105,7 +105,7 @@ def any_cases(draw, **fixed):
     """Also those in which what lost goes on beside fresh prompts."""
     case = draw(cases(**fixed))
     most = draw(st.sampled_from([None, 1, 2, 5]))
-    return replace(case, max_deferrals=most, reuse="drafts" if most else case.reuse)
+    return replace(case, max_deferrals=most, reuse_drafts=bool(most) or case.reuse_drafts)
 
 
 class Stopped(Exception):
@@ -376,7 +376,7 @@ def test_each_update_is_as_large_as_the_synchronous_one(case):
         assert run.idle
 
 
-@given(cases(reuse=None))
+@given(cases(reuse_drafts=False))
 def test_what_lost_keeps_nothing_of_its_tokens(case):
     for r in Run(case).rounds():
         for g in r.left:
@@ -387,7 +387,7 @@ def test_what_lost_keeps_nothing_of_its_tokens(case):
         assert trained + sum(a.tokens for a in r.harvest.discarded) == r.trace.tokens
 
 
-@given(cases(reuse="drafts"))
+@given(cases(reuse_drafts=True))
 def test_what_lost_keeps_its_tokens_as_drafts(case):
     run, decoded, trained, discarded, replaced = Run(case), 0, 0, 0, 0
     versions = {}
@@ -409,7 +409,7 @@ def test_what_lost_keeps_its_tokens_as_drafts(case):
             assert not r.harvest.drafts.tokens
 
 
-@given(cases(reuse="drafts", race="prompt"))
+@given(cases(reuse_drafts=True, completion_ratio=1.0))
 def test_with_drafts_only_what_is_rejected_is_decoded_for_nothing(case):
     for r in Run(case).rounds():
         assert not r.harvest.discarded
@@ -501,7 +501,7 @@ def test_what_lost_goes_on_beside_fresh_prompts(case):
 
 
 @given(
-    any_cases(race="prompt", reuse="drafts", patience=PATIENCE, slots=1000).filter(
+    any_cases(completion_ratio=1.0, reuse_drafts=True, patience=PATIENCE, slots=1000).filter(
         lambda case: case.max_deferrals
     )
 )
@@ -522,7 +522,7 @@ def test_a_race_is_over_once_it_has_enough_and_all_that_may_not_lose(case):
 
 def test_a_prompt_goes_on_from_what_it_had():
     """In every round until it wins: nothing waits without progress."""
-    case = Tailed(8, 4, prompt_ratio=1.5, limit=2000, reuse="drafts", max_deferrals=3, spare=40)
+    case = Tailed(8, 4, prompt_ratio=1.5, limit=2000, reuse_drafts=True, max_deferrals=3, spare=40)
     drafted = {}
     for r in Run(case).rounds(20):
         for g in (g for g in r.plan if g.deferred):
@@ -536,15 +536,24 @@ def test_a_prompt_goes_on_from_what_it_had():
         )
 
 
-@pytest.mark.parametrize("race", ["prompt", "completion"])
-def test_a_round_whose_drafts_are_enough_decodes_nothing(race):
+@races
+def test_a_round_whose_drafts_are_enough_decodes_nothing(completion_ratio):
     """All are as long as they may be, so that they are done together and half of them lose."""
 
     class Equal(Case):
         def length(self, request):
             return 30
 
-    case = Equal(4, 2, 2.0, race=race, reuse="drafts", max_deferrals=8, spare=20, whole=10)
+    case = Equal(
+        4,
+        2,
+        2.0,
+        completion_ratio=completion_ratio,
+        reuse_drafts=True,
+        max_deferrals=8,
+        spare=20,
+        whole=10,
+    )
     rounds = Run(case).rounds(6)
     assert [r.trace.decode_steps for r in rounds] == [20, 0] * 3
     assert [[g.deferred for g in r.trained] for r in rounds] == [[0] * 4] + [[1] * 4] * 5
@@ -553,7 +562,7 @@ def test_a_round_whose_drafts_are_enough_decodes_nothing(race):
 # When a round ends.
 
 
-@given(cases(race="prompt", patience=PATIENCE, reuse=None))
+@given(cases(completion_ratio=1.0, patience=PATIENCE, reuse_drafts=False))
 def test_a_round_ends_with_the_step_that_has_enough(case):
     for r in Run(case).rounds(8):
         won = [max(ended_at(r, g)) for g in r.trained]
@@ -564,7 +573,7 @@ def test_a_round_ends_with_the_step_that_has_enough(case):
                 assert max(ended_at(r, g)) >= r.trace.decode_steps
 
 
-@given(cases(race="completion", patience=PATIENCE, slots=1000, key="id"))
+@given(cases(patience=PATIENCE, slots=1000, key="id"))
 def test_the_first_completions_of_a_prompt_are_kept(case):
     r = Run(case).round()
     launched = range(case.rule.launched(case.size))
@@ -602,7 +611,7 @@ def test_nor_where_drafts_that_teach_nothing_are_replaced(max_deferrals):
             return 4 + 4 * (stable_hash(self.salt, request.id) % 3)
 
     for salt in range(20):
-        case = Few(3, 2, 2.0, reuse="drafts", max_deferrals=max_deferrals, salt=salt, spare=20)
+        case = Few(3, 2, 2.0, reuse_drafts=True, max_deferrals=max_deferrals, salt=salt, spare=20)
         case = replace(case, whole=8, useless=2, latency=0)
         run, twin = Run(case), Run(replace(case, latency=9))
         for r, other in zip(run.rounds(8), twin.rounds(8), strict=True):
@@ -610,10 +619,10 @@ def test_nor_where_drafts_that_teach_nothing_are_replaced(max_deferrals):
             assert drawn_when(r.trace) == drawn_when(other.trace)
 
 
-@pytest.mark.parametrize("race", ["prompt", "completion"])
-def test_a_race_waits_for_the_scores_of_those_that_are_ahead(race):
+@races
+def test_a_race_waits_for_the_scores_of_those_that_are_ahead(completion_ratio):
     """They come a million turns later, and still win."""
-    case = Case(3, 2, 2.0, race=race, latency=0)
+    case = Case(3, 2, 2.0, completion_ratio=completion_ratio, latency=0)
     prompts = [g.prompt.uid for g in Run(case).round().trained]
     for late in ((prompts[0],), tuple(prompts)):
         patient = Run(case, late=late).round()
@@ -621,9 +630,9 @@ def test_a_race_waits_for_the_scores_of_those_that_are_ahead(race):
         assert all(g.deferred == 0 for g in patient.trained)
 
 
-@pytest.mark.parametrize("race", ["prompt", "completion"])
-def test_without_patience_slow_scores_are_overtaken(race):
-    case = Case(3, 2, 2.0, race=race, latency=0, patience=0.0)
+@races
+def test_without_patience_slow_scores_are_overtaken(completion_ratio):
+    case = Case(3, 2, 2.0, completion_ratio=completion_ratio, latency=0, patience=0.0)
     first = [g.prompt.uid for g in Run(case).round().trained]
     run = Run(case, late=(first[0],))
     hasty = run.round()
@@ -645,7 +654,7 @@ def test_where_fewer_than_an_update_are_left_slow_scores_are_waited_for():
 # The synchronous run.
 
 
-@given(any_cases(prompt_ratio=1.0, race="prompt"))
+@given(any_cases(prompt_ratio=1.0, completion_ratio=1.0))
 def test_without_a_race_rounds_are_the_plain_ones(case):
     run, plain = Run(case), Run(case, rule=FullRound(case.update))
     for _ in range(6):
@@ -656,7 +665,7 @@ def test_without_a_race_rounds_are_the_plain_ones(case):
         assert r.harvest == other.harvest
 
 
-@given(cases(prompt_ratio=1.0, completion_ratio=1.0, race="completion"))
+@given(cases(prompt_ratio=1.0, completion_ratio=1.0))
 def test_completions_without_rivals_do_not_race(case):
     run, plain = Run(case), Run(case, rule=FullRound(case.update))
     for _ in range(6):
@@ -731,10 +740,10 @@ class Tailed(Case):
         return LogNormalLengths(50, 1.2, self.salt, "seed")(request)
 
 
-@pytest.mark.parametrize("race", ["prompt", "completion"])
-def test_rounds_are_shorter_where_a_few_completions_are_long(race):
+@races
+def test_rounds_are_shorter_where_a_few_completions_are_long(completion_ratio):
     """Long rounds included, where everything has a slot."""
-    case = Tailed(8, 4, race=race, limit=2000, latency=0, spare=40)
+    case = Tailed(8, 4, completion_ratio=completion_ratio, limit=2000, latency=0, spare=40)
     steps = {}
     for name, rule in (("tail", case.rule), ("full", FullRound(8))):
         rounds = Run(case, rule=rule).rounds(100)
@@ -745,7 +754,7 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(race):
 
 def test_rounds_are_shorter_still_where_losers_go_on():
     """Even where only half of each draft is kept."""
-    case = Tailed(8, 4, limit=2000, latency=0, spare=40, reuse="drafts")
+    case = Tailed(8, 4, limit=2000, latency=0, spare=40, reuse_drafts=True)
     steps = []
     for most in (None, 8):
         rounds = Run(replace(case, max_deferrals=most)).rounds(100)

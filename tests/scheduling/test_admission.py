@@ -124,7 +124,7 @@ def test_clear_forgets_what_waited(kind):
 
 def test_a_plan_by_hand():
     # two slots; LPT would end at 7: {3, 2, 2} and {3, 2}
-    admission = Admission(2, order="planned", epsilon=0.01)
+    admission = Admission(2, order="planned")
     _, running = run(admission, [3, 3, 2, 2, 2], [3, 3, 2, 2, 2])
     assert len(running) == 6
 

@@ -71,9 +71,9 @@ def test_a_ratio_is_rounded_up_and_float_noise_is_not(ratio, update, raced):
     assert rule.most_prompts() == rule.fresh_prompts([]) == raced
     assert rule.ends_early == (raced > update)
     assert rule.most_deferred == (update - 1 if raced > update else 0)
-    by_completion = TailRound(4, update, completion_ratio=ratio, race="completion")
+    by_completion = TailRound(4, update, completion_ratio=ratio)
     assert by_completion.launched(update) == raced
-    assert TailRound(4, update, completion_ratio=ratio).launched(update) == update
+    assert TailRound(4, update).launched(update) == update
 
 
 def test_a_short_round_takes_fresh_prompts_whatever_has_lost():
@@ -143,16 +143,16 @@ def test_all_that_lost_has_a_place_where_one_has_lost_too_often():
     assert rule.done(state) and rule.final_groups(state) == [first, second, late]
 
 
-@pytest.mark.parametrize("race", ["prompt", "completion"])
-def test_a_race_waits_for_no_scores_that_change_nothing(race):
+@pytest.mark.parametrize("completion_ratio", [1.0, 2.0])
+def test_a_race_waits_for_no_scores_that_change_nothing(completion_ratio):
     """Of prompts that go on there are no more completions than are trained on."""
-    rule = DeferringTailRound(2, 2, 2.0, 2.0, race, max_deferrals=8)
+    rule = DeferringTailRound(2, 2, 2.0, completion_ratio, max_deferrals=8)
     went_on, fast = group("on", None, None, deferred=1), group("a", None, None, None, None)
     finished = {went_on.id: went_on.completions}
     state = RoundState([went_on, fast], 6, [went_on], 2, finished, patient=True)
     assert not rule.awaits(state)
     finished[fast.id] = fast.completions[:2]
-    assert rule.awaits(state) == (race == "completion")
+    assert rule.awaits(state) == (completion_ratio > 1)
     for c in fast.completions[:2]:
         c.scores = [1.0]
     assert not rule.awaits(state)
@@ -299,7 +299,7 @@ def test_a_round_that_runs_dry_trains_on_what_there_is():
 
 
 def race(update=2, size=2, **settings):
-    return TailRound(update, size, completion_ratio=2, race="completion", **settings)
+    return TailRound(update, size, completion_ratio=2, **settings)
 
 
 def test_the_first_that_finished_are_enough_and_stand_in_their_places():
@@ -334,7 +334,7 @@ def test_patience_with_single_completions():
 
 
 def test_where_whole_prompts_race_a_group_needs_all_of_its_completions():
-    for rule in (TailRound(2, 2), TailRound(2, 2, completion_ratio=1, race="completion")):
+    for rule in (TailRound(2, 2), TailRound(2, 2, completion_ratio=1)):
         a = group("a", 1.0, 1.0)
         state = state_of([], finished={"a@0": a.completions})
         assert rule.enough(a, state) is None and not rule.awaits(state)
