@@ -207,7 +207,10 @@ def test_a_model_that_is_not_there(fit, model):
             lambda: DownSampling(4, early_stop=True, rule="random"),
             r"early_stop=True, rule='random'\)`.*Use `rule='max_variance'`, or leave `early_stop`",
         ),
-        (lambda: DownSampling(4, reward_range=(1, 0)), r"reward_range=\(1, 0\)\)`: give the least"),
+        (
+            lambda: DownSampling(4, reward_range=(1, 0)),
+            r"reward_range=\(1, 0\)\)`: give the smallest",
+        ),
         (
             lambda: DownSampling(4, early_stop=True, reward_range=(0, float("inf"))),
             r"reward_range=\(0, inf\)\)`",
@@ -324,7 +327,7 @@ def test_two_callbacks_that_select(fit):
 
     for callbacks in ([DownSampling(2), Mine(3)], [DynamicSampling(), DynamicSampling()]):
         names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
-        message = f"2 callbacks that decide which .*: {names}.*remove all but one"
+        message = f"2 callbacks that decide which .*: {names}.*Remove all but one"
         with pytest.raises(MisconfigurationException, match=message):
             fit(callbacks=callbacks)
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `DownSampling"):
@@ -344,7 +347,7 @@ def test_two_callbacks_that_end_rounds(fit):
 
     message = (
         "2 callbacks that decide when a round ends: `SortedBatching` and `TailBatching`.*"
-        "remove all but one"
+        "Remove all but one"
     )
     for callbacks in ([SortedBatching(), TailBatching()], [SortedBatching(), SortedBatching()]):
         with pytest.raises(

@@ -1,26 +1,21 @@
-"""Lightning callbacks: each hands its settings to the core and logs what the core measured."""
+"""Lightning callbacks: each puts its settings into the schedule and logs what was measured."""
 
-import importlib
-import re
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
-    from lit_rlsched.callbacks.completion_writer import CompletionWriter
-    from lit_rlsched.callbacks.down_sampling import DownSampling
-    from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
-    from lit_rlsched.callbacks.length_prediction import LengthPrediction
-    from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
-    from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
-    from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
-    from lit_rlsched.callbacks.rng_state import RNGState
-    from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-    from lit_rlsched.callbacks.rollout_logger import RolloutLogger
-    from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
-    from lit_rlsched.callbacks.round_checkpoint import RoundCheckpoint
-    from lit_rlsched.callbacks.sorted_batching import SortedBatching
-    from lit_rlsched.callbacks.streamed_training import StreamedTraining
-    from lit_rlsched.callbacks.tail_batching import TailBatching
+from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
+from lit_rlsched.callbacks.completion_writer import CompletionWriter
+from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
+from lit_rlsched.callbacks.length_prediction import LengthPrediction
+from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
+from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
+from lit_rlsched.callbacks.rng_state import RNGState
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.rollout_logger import RolloutLogger
+from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
+from lit_rlsched.callbacks.round_checkpoint import RoundCheckpoint
+from lit_rlsched.callbacks.sorted_batching import SortedBatching
+from lit_rlsched.callbacks.streamed_training import StreamedTraining
+from lit_rlsched.callbacks.tail_batching import TailBatching
 
 __all__ = [
     "AdaptiveTimeouts",
@@ -40,14 +35,3 @@ __all__ = [
     "StreamedTraining",
     "TailBatching",
 ]
-
-_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Where a word begins in the name of a class."""
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: the data module imports one of these, and they import it."""
-    if name in __all__:  # its file has the same name, in small letters
-        module = importlib.import_module(f"{__name__}.{_WORDS.sub('_', name).lower()}")
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

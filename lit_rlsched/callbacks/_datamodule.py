@@ -1,4 +1,4 @@
-"""How callbacks find the data module, and the schedule that they set."""
+"""Access of callbacks to the data module and the schedule."""
 
 from lightning import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -8,7 +8,7 @@ from lit_rlsched.schedule import RunFacts, Schedule, check_pairs
 
 
 def rollout_datamodule(trainer: Trainer, callback: Callback) -> RolloutDataModule:
-    """The run's `RolloutDataModule`.
+    """Return the run's `RolloutDataModule`.
 
     Raises:
         MisconfigurationException: there is none.
@@ -17,20 +17,19 @@ def rollout_datamodule(trainer: Trainer, callback: Callback) -> RolloutDataModul
     datamodule = getattr(trainer, "datamodule", None)
     if not isinstance(datamodule, RolloutDataModule):
         raise MisconfigurationException(
-            f"`{name}` works on rollouts, but the data module is a "
-            f"`{type(datamodule).__name__}`. Fit with `datamodule=RolloutDataModule(...)`, or "
-            "remove the callback."
+            f"`{name}` needs rollouts, but the data module is a `{type(datamodule).__name__}`. "
+            "Fit with `datamodule=RolloutDataModule(...)`, or remove the callback."
         )
     return datamodule
 
 
 def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, RunFacts]:
-    """The run's schedule, for a callback that sets a field of it, and what it may know of the run.
+    """Return the run's schedule, for a callback to set a field of it, and facts about the run.
 
     Raises:
-        MisconfigurationException: there is no `RolloutDataModule`, or another callback sets the
+        MisconfigurationException: there is no `RolloutDataModule`, or another callback decides the
             same.
-        ValueError: the Trainer's callbacks do not go together.
+        ValueError: two callbacks of the Trainer do not work together.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     setting = getattr(callback, "sets", None)
@@ -38,9 +37,8 @@ def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, Ru
     if len(alike) > 1:
         names = " and ".join(f"`{type(c).__name__}`" for c in alike)
         raise MisconfigurationException(
-            f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. One would "
-            "overrule the other: remove all but one. An overlay with `callbacks+:` adds to those "
-            "of the base."
+            f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. Remove all "
+            "but one. A configuration with `callbacks+:` adds to the callbacks of the earlier ones."
         )
     datamodule = rollout_datamodule(trainer, callback)
     facts = RunFacts.of(datamodule)

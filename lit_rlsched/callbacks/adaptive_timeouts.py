@@ -1,4 +1,4 @@
-"""RollPacker's reward time-outs: as long as a correct completion needs, and not much longer."""
+"""RollPacker's reward time-outs, which adapt to how long correct completions take."""
 
 import math
 from typing import Any
@@ -13,22 +13,22 @@ from lit_rlsched.training.round import Round
 
 
 class AdaptiveTimeouts(RolloutCallback):
-    """Kill a reward call that takes much longer than correct completions of its prompt have taken.
+    """Kill reward calls that take much longer than those for correct completions of the prompt.
 
-    RollPacker (arXiv 2509.21009, section 4.3): `T = min(max(minimum, scale * anchor), maximum)`
-    for each call of each reward function. The anchor is the longest such a call has taken for a
-    correct completion (first reward 1.0 or more) of the same prompt; before there is one, the limit
-    is `maximum`, which takes the place of `reward_timeout`. What is killed gets no reward and is
-    counted in `rewards/<func>/timeouts`, as ever; the paper gives it 0, which would teach that a
-    slow machine is a wrong answer.
+    RollPacker (arXiv 2509.21009, section 4.3): each call of each reward function may take
+    `min(max(minimum, scale * anchor), maximum)` seconds. The anchor is the longest call so far for
+    a correct completion (first reward 1.0 or more) of the same prompt. Without an anchor the limit
+    is `maximum`, which replaces `reward_timeout`. A killed call gives no reward and is counted in
+    `rewards/<func>/timeouts`. The paper gives it a reward of 0, which would blame the completion
+    for a slow machine.
 
-    Logs `reward_timeout/anchored`, the share of a round's prompts that have an anchor, and
-    `reward_timeout/mean`, their seconds. Anchors are in the checkpoint.
+    Each round logs `reward_timeout/anchored` (share of its prompts that have an anchor) and
+    `reward_timeout/mean` (seconds). Anchors are in the checkpoint.
 
     Args:
         scale: Multiple of the anchor.
-        minimum: Seconds, at least so many: calls take longer on a busy machine.
-        maximum: Seconds.
+        minimum: Lower bound in seconds, since calls take longer on a busy machine.
+        maximum: Upper bound in seconds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -57,12 +57,12 @@ class AdaptiveTimeouts(RolloutCallback):
         self.timeouts = AdaptiveTimeout(scale, minimum, maximum)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the limits into the schedule."""
+        """Put the time-outs into the schedule."""
         schedule, _ = rollout_schedule(trainer, self)
         schedule.timeouts = self.timeouts
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Log what the limits are."""
+        """Log the time-outs of the round's prompts."""
         limits = [self.timeouts.of(group.prompt.uid) for group in round.groups]
         anchored = [self.timeouts.anchored(group.prompt.uid) for group in round.groups]
         log_now(
@@ -74,9 +74,9 @@ class AdaptiveTimeouts(RolloutCallback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The anchors."""
+        """Return the anchors."""
         return self.timeouts.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with those of a checkpoint."""
+        """Restore the anchors."""
         self.timeouts.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""Completions for a file of prompts, written to a file."""
+"""Writes predicted completions to a file."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from lit_rlsched.callbacks._datamodule import rollout_datamodule
 
 
 class CompletionWriter(BasePredictionWriter):
-    """Write what `predict` draws to a file: a row for each completion, as JSON lines or Parquet.
+    """Write the completions of `predict` to a file, one row each, as JSON lines or Parquet.
 
-    On by default in the CLI. The file is complete or it is not there: until then it has the ending
-    `.tmp`.
+    On by default in the CLI. The file gets its name once it is complete; until then its name ends
+    in `.tmp`.
 
     Args:
-        path: Of the file; its ending, `.jsonl` or `.parquet`, says which it is. By default
+        path: File, whose suffix `.jsonl` or `.parquet` decides the format. By default
             `predictions.jsonl` in the Trainer's `default_root_dir`.
 
     Raises:
-        ValueError: the ending is another.
+        ValueError: the suffix is unknown.
 
     Example::
 
@@ -36,16 +36,16 @@ class CompletionWriter(BasePredictionWriter):
             raise ValueError(f"`CompletionWriter({path=})`: use a name in .jsonl or .parquet.")
         self.path = path
         self.num_completions = 0
-        """That were written."""
+        """Number of completions written."""
         self._rows: list[dict[str, Any]] = []
 
     def file(self, trainer: Trainer) -> Path:
-        """Where the rows go."""
+        """Return the path of the file."""
         default = Path(trainer.default_root_dir) / "predictions.jsonl"
         return default if self.path is None else Path(self.path)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that there will be rows.
+        """Reset the writer.
 
         Raises:
             MisconfigurationException: there is no `RolloutDataModule`.
@@ -57,7 +57,7 @@ class CompletionWriter(BasePredictionWriter):
     def write_on_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *_: Any
     ) -> None:
-        """Write the rows of a prompt, or keep them where the file is Parquet."""
+        """Append the rows of a prompt to a JSONL file, or keep them for a Parquet file."""
         self.num_completions += len(prediction)
         if self.file(trainer).suffix == ".parquet":
             self._rows += prediction
@@ -67,7 +67,7 @@ class CompletionWriter(BasePredictionWriter):
             file.writelines(json.dumps(row, default=str) + "\n" for row in prediction)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the file its name."""
+        """Complete the file and give it its name."""
         if not self.num_completions:
             return
         unfinished = self._unfinished(trainer)

@@ -1,4 +1,4 @@
-"""Rows of the table of completions: what is in them, and the file that they are kept in."""
+"""The table of completions: its rows, its file, and its copy at W&B."""
 
 import json
 import math
@@ -17,33 +17,31 @@ from lit_rlsched.types import Completion, Group, Prompt
 if TYPE_CHECKING:
     import wandb
 
-RENAMED = "renamed"
-"""Key of the row under which stands what had to be renamed; not a column."""
-
 
 class CompletionsTable:
-    """Completions as rows, in a JSONL file and at W&B.
+    """Appends completions as rows to a JSONL file and to a table at W&B.
 
     Args:
-        num_completions: Of a round, the first ones in the order of the plan.
+        num_completions: Rows per round: the first completions in the order of the plan.
     """
 
     def __init__(self, num_completions: int) -> None:
         self.num_completions = num_completions
-        self._renamed: set[str] = set()
         self._tables: dict[Any, wandb.Table] = {}
 
     def add(self, round: Round, names: Sequence[str], path: Path, loggers: Iterable[Any]) -> None:
-        """Write a round's rows.
+        """Write the rows of a round.
 
         Args:
-            round: Drawn and scored.
-            names: Of the reward functions.
-            path: Of the file.
-            loggers: The Trainer's.
+            round: Drawn and scored round.
+            names: Names of the reward functions.
+            path: File to append to.
+            loggers: Loggers of the Trainer, of which each `WandbLogger` gets the rows.
         """
-        rows = self._rows(round, names)
-        append_rows(path, rows)
+        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
+        rows = [_row(round, group, completion, names) for group, completion in pairs]
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         for logger in loggers:
             if isinstance(logger, WandbLogger) and rows:
                 table = self._table(logger, [*rows[0]])
@@ -51,19 +49,8 @@ class CompletionsTable:
                     table.add_data(*(row.get(str(column)) for column in table.columns))
                 logger.log_metrics({"completions": table}, step=round.version)  # type: ignore[dict-item]
 
-    def _rows(self, round: Round, names: Sequence[str]) -> list[dict[str, Any]]:
-        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
-        rows = [completion_row(round, group, completion, names) for group, completion in pairs]
-        if renamed := {key for row in rows for key in row.pop(RENAMED)} - self._renamed:
-            self._renamed |= renamed
-            rank_zero_warn(
-                f"In the table of completions, what reward functions log as {sorted(renamed)} is "
-                "called `reward/...`: these names are columns of every table."
-            )
-        return rows
-
     def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":
-        """The run's one table: W&B shows only the last of several under the same key."""
+        """Return the run's only table: W&B shows only the last of several under one key."""
         import wandb
 
         run = logger.experiment
@@ -72,53 +59,43 @@ class CompletionsTable:
         return self._tables[run]
 
 
-def completion_row(
+def _row(
     round: Round, group: Group, completion: Completion, names: Sequence[str]
 ) -> dict[str, Any]:
-    """TRL's columns, then what reward functions have logged.
-
-    A column of theirs that has the name of one of ours becomes `reward/NAME`.
-
-    Args:
-        round: The completion's.
-        group: The completion's.
-        completion: Of which the row is.
-        names: Of the reward functions.
-    """
+    """Return TRL's columns and what reward functions logged, as `reward/NAME` if NAME is taken."""
     scores = dict(zip(names, completion.scores or [], strict=False))
-    advantage = completion.advantage if math.isfinite(completion.advantage) else None
     before = {
         "step": round.version,
         "prompt": _as_text(group.prompt),
         "completion": completion.text,
     }
     after = {
-        "advantage": advantage,
+        "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
         "completion_length": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "round": round.number,
     }
-    ours, taken = {*before, *after, RENAMED}, {*before, *after, RENAMED, *scores}
-    row = {
+    ours = before.keys() | after.keys()
+    taken = ours | scores.keys()
+    row: dict[str, Any] = {
         **before,
-        **{_other(name, ours): value for name, value in scores.items()},
+        **{f"reward/{n}" if n in ours else n: score for n, score in scores.items()},
         **after,
-        **{_other(name, taken): value for name, value in completion.extra.items()},
+        **{f"reward/{n}" if n in taken else n: value for n, value in completion.extra.items()},
     }
-    renamed = [n for n in scores if n in ours] + [n for n in completion.extra if n in taken]
-    return {**printable(row), RENAMED: renamed}
+    return printable(row)
 
 
-def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows to the end of a JSONL file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+def _as_text(prompt: Prompt) -> str:
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
 
 
 def drop_rows(path: Path, number: int) -> None:
-    """Drop the rows of round `number` and later: of another run, or of rounds drawn once more.
+    """Delete the rows of round `number` and later from the file.
 
-    Lines that cannot be read are dropped too, with a warning.
+    Unreadable lines are deleted too, with a warning.
     """
     kept: list[bytes] = []
     unreadable: list[int] = []
@@ -126,7 +103,7 @@ def drop_rows(path: Path, number: int) -> None:
         with path.open("rb") as file:
             for index, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
-                    break  # a kill may have cut the last
+                    break  # the last line was cut by a kill
                 try:
                     if int(json.loads(line)["round"]) < number:
                         kept.append(line)
@@ -140,13 +117,3 @@ def drop_rows(path: Path, number: int) -> None:
     shortened = path.with_suffix(".tmp")
     shortened.write_bytes(b"".join(kept))
     os.replace(shortened, path)
-
-
-def _other(name: str, taken: Iterable[str]) -> str:
-    return f"reward/{name}" if name in taken else name
-
-
-def _as_text(prompt: Prompt) -> str:
-    if isinstance(prompt.text, str):
-        return prompt.text
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)

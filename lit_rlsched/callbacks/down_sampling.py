@@ -1,4 +1,4 @@
-"""PODS: draw many completions of a prompt, train on the few that say most."""
+"""PODS: draws many completions of a prompt and trains on the most informative ones."""
 
 import math
 from typing import Any, Literal, get_args
@@ -17,40 +17,41 @@ from lit_rlsched.training.selection import Selection
 class DownSampling(RolloutCallback):
     """Train on `keep` of each prompt's `num_generations` completions.
 
-    Policy Optimization with Down-Sampling (PODS, arXiv 2504.13818). Drawing completions is parallel
-    and light on memory, the update is not: so draw many, score all, and train on those whose
-    rewards differ most. Selection is inside a group, as soon as all of it is there, whatever the
-    schedule; with `SortedBatching` whole groups are then trained on, whatever the advantage.
+    Policy Optimization with Down-Sampling (PODS, arXiv 2504.13818). Drawing completions is cheap in
+    memory and parallel, the update is neither. So draw many, score all, and train on those whose
+    rewards differ most. Each group is selected from as soon as it is complete; with
+    `SortedBatching` whole groups are then trained on, whatever the advantage.
 
-    What the method does to what is learned: the gradient is that of the selected completions and no
-    estimate of the gradient over all. `max_variance` takes the extremes, the good and the bad in
-    about equal number, however rare one of them is; `max_reward` never sees a bad one, and
-    collapsed in the paper; `random` selects without bias. `rollout/trained_over_drawn_length` says
-    what that does to lengths, `down_sampling/*` what was left out; the metrics of rewards and
-    completions are of all that was drawn. `dropped/<why>` counts, since the run began, completions
-    that were left out: `down_sampled`; `unscored`; in a group of less than two scored ones,
-    `too_few_scores`; in one whose selected rewards are all equal, `uninformative`.
+    Bias: the gradient is that of the selected completions, not an estimate of the gradient over
+    all. `max_variance` takes good and bad completions in about equal numbers, however rare one of
+    them is. `max_reward` sees no bad ones, and collapsed in the paper. Only `random` is unbiased.
+    `rollout/trained_over_drawn_length` logs the effect on lengths, `down_sampling/*` what was left
+    out. Metrics of rewards and completions include everything that was drawn. `dropped/<why>`
+    counts completions left out since the run began: `down_sampled`, `unscored`, `too_few_scores`
+    (in a group with fewer than two scores) and `uninformative` (in a group whose selected rewards
+    are equal).
 
     Args:
-        keep: Completions of each prompt that are trained on (the paper's m), from 2 on.
-        rule: `max_variance`; `max_reward`; `percentile`, evenly over the sorted rewards; `random`.
-        advantage_scope: What a reward is compared with: the `selected` (the paper), or the `full`
-            group, which keeps the sign that a completion's advantage has without selection.
-        drop_uninformative: Leave groups out where all rewards that are compared are equal, so that
-            they do not count in what the loss is divided by either. With
-            `advantage="reinforce++"` there are none. A step without anything to train on changes
-            no weight and is counted in `batch/empty_steps`.
-        early_stop: Abort what still decodes of a group once its finished completions have the
-            largest variance that `keep` rewards in `reward_range` can have: for rewards of 0 or 1,
-            half of them 0 and half 1. Saves decoding too, but favours what is short. Before a step
-            that could follow a stop the round waits for the scores, so that how long reward
-            functions take decides nothing. Aborted completions are counted in `dropped/stopped`.
-        reward_range: Least and largest reward there can be, weights included, for `early_stop`. A
+        keep: Completions of each prompt to train on (the paper's m), at least 2.
+        rule: `max_variance`, `max_reward`, `percentile` (evenly spaced over the sorted rewards) or
+            `random`.
+        advantage_scope: Rewards that an advantage is relative to: those of the `selected`
+            completions (as in the paper) or of the `full` group, which keeps the sign that the
+            advantage has without selection.
+        drop_uninformative: Leave out groups whose compared rewards are all equal, also from what
+            the loss is divided by. No effect with `advantage="reinforce++"`. A step with nothing
+            to train on leaves the weights unchanged and is counted in `batch/empty_steps`.
+        early_stop: Abort the rest of a group once its finished completions have the largest
+            variance that `keep` rewards within `reward_range` can have: for rewards of 0 or 1, half
+            zeros and half ones. Saves decoding, but favours short completions. The round waits for
+            scores that could stop a group before its next step, so the speed of reward functions
+            changes nothing. Aborted completions are counted in `dropped/stopped`.
+        reward_range: For `early_stop`: smallest and largest possible reward, weights included. A
             group with a reward outside does not stop early.
-        min_length_ratio: Guard of `early_stop`: after a round whose finished completions were
-            shorter on average than this share of what was drawn
-            (`down_sampling/finished_over_drawn_length`; Kaplan and Meier's estimate, as those
-            aborted would have become longer), the next one decodes all to their end.
+        min_length_ratio: For `early_stop`: if the mean length of a round's finished completions is
+            below this share of the mean length drawn (`down_sampling/finished_over_drawn_length`,
+            which estimates how long aborted completions would have become), the next round stops
+            no group. 0 never pauses `early_stop`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another one.
@@ -78,15 +79,14 @@ class DownSampling(RolloutCallback):
         check_choice("DownSampling", "advantage_scope", advantage_scope, ("selected", "full"))
         if early_stop and rule != "max_variance":
             raise ValueError(
-                f"`DownSampling(early_stop=True, {rule=})`: a group stops once the variance of its "
-                "rewards is as large as it can be. Use `rule='max_variance'`, or leave "
-                "`early_stop` out."
+                f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
+                "variance. Use `rule='max_variance'`, or leave `early_stop` out."
             )
         low, high = reward_range
         if not -math.inf < low < high < math.inf:
             raise ValueError(
-                f"`DownSampling({reward_range=})`: give the least reward, then the largest, both "
-                "finite."
+                f"`DownSampling({reward_range=})`: give the smallest reward, then the largest, "
+                "both finite."
             )
         if not 0 <= min_length_ratio <= 1:
             raise ValueError(f"`DownSampling({min_length_ratio=})`: use 0 (no guard) to 1.")
@@ -106,38 +106,38 @@ class DownSampling(RolloutCallback):
         drawn = run.num_generations
         if self.keep > drawn:
             raise ValueError(
-                f"`DownSampling(keep={self.keep})` of `num_generations={drawn}`: there are not as "
-                f"many. Use {drawn} or less, or more `num_generations`."
+                f"`DownSampling(keep={self.keep})` of `num_generations={drawn}`: there are fewer. "
+                f"Use {drawn} or less, or more `num_generations`."
             )
         if self.early_stop and self.keep == drawn:
             raise ValueError(
                 f"`DownSampling(early_stop=True, keep={self.keep})` of `num_generations={drawn}`: "
-                "all are needed, so that no group can stop. Keep fewer, or leave `early_stop` out."
+                "every completion is needed. Keep fewer, or leave `early_stop` out."
             )
         self._selection = schedule.selection = Selection(
             self.keep, self.rule, self.advantage_scope == "full", self.drop_uninformative
         )
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:
-        """Let groups stop early, unless the last round was too short for it."""
+        """Enable `early_stop`, unless the last round was too biased."""
         assert self._selection is not None
         stops = self.early_stop and not self._guarded
         self._selection.reward_range = self.reward_range if stops else None
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Look at what stopping did to the lengths."""
+        """Pause `early_stop` for a round if finished completions were too short."""
         ratio = round.metrics["down_sampling/finished_over_drawn_length"]
         if self.early_stop and ratio < self.min_length_ratio and not self._guarded:
             rank_zero_info(
-                f"DownSampling: what finished is {ratio:.2f} as long as what was drawn; the next "
-                f"round stops no group early (`min_length_ratio={self.min_length_ratio}`)."
+                f"DownSampling: finished completions were {ratio:.2f} as long as drawn ones; the "
+                f"next round stops no group early (`min_length_ratio={self.min_length_ratio}`)."
             )
         self._guarded = ratio < self.min_length_ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the next round may stop groups early."""
+        """Return whether `early_stop` is paused in the next round."""
         return {"guarded": self._guarded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore it."""
         self._guarded = state_dict["guarded"]

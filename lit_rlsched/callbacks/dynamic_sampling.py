@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: prompts that teach nothing are replaced."""
+"""DAPO's dynamic sampling: replaces prompts that give no gradient."""
 
 from lightning import LightningModule, Trainer
 
@@ -8,29 +8,31 @@ from lit_rlsched.settings import check_count
 
 
 class DynamicSampling(RolloutCallback):
-    """Replace prompts whose completions are all worth the same by fresh ones, in the same round.
+    """Replace prompts whose completions all have the same reward by fresh prompts.
 
-    Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where all of a prompt's rewards are
-    equal there is no advantage, hence no gradient but that of the KL penalty; where too few rewards
-    came back, neither. The next prompt of the data takes its place while others still decode. A
-    round ends with `prompts_per_round` prompts that teach something, or at the bound with what
-    there is. With `DownSampling` and a rule other than `max_variance`, what it selects of such a
-    prompt may still be all the same, and is then left out of the update. When a prompt has all its
-    completions, the round waits for their scores before its next decode step:
-    so what it trains on, and when it decodes what, do not depend on how long reward functions take.
+    Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). If all rewards of a prompt are equal,
+    or fewer than two completions have one, its advantages are zero. The next prompt of the data
+    then takes its place in the same round, while other prompts still decode. A round ends with
+    `prompts_per_round` useful prompts, or with fewer at the bound. When all completions of a prompt
+    are decoded, the round waits for their scores before its next decode step, so the speed of
+    reward functions does not change which prompts are trained on. With `DownSampling` and a rule
+    other than `max_variance`, the selected rewards of a prompt may be equal all the same; it is
+    then left out of the update.
 
-    What the method does to what is learned: prompts that are too easy or too hard at the moment are
-    trained on less often than the data has them. The metrics of rewards and completions are of all
-    that was drawn; `dynamic_sampling/num_gen_batches` says how many rounds' worth that was, and
-    `dropped/uninformative` counts the completions that were left out since the run began.
+    Bias: prompts that are currently too easy or too hard are trained on less often than the data
+    contains them.
+
+    Each round logs `dynamic_sampling/num_gen_batches` (prompts drawn, in rounds' worth) and
+    `dropped/uninformative` (completions left out since the run began). Metrics of rewards and
+    completions include everything that was drawn.
 
     Args:
         max_num_gen_batches: Bound on the prompts of a round, as a multiple of `prompts_per_round`
             (verl's name for it).
 
     Raises:
-        ValueError: it is less than 2, more than `train_data` can give, or the module's advantages
-            are not relative to a prompt's own completions.
+        ValueError: the bound is less than 2 or needs more prompts than `train_data` has, or the
+            module's advantages are not relative to the prompt's other completions.
 
     Example::
 
@@ -40,7 +42,7 @@ class DynamicSampling(RolloutCallback):
     sets = "which prompts are replaced"
 
     def __init__(self, max_num_gen_batches: int = 4) -> None:
-        why = "With 1 nothing could be replaced."
+        why = "With 1 no prompt could be replaced."
         check_count("DynamicSampling", "max_num_gen_batches", max_num_gen_batches, 2, why)
         self.max_num_gen_batches = max_num_gen_batches
 
@@ -49,8 +51,8 @@ class DynamicSampling(RolloutCallback):
         schedule, run = rollout_schedule(trainer, self)
         if stage == "fit" and not run.learner.needs_group:
             raise ValueError(
-                "`DynamicSampling` with an advantage that is relative to all of the update "
-                "(`advantage='reinforce++'`): prompts whose completions are all worth the same do "
-                "teach something there. Leave one of them out."
+                "`DynamicSampling` with `advantage='reinforce++'`: rewards are compared over the "
+                "whole update there, so prompts whose rewards are all equal are useful too. Leave "
+                "one of the two out."
             )
         schedule.max_num_gen_batches = self.max_num_gen_batches

@@ -1,4 +1,4 @@
-"""Infinite Sampling's length prediction: know early which completions become long."""
+"""Infinite Sampling's length prediction: finds out early which completions become long."""
 
 from typing import Any
 
@@ -13,36 +13,33 @@ from lit_rlsched.settings import check_count
 
 
 class LengthPrediction(RolloutCallback):
-    """Predict how long completions become, for the `order` of `MicroGroupSampling`.
+    """Predict completion lengths for the `order` of `MicroGroupSampling`.
 
-    Every completion of a round first draws `probe_tokens` tokens and pauses; what is left of each
-    is predicted from its prompt and those tokens, and the long ones go on first (token-conditioned
-    prediction, Infinite Sampling, arXiv 2506.22950). The tokens of the probe are kept, and a
-    completion goes on after it as if it had not paused; what a pause costs, tokens of context
-    computed again, is in `rollout/prefill_tokens`. Predictions change when a completion is drawn,
-    never which.
+    Token-conditioned prediction (Infinite Sampling, arXiv 2506.22950). Each completion first
+    decodes `probe_tokens` tokens and pauses; its length is then predicted from the prompt and these
+    tokens, and long completions resume first. Predictions change when a completion is drawn, never
+    which tokens. `rollout/prefill_tokens` counts the context tokens computed again after a pause.
 
-    Each round logs how good they were: `length_prediction/mae` in tokens, `/rank_correlation`, and
-    `/cap_coverage`, the share of the completions cut at the limit that were among the longest
-    predicted. A predictor that ranks worse than the plain history of prompts is replaced by it
-    until it is better again, with a warning and `length_prediction/fallback`.
+    Each round logs `length_prediction/mae` (in tokens), `/rank_correlation` and `/cap_coverage`
+    (share of the completions cut at the limit that were among the longest predicted). While a
+    predictor ranks worse than `PromptHistory`, the latter replaces it, with a warning and
+    `length_prediction/fallback`.
 
     Predictors, in `lit_rlsched.scheduling`: `token_conditioned.TokenConditioned` for most runs;
-    `length_prediction.SiblingMax` where the completions of a prompt are of like length;
-    `length_prediction.PromptHistory` where prompts come again many times;
-    `recorded_lengths.Oracle` to replay a recorded run; or a `LengthPredictor` of your own.
+    `length_prediction.SiblingMax` if completions of a prompt have similar lengths;
+    `length_prediction.PromptHistory` if prompts come back many times; `recorded_lengths.Oracle` to
+    replay a recorded run; or your own subclass of `LengthPredictor`.
 
     Args:
         predictor: By default `TokenConditioned()`, which learns from the run's own completions.
-        probe_tokens: Tokens drawn of each completion before it is predicted; 0: predict from the
-            prompt alone. By default 16, less where `max_completion_length` is below 256; and none
-            where all completions of a round decode at once. Where completions have hundreds of
-            tokens, 16 tell more than they delay; on the quick task, whose median is 51, 0 is better
-            (`python -m benchmarks run steps`).
+        probe_tokens: Tokens decoded before a completion is predicted; 0 predicts from the prompt
+            alone. By default 16, fewer if `max_completion_length` is below 256, and 0 if all
+            completions of a round decode at once. 16 helps if completions have hundreds of tokens;
+            on the quick task, with a median of 51, 0 is better (`python -m benchmarks run steps`).
 
     Raises:
-        ValueError: `predictor` is none, keeps a state that a checkpoint cannot hold, or
-            `probe_tokens` is negative or as large as `max_completion_length`.
+        ValueError: `predictor` is not a `LengthPredictor`, its state cannot be saved in a
+            checkpoint, or `probe_tokens` is negative or not below `max_completion_length`.
 
     Example::
 
@@ -57,7 +54,7 @@ class LengthPrediction(RolloutCallback):
         if predictor is not None and not isinstance(predictor, LengthPredictor):
             raise ValueError(
                 f"`LengthPrediction(predictor={predictor!r})` is no `LengthPredictor`. Give an "
-                "instance, such as `PromptHistory()`; one of your own inherits from "
+                "instance, such as `PromptHistory()`, or one of your own class that inherits from "
                 "`lit_rlsched.scheduling.length_prediction.LengthPredictor`."
             )
         if probe_tokens is not None:
@@ -69,15 +66,15 @@ class LengthPrediction(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the predictor into the schedule."""
         schedule, _ = rollout_schedule(trainer, self)
-        self.predictor.state_dict()  # refuses one that could not be saved, before anything is drawn
+        self.predictor.state_dict()  # raises early if the state cannot be saved
         schedule.lengths, schedule.probe_tokens = self.predictor, self.probe_tokens
         self._trains = stage == "fit"
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned: primitives and tensors only."""
+        """Return what the predictor has learned: primitives and tensors only."""
         return self.predictor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; validation and test predict nothing."""
+        """Restore the predictor, unless the run only validates or tests."""
         if self._trains:
             self.predictor.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""Ragged micro-batches for modules with automatic optimization."""
+"""Gradient accumulation over a varying number of micro-batches, for automatic optimization."""
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -11,18 +11,18 @@ from lit_rlsched.training.micro_batches import MicroBatch
 
 
 class MicroBatchAccumulation(Callback):
-    """Make one optimizer step of each step's micro-batches, however many there are.
+    """Take one optimizer step per `OptimizerStep`, however many micro-batches it has.
 
-    For LightningModules with automatic optimization, whose loader gives micro-batches one by one:
-    Lightning accumulates a fixed number of batches and averages their losses, while ours vary in
-    number and their losses, normalised by the step's totals, add up. The data module adds it to a
-    Trainer that lacks it. A gradient that is not finite stops the run before the step.
+    For LightningModules with automatic optimization, whose loader yields single micro-batches.
+    Lightning accumulates a fixed number of batches and averages their losses; ours vary in number,
+    and their losses, normalised by the totals of the step, are summed. The data module adds this
+    callback where it is missing. A gradient that is not finite stops the run before the step.
     """
 
     _loss: torch.Tensor | float = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the data module, which has no such hook."""
+        """Call the data module, for which Lightning has no such hook."""
         trainer.datamodule.on_fit_start()  # type: ignore[attr-defined]
 
     def on_train_batch_start(
@@ -33,7 +33,8 @@ class MicroBatchAccumulation(Callback):
             self._loss = 0.0
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
-        # (batch_idx + 1) % n is 0 on the last only; batch_idx % n, which wipes gradients, never
+        # Lightning steps where (batch_idx + 1) % n is 0: only on the last one. It resets gradients
+        # where batch_idx % n is 0: never.
         trainer.accumulate_grad_batches = batch_idx + (1 if batch.is_last else 2)
 
     def on_before_backward(
@@ -46,20 +47,20 @@ class MicroBatchAccumulation(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Look at the gradient, unscaled and not yet clipped."""
+        """Check the gradient, which is unscaled and not clipped yet."""
         grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
         if grads:
             check_gradient(trainer, get_total_norm(grads), self._loss)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the setting of the Trainer."""
         trainer.accumulate_grad_batches = 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what it is not for.
+        """Check that the module uses automatic optimization.
 
         Raises:
-            MisconfigurationException: the module optimizes manually.
+            MisconfigurationException: it does not.
         """
         if stage == "fit" and not pl_module.automatic_optimization:
             raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""Infinite Sampling: group size no longer decides how much memory decoding takes."""
+"""Infinite Sampling: the memory of decoding no longer depends on the group size."""
 
 from typing import get_args
 
@@ -16,40 +16,36 @@ from lit_rlsched.sizes import parse_bytes
 class MicroGroupSampling(RolloutCallback):
     """Decode at most `slots` completions at once, whatever `num_generations` is.
 
-    The micro sampling groups and the continuous sampling of Infinite Sampling (arXiv 2506.22950).
-    It changes when a completion is drawn, never which: the same tokens, with log-probs equal up to
-    the engine's batch noise (on vLLM in fp32 5e-7).
+    Micro sampling groups and continuous sampling (Infinite Sampling, arXiv 2506.22950). The
+    callback changes when a completion is drawn, never which tokens: log-probs are equal up to the
+    engine's batch noise (5e-7 on vLLM in fp32).
 
-    Without it 256 decode at once, or all of a round where it has fewer; with vLLM on a GPU of
-    70 GiB or more up to 1,024, if the cache holds so many of half the longest length. Each round
-    logs the number as `rollout/slots`.
+    Without this callback up to 256 completions decode at once; with vLLM on a GPU of 70 GiB or more
+    up to 1,024, if the cache holds that many at half the maximum length. Each round logs the number
+    as `rollout/slots`.
 
     Args:
-        slots: Most completions that decode at once (the paper's fixed slots). Refused where the
-            engine's key-value cache could not hold that many completions of full length.
-        memory_budget: Key-value cache that completions may take together, such as `2GiB`, instead
-            (the paper's dynamic slots): as many run as fit into it at the moment, never more, at
-            most 256 (vLLM on a GPU of 70 GiB or more: 1,024). A completion draws up to an eighth of
-            `max_completion_length` at a time; where the budget is full it waits for others to end,
-            and goes on with the same tokens as if it had not.
-        refill: `continuous` refills a slot as soon as it is free (continuous sampling), `rounds`
-            only when all are (naive micro sampling groups).
-        order: Which waiting completion goes first: `fifo`, in the order of the data;
-            `least_attained`, in turns of an eighth of `max_completion_length`, whoever has drawn
-            the fewest tokens first, so that what becomes long begins early though nobody predicts
-            it (except in rounds of `SortedBatching` that may throw away what has begun);
-            `shortest_first` or `longest_first`, by what `LengthPrediction` expects; `planned`:
-            spread over the slots so that the last one ends early, then a slot without work steals
-            the shortest that has not started (the paper's two stages). By default `fifo` without
-            `LengthPrediction`, `longest_first` with it, see below, and with it and `SortedBatching`
-            `shortest_first`.
+        slots: Maximum number of completions that decode at once (the paper's fixed slots). Refused
+            if the engine's key-value cache cannot hold that many completions of full length.
+        memory_budget: Alternative to `slots` (the paper's dynamic slots): key-value cache that all
+            running completions may take together, such as `2GiB`. As many decode as fit at the
+            moment, up to 256 (vLLM on a GPU of 70 GiB or more: 1,024). A completion reserves an
+            eighth of `max_completion_length` at a time, and pauses while the budget is used up.
+        refill: `continuous` refills a slot as soon as it is free (continuous sampling); `rounds`
+            waits until all are (naive micro sampling groups).
+        order: Which waiting completion goes first. `fifo`: in the order of the data.
+            `least_attained`: the one with the fewest tokens, in turns of an eighth of
+            `max_completion_length`, so that long completions begin early without predictions (no
+            turns in rounds of `SortedBatching` that may discard tokens). `shortest_first`,
+            `longest_first`: by the lengths of `LengthPrediction`. `planned`: by a plan that assigns
+            predicted lengths to slots, and work stealing (the paper's two stages). By default
+            `fifo`; with `LengthPrediction` `longest_first`, or `shortest_first` if `SortedBatching`
+            is used as well.
 
-    What the orders need more than the fewest decode steps possible, on the quick task's completions
-    with 16 slots (`python -m benchmarks run steps`): naive rounds 204 %; continuous fifo
-    13 %. With lengths known in advance shortest first 16 %, as much as sorted rounds, longest first
-    0.6 %, planned 0.0 %. With learned lengths longest first 8 % and planned 10 %: a plan binds a
-    completion to a slot by a length that is often wrong, and what is stolen shortest first leaves
-    the long ones to the end. Hence the default, and `planned` where lengths are known well.
+    `python -m benchmarks run steps` compares the orders on the quick task's completions with 16
+    slots, as extra decode steps over the minimum: naive rounds 204 %, continuous `fifo` 13 %. With
+    exact lengths `shortest_first` 16 %, `longest_first` 0.6 %, `planned` 0.0 %. With learned
+    lengths `longest_first` 8 %, `planned` 10 %: a plan depends on lengths that are often wrong.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
@@ -80,9 +76,9 @@ class MicroGroupSampling(RolloutCallback):
             check_choice("MicroGroupSampling", "order", order, get_args(Order))
         if refill == "rounds" and order in ("planned", "least_attained"):
             raise ValueError(
-                f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order is for slots "
-                "that are refilled. Use `refill='continuous'`, or `order='longest_first'`, which "
-                "sorts the micro groups."
+                f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order needs slots "
+                "that are refilled one by one. Use `refill='continuous'`, or "
+                "`order='longest_first'`, which sorts the micro groups."
             )
         budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
         self.settings = SlotSettings(slots, budget, refill, order)

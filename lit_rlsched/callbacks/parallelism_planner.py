@@ -1,4 +1,4 @@
-"""RollPacker's parallelism planner: the model is split as far as its cache needs."""
+"""RollPacker's parallelism planner: splits the model as far as its key-value cache needs."""
 
 import time
 from typing import Any
@@ -19,36 +19,34 @@ from lit_rlsched.training.round import Round
 
 
 class ParallelismPlanner(RolloutCallback):
-    """Split the engine's model over more devices when its cache runs short, over fewer when not.
+    """Adapt `tensor_parallel_size` to how often vLLM runs out of key-value cache.
 
-    RollPacker (arXiv 2509.21009, section 4.2). Where the key-value cache is full vLLM preempts: a
-    request loses its cache and computes all of it again later. When the preemptions of a round rise
-    above 1.05 times the moving average of its kind, the next such round has twice the
-    `tensor_parallel_size`; after four of them without a preemption, half of it. The first sizes are
-    the engine's own. Short and long rounds of `TailBatching` have a size each, other rounds one.
-    The rule in full: `lit_rlsched.scheduling.parallelism_planner`.
+    RollPacker (arXiv 2509.21009, section 4.2). If the cache is full, vLLM preempts a request and
+    later computes its cache again. If a round's preemptions exceed 1.05 times their moving average,
+    the size is doubled for the next round of this kind; after four rounds without a preemption it
+    is halved. Short and long rounds of `TailBatching` are separate kinds, each with its own size.
+    The first sizes are the engine's. `lit_rlsched.scheduling.parallelism_planner` has the rule.
 
-    A new size is a new start of the engine before the round's rollout, which costs what a start
-    does: with `TailBatching` and two sizes that is twice in five rounds. Weights come with the
-    rollout, as ever, and are verified. Nothing that is drawn depends on it but rounding: log-probs
-    differ by about 1e-6 in fp32, so that a run with other sizes is another run. Where the engine
-    does not start with a new size, the run goes on without it; a resumed one tries it once more.
+    A new size restarts the engine before the rollout; with `TailBatching` and two sizes that is
+    twice in five rounds. Log-probs differ by about 1e-6 in fp32 between sizes, so a run with other
+    sizes draws other completions. If the engine does not start with a size, the run continues
+    without that size; a resumed run tries it once more.
 
-    The rule goes by preemptions alone. It does not know that a split model decodes slower where
-    nothing is preempted, and takes whatever preempts to be short of cache.
+    The rule sees preemptions only. It does not know that a split model may decode more slowly, and
+    takes every preemption for a shortage of cache.
 
     Each round logs `parallelism/tensor_parallel_size`, `parallelism/restarts` (since the run
     began) and `time/restart`, which is part of `time/rollout`. The state is in the checkpoint.
 
     Args:
-        maximum: Largest size, a power of two. By default as far as the node's GPUs (on CPU, the
-            cores this process may use) and the model's attention heads go.
+        maximum: Largest size, a power of two. By default what the node's GPUs (on CPU, the cores
+            this process may use) and the model's attention heads allow.
         minimum: Smallest size, a power of two.
 
     Raises:
-        ValueError: a size is no power of two, or `minimum` is above `maximum`.
-        MisconfigurationException: the engine does not split its model, or not that far; its own
-            size is out of bounds; or `MicroGroupSampling` leaves nothing to preempt.
+        ValueError: a size is not a power of two, or `minimum` is above `maximum`.
+        MisconfigurationException: the engine cannot split its model, or not that far; its own size
+            is out of bounds; or `MicroGroupSampling` rules out preemptions.
 
     Example::
 
@@ -65,17 +63,16 @@ class ParallelismPlanner(RolloutCallback):
         self._trains = False
         self._resumed: dict[str, Any] | None = None
         self._engine: Any = None
-        self._schedule: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remember the size that the engine came with."""
+        """Remember the engine's own size."""
         self._trains = stage == "fit"
-        self._schedule, run = rollout_schedule(trainer, self)
+        _, run = rollout_schedule(trainer, self)
         self._engine = run.engine
         self._first_size = self._engine.tensor_parallel_size
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the sizes, now that engine and model are known."""
+        """Check the sizes and create the planner, now that engine and model are known."""
         session, name = rollout_datamodule(trainer, self).session, type(self._engine).__name__
         assert session is not None
         most = self._engine.max_tensor_parallel_size(session.spec)
@@ -87,10 +84,11 @@ class ParallelismPlanner(RolloutCallback):
         self.planner, self._resumed = planner, None
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:
-        """Start the engine anew if rounds of this kind want another size."""
-        session = rollout_datamodule(trainer, self).session
+        """Restart the engine if rounds of this kind have another size."""
+        data = rollout_datamodule(trainer, self)
+        session = data.session
         assert self.planner is not None and session is not None
-        self._kind = "long" if self._schedule.rule.is_long(plan) else "short"
+        self._kind = "long" if data.schedule.rule.is_long(plan) else "short"
         working, self._restart_seconds = session.engine.tensor_parallel_size, 0.0
         if self.planner.size(self._kind) != working:
             started = time.perf_counter()
@@ -100,7 +98,7 @@ class ParallelismPlanner(RolloutCallback):
             self._restarts += 1
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Learn from its preemptions."""
+        """Log the size, and let the planner learn from the round's preemptions."""
         assert self.planner is not None
         log_now(
             trainer,
@@ -113,24 +111,24 @@ class ParallelismPlanner(RolloutCallback):
         self.planner.observe(self._kind, int(round.metrics["rollout/preemptions"]))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the engine as it came."""
+        """Give the engine its own size back."""
         if self._engine is not None:
             self._engine.tensor_parallel_size = self._first_size
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """The same: Lightning does not tear down after one."""
+        """Give the engine its own size back: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes, what they follow from, and the one the engine has."""
+        """Return the planner's state, the number of restarts, and the engine's size."""
         planned = self._resumed or (self.planner and self.planner.state_dict())
         size = None if self._engine is None else self._engine.tensor_parallel_size
         return {"planner": planned, "restarts": self._restarts, "size": size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with those of a checkpoint, in an engine that starts with its size."""
+        """Resume with the checkpoint's state, and let the engine start with its size."""
         if not self._trains:
             return
         self._resumed, self._restarts = state_dict["planner"], state_dict["restarts"]

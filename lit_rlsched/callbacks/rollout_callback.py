@@ -1,4 +1,4 @@
-"""Lightning's callback with the hooks of a rollout."""
+"""A Lightning callback with rollout hooks."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class RolloutCallback(Callback):
-    """A callback that also sees rounds; override what you need.
+    """Base class of callbacks with hooks for rounds; override what you need.
 
-    Each hook fires exactly once for each round, completion and group of training, whether the run
-    was resumed or not. Validation rollouts fire none. A callback that sets something of the data
-    module names it in `sets`; two that set the same are refused.
+    Each hook fires exactly once per round, completion or group of training, even if the run is
+    resumed. Validation rollouts fire no hooks. A callback that sets a field of the schedule says in
+    `sets` what it decides; two callbacks that decide the same are refused.
 
     Example::
 
@@ -30,15 +30,15 @@ class RolloutCallback(Callback):
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:
-        """Before anything of the round is drawn; `plan` holds its groups."""
+        """Called before the groups in `plan` are drawn."""
 
     def on_completion_end(
         self, trainer: Trainer, pl_module: LightningModule, completion: Completion
     ) -> None:
-        """A completion is finished and scored; with `SortedBatching` it may yet be drawn anew."""
+        """Called for each scored completion; `SortedBatching` may still draw it again."""
 
     def on_group_end(self, trainer: Trainer, pl_module: LightningModule, group: Group) -> None:
-        """All completions of a prompt are finished and scored."""
+        """Called when all completions of a prompt are scored."""
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: "Round") -> None:
-        """All of the round is drawn and has its advantages; nothing of it was trained on yet."""
+        """Called when the round has its advantages, before it is trained on."""

@@ -1,4 +1,4 @@
-"""What a run leaves for its reader: completions, pictures and a one-line summary."""
+"""Output of a run for its reader: completions, pictures and a one-line summary."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,8 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks import pictures
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
-from lit_rlsched.callbacks.completions_table import CompletionsTable
+from lit_rlsched.callbacks.completions_table import CompletionsTable, drop_rows
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.callbacks.round_files import drop_rounds, save_trace
 from lit_rlsched.callbacks.run_curve import RunCurve
 from lit_rlsched.logs import is_partial_check
 from lit_rlsched.run_folder import folder_of, leave, occupy
@@ -18,26 +17,25 @@ from lit_rlsched.training.round import Round
 
 
 class RolloutLogger(RolloutCallback):
-    """Write each round's completions down and draw the run, for W&B and in files without it.
+    """Record completions and pictures of a run.
 
-    In the Trainer's `default_root_dir`, or without one in a new folder `runs/version_N`, whatever
-    loggers there are: `completions.jsonl`, a row for each completion with TRL's columns;
-    `learning.png`, reward and held-out accuracy; `timeline.png` and `lengths.png` of the round
-    drawn last. The folder is locked meanwhile. A run that is not resumed replaces them. A
-    `WandbLogger` gets the completions too, as the table `completions` that each round's rows are
-    added to, and the pictures under `pictures/`; a `TensorBoardLogger` gets the pictures.
+    The folder is the Trainer's `default_root_dir`, or without one a new folder `runs/version_N`.
+    It gets `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy;
+    and `timeline.png` and `lengths.png` of the latest round. It is locked during the run, and a run
+    that is not resumed replaces these files. A `WandbLogger` gets the rows as the table
+    `completions` and the pictures under `pictures/`; a `TensorBoardLogger` gets the pictures.
 
-    The figures of a round are logged by the data module, to every logger. The summary and the
-    pictures start at the untrained model where it was measured: `num_sanity_val_steps=-1`, which is
-    the CLI's default, validates before training (Lightning's own default of 2 measures nothing).
+    The data module logs the metrics of rounds. Summary and pictures include the untrained model if
+    it was measured, as with `num_sanity_val_steps=-1`, the CLI's default; Lightning's own default
+    of 2 measures nothing.
 
     Args:
-        num_completions: Completions of a round to write down: the first ones in the order of the
-            plan, so that siblings stand together.
-        every_n_rounds: Rounds from one table of completions to the next.
-        pictures_every_n_rounds: Rounds from one set of pictures to the next; there is one at the
-            end of training in any case.
-        save_trace: Whether each round's trace is kept, as Parquet files in `traces/`.
+        num_completions: Completions to write per table: the first ones in the order of the plan, so
+            that completions of a prompt are together.
+        every_n_rounds: Rounds between two tables of completions.
+        pictures_every_n_rounds: Rounds between two sets of pictures; the end of training always
+            gets one.
+        save_trace: Whether to keep each round's trace as Parquet files in `traces/`.
 
     Raises:
         ValueError: a number is out of range.
@@ -65,11 +63,11 @@ class RolloutLogger(RolloutCallback):
         self._occupied: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the clock.
+        """Lock the folder and start the clock.
 
         Raises:
-            FolderInUse: another process runs in the run's folder.
-            MisconfigurationException: there are no rollouts.
+            FolderInUse: another process uses the run's folder.
+            MisconfigurationException: there is no `RolloutDataModule`.
         """
         if stage == "fit":
             rollout_datamodule(trainer, self)
@@ -79,36 +77,36 @@ class RolloutLogger(RolloutCallback):
             self.curve.start()
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Write down the round."""
+        """Write the round's rows, trace and pictures."""
         first = self.curve.last is None
         self.curve.add_round(round)
         if not _writes(trainer):
             return
         folder = folder_of(trainer)
         if first:
-            drop_rounds(folder, round.number)
+            _drop_rounds(folder, round.number)
         if round.number % self.every_n_rounds == 0:
             names = rollout_datamodule(trainer, self).rewards.names
             self.table.add(round, names, folder / "completions.jsonl", trainer.loggers)
         if self.save_trace:
-            save_trace(round, folder / "traces")
+            _save_trace(round, folder / "traces")
         if (round.number + 1) % self.pictures_every_n_rounds == 0:
             pictures.publish(pictures.draw(self.curve), trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the figures; those of step 0 are the baseline."""
+        """Remember the `val/` metrics; those of step 0 are the baseline."""
         if trainer.state.fn == "fit" and not is_partial_check(trainer):
             self.curve.add_validation(trainer.global_step, trainer.callback_metrics)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock and draw."""
+        """Stop the clock and draw the pictures."""
         self.curve.stop()
         if _writes(trainer):
             pictures.publish(pictures.draw(self.curve), trainer)
         self.curve.last = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let others use the folder."""
+        """Unlock the folder."""
         folder, self._occupied = self._occupied, None
         if folder is not None:
             leave(folder)
@@ -116,24 +114,43 @@ class RolloutLogger(RolloutCallback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """The same: Lightning does not tear down after one."""
+        """Unlock the folder: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "fit")
 
     def summary(self, trainer: Trainer) -> str:
-        """The run in one line."""
+        """Return the run in one line."""
         took = self.curve.effort(rollout_datamodule(trainer, self).counters["num_completions"])
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
         return self.curve.summary(folder_of(trainer), took)
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's curve and how long it took."""
+        """Return the curve and time of the run."""
         return self.curve.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the curve of the run that is resumed."""
+        """Continue the curve of a resumed run."""
         self.curve.load_state_dict(state_dict)
 
 
 def _writes(trainer: Trainer) -> bool:
     return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+
+def _save_trace(round: Round, folder: Path) -> None:
+    import pyarrow.parquet as pq
+
+    if round.trace is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in round.trace.tables().items():
+        pq.write_table(table, folder / f"round_{round.number:05}_{name}.parquet")
+
+
+def _drop_rounds(folder: Path, number: int) -> None:
+    """Delete what the folder has of round `number` and later, from another or an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drop_rows(folder / "completions.jsonl", number)
+    for path in (folder / "traces").glob("round_*.parquet"):
+        if int(path.stem.split("_")[1]) >= number:
+            path.unlink()

@@ -12,24 +12,65 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.logs import is_partial_check
+from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
 
 SECONDS_PER_FRAME = 0.25
-"""In a terminal."""
+"""Shortest time between two updates of the rollout bar in a terminal."""
 SECONDS_PER_LINE = 2.0
-"""Between two rounds in a log, where nothing can be drawn over; rounds between are left out."""
+"""Shortest time between two lines about rounds in a log; the rounds between get no line."""
 SECONDS_PER_ROLLOUT_LINE = 30.0
-"""Between two lines about one round."""
+"""Shortest time between two lines about one rollout in a log."""
+
+
+class RolloutBar(Tqdm):
+    """Bar of one round's completions.
+
+    Args:
+        plan: Groups of the round, which may lose completions and get more groups meanwhile.
+        **kwargs: Arguments of `tqdm`.
+    """
+
+    def __init__(self, plan: Sequence[Group], **kwargs: Any) -> None:
+        self.plan = plan
+        self.scored = 0
+        self.began = self._shown = time.monotonic()
+        super().__init__(
+            desc="  rollout",
+            total=self._remaining(),
+            unit="completion",
+            leave=False,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            **kwargs,
+        )
+
+    def advance(self, trace: RolloutTrace) -> dict[str, float] | None:
+        """Count a scored completion; return the round's speed if it is time to show it."""
+        self.scored += 1
+        now = time.monotonic()
+        pause = SECONDS_PER_ROLLOUT_LINE if self.disable else SECONDS_PER_FRAME
+        if now - self._shown < pause:
+            return None
+        self._shown = now
+        self.n, self.total = self.scored, self.scored + self._remaining()
+        tokens = trace.busy_slot_steps  # includes those of unfinished completions
+        rate = round(tokens / max(trace.seconds, 1e-9))
+        return {"tok/s": rate, "bubble": trace.bubble_ratio}
+
+    def _remaining(self) -> int:
+        return sum(not c.scored for group in self.plan for c in group.completions)
 
 
 class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
-    """Shows the run, in rounds or, with `max_steps`, in optimizer steps, and below it the rollout.
+    """Shows the progress of the run and of the current rollout.
 
-    Where the output is not a terminal it prints a line for each round and validation instead.
+    The upper bar counts rounds or, with `max_steps`, optimizer steps. If the output is not a
+    terminal, a line is printed for each round and validation instead.
 
     Args:
-        refresh_rate: See `TQDMProgressBar`; 0 switches it off.
+        refresh_rate: See `TQDMProgressBar`; 0 switches the callback off.
         process_position: See `TQDMProgressBar`.
 
     Example::
@@ -41,148 +82,107 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0) -> None:
         super().__init__(refresh_rate, process_position)
-        self._rollout_bar: Tqdm | None = None
+        self._rollout_bar: RolloutBar | None = None
         self._figures: dict[str, float] = {}
         self._speed: dict[str, float] = {}
-        self._plan: Sequence[Group] = ()
-        self._done = 0
-        self._shown = 0.0
         self._printed = -math.inf
-        self._round_began: float | None = None
 
     @property
     def is_disabled(self) -> bool:
-        """Whether bars are not drawn; `is_enabled` says whether anything is shown at all."""
+        """Whether no bars are drawn; `is_enabled` says whether anything is shown at all."""
         return super().is_disabled or not _interactive()
-
-    # The run.
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Draw one bar for the whole run."""
         super().on_train_start()
         bar, total = self.train_progress_bar, trainer.max_epochs
+        bar.unit, done = "round", trainer.current_epoch
         if trainer.max_steps != -1:
             bar.unit, done, total = "step", trainer.global_step, trainer.max_steps
-        else:
-            bar.unit, done = "round", trainer.current_epoch
         bar.set_description(f"{bar.unit.capitalize()}s")
         bar.reset(None if total == -1 else total)
         bar.initial = bar.n = done
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Leave the bar as it is: it is not about one epoch."""
+        """Keep Lightning from resetting the bar for each epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Show the step's figures."""
-        self._advance(trainer, pl_module, rounds=trainer.current_epoch)
+        """Show the metrics of the step."""
+        self._advance(trainer, pl_module, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the round."""
         rounds = trainer.current_epoch + 1
         self._advance(trainer, pl_module, rounds)
-        of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
-        figures = {**self.get_metrics(trainer, pl_module), **self._speed}
-        if self._round_began is not None:
-            figures["seconds"] = time.monotonic() - self._round_began
         last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        if last or time.monotonic() - self._printed >= SECONDS_PER_LINE:
+        now = time.monotonic()
+        if last or now - self._printed >= SECONDS_PER_LINE:
+            figures = {**self.get_metrics(trainer, pl_module), **self._speed}
+            if self._rollout_bar is not None:
+                figures["seconds"] = now - self._rollout_bar.began
+            of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
             self._print(f"{rounds}{of} rounds", figures)
-            self._printed = time.monotonic()
+            self._printed = now
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the headline figure in sight."""
+        """Show the held-out accuracy."""
         accuracy = trainer.callback_metrics.get("val/accuracy")
         if trainer.state.fn == "fit" and accuracy is not None and not is_partial_check(trainer):
             self._figures["val/accuracy"] = float(accuracy)
-            step = trainer.global_step
-            when = f"at step {step}" if step else "before training"
+            when = f"at step {trainer.global_step}" if trainer.global_step else "before training"
             self._print(f"validation {when}", {"val/accuracy": float(accuracy)})
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Reward, accuracy, and what was logged with `prog_bar=True`."""
-        ours = sorted(self._figures.items())  # the reward first
-        figures: dict[str, Any] = {**dict(ours), **super().get_metrics(trainer, pl_module)}
-        figures.pop("v_num", None)
-        return figures
+        """Return reward and accuracy, then what was logged with `prog_bar=True`."""
+        ours: dict[str, Any] = dict(sorted(self._figures.items()))  # the reward first
+        metrics = ours | super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
 
     def _advance(self, trainer: Trainer, pl_module: LightningModule, rounds: int) -> None:
-        bar, done = self.train_progress_bar, trainer.global_step
-        if bar.unit == "round":
-            done = rounds
+        bar = self.train_progress_bar
+        done = rounds if bar.unit == "round" else trainer.global_step
         if not bar.disable and self._should_update(done, bar.total):
             bar.n = done
             bar.set_postfix(self.get_metrics(trainer, pl_module))
 
-    # The rollout of a round.
-
-    def on_round_start(
-        self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
-    ) -> None:
-        """Draw a bar for the round's completions."""
-        self._plan, self._done = plan, 0
-        self._round_began = self._shown = time.monotonic()
-        self._rollout_bar = Tqdm(
-            desc="  rollout",
-            total=self._to_do(),
-            unit="completion",
-            position=2 * self.process_position + 1,
-            disable=self.is_disabled,
-            leave=False,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            bar_format=self.BAR_FORMAT,
+    def on_round_start(self, trainer: Trainer, pl_module: Any, plan: list[Group]) -> None:
+        """Draw a bar for the completions of the round."""
+        position = 2 * self.process_position + 1
+        self._rollout_bar = RolloutBar(
+            plan, position=position, disable=self.is_disabled, bar_format=self.BAR_FORMAT
         )
 
-    def on_completion_end(
-        self, trainer: Trainer, pl_module: LightningModule, completion: Completion
-    ) -> None:
-        """Show how far the round is, a few times a second at most."""
-        self._done += 1
-        now, bar = time.monotonic(), self._rollout_bar
+    def on_completion_end(self, trainer: Any, pl_module: Any, completion: Completion) -> None:
+        """Show how far the rollout is."""
+        bar = self._rollout_bar
         assert bar is not None, "a completion outside a round"
-        if now - self._shown < (SECONDS_PER_ROLLOUT_LINE if bar.disable else SECONDS_PER_FRAME):
-            return
-        self._shown = now
-        trace = trainer.datamodule.session.trace  # type: ignore[attr-defined]
-        # Each place that is used in a step draws a token, of completions that still run too.
-        rate = trace.busy_slot_steps / max(trace.seconds, 1e-9)
-        figures = {"tok/s": round(rate), "bubble": trace.bubble_ratio}
-        total = self._done + self._to_do()
-        if bar.disable:
-            self._print(f"  rollout {self._done}/{total}", figures)
-        else:
-            bar.n, bar.total = self._done, total
-            bar.set_postfix(figures)
+        if (speed := bar.advance(trainer.datamodule.session.trace)) is not None:
+            if not bar.disable:
+                bar.set_postfix(speed)
+            self._print(f"  rollout {bar.n}/{bar.total}", speed)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Clear the round's bar and take up its figures."""
+        """Remove the rollout bar and remember the metrics of the round."""
         if self._rollout_bar is not None:
             self._rollout_bar.close()
-            self._rollout_bar = None
         self._figures["reward"] = round.metrics["reward"]
-        self._speed = {
-            "tok/s": int(round.metrics["rollout/tokens_per_second"]),
-            "bubble": round.metrics["rollout/bubble_ratio"],
-        }
-
-    def _to_do(self) -> int:
-        # Looked up anew: groups stop early, and prompts are replaced by others.
-        return sum(not c.scored for group in self._plan for c in group.completions)
+        rate = int(round.metrics["rollout/tokens_per_second"])
+        self._speed = {"tok/s": rate, "bubble": round.metrics["rollout/bubble_ratio"]}
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print beside the bars, or plainly where there are none."""
-        if self.is_enabled and self.is_disabled:
+        """Print without disturbing the bars."""
+        if self.is_enabled and self.is_disabled:  # Lightning prints only beside bars
             print(*args, sep=sep, **kwargs)
         else:
             super().print(*args, sep=sep, **kwargs)
 
-    def _print(self, head: str, figures: dict[str, Any]) -> None:
-        if self.is_enabled and self.is_disabled:
-            shown = (
-                f"{k} {v}" if isinstance(v, int) else f"{k} {v:.4g}" for k, v in figures.items()
-            )
-            print(f"{head}: {', '.join(shown)}", flush=True)
+    def _print(self, head: str, metrics: dict[str, Any]) -> None:
+        """Print metrics on a line, if no bars are drawn."""
+        if self.is_disabled:
+            shown = (f"{k} {v if isinstance(v, int) else f'{v:.4g}'}" for k, v in metrics.items())
+            self.print(f"{head}: {', '.join(shown)}", flush=True)
 
 
 def _interactive() -> bool:

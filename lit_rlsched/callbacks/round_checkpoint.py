@@ -1,8 +1,7 @@
-"""Resumable checkpoints: at the end of rounds where they are cheap, and when a run is stopped."""
+"""Resumable checkpoints at the end of rounds and when a run is stopped."""
 
 import time
 from pathlib import Path
-from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -15,20 +14,19 @@ from lit_rlsched.run_folder import folder_of
 
 
 class RoundCheckpoint(Checkpoint):
-    """Save the run at the end of a round, where that takes no more than a share of its time.
+    """Save a resumable checkpoint at the end of rounds, as often as its cost allows.
 
-    After the first round, then whenever all saves together, the next one included, stay within
-    `max_share` of the run's time, and after the last round in any case. Also where the run is
-    stopped by SIGTERM (or Ctrl-C, in the CLI), in the middle of whatever it does. The newest
-    `keep` files are kept. It goes beside a `ModelCheckpoint`, and saves nothing at a step that one
-    with `save_last` has just saved.
+    It saves after the first round, then whenever all saves together take at most `max_share` of the
+    run's time, and after the last round. It also saves when SIGTERM (or Ctrl-C in the CLI) stops
+    the run, even in the middle of a round. It works beside a `ModelCheckpoint`, and skips steps at
+    which one with `save_last` has just saved.
 
-    A save that fails, as on a full disk, costs no more than the save: it is warned about.
+    If a save fails, for example because the disk is full, the run continues with a warning.
 
     Args:
-        dirpath: Where; by default `checkpoints/` in the run's folder.
-        max_share: Most of the run's time that saving may take.
-        keep: How many files stay.
+        dirpath: Folder of the checkpoints; by default `checkpoints/` in the run's folder.
+        max_share: Maximum share of the run's time that saving may take.
+        keep: Number of checkpoints to keep.
 
     Raises:
         ValueError: a number is out of range.
@@ -39,7 +37,7 @@ class RoundCheckpoint(Checkpoint):
     """
 
     best_model_path = ""
-    """For `ckpt_path="best"`: there is none."""
+    """Read by Lightning for `ckpt_path="best"`: no checkpoint is best."""
 
     def __init__(self, dirpath: str | None = None, max_share: float = 0.02, keep: int = 2) -> None:
         if not 0 < max_share <= 1:
@@ -50,7 +48,7 @@ class RoundCheckpoint(Checkpoint):
         self.max_share = max_share
         self.keep = keep
         self.last_path: Path | None = None
-        """The newest file that this run has saved."""
+        """Newest file that this run has saved."""
         self._clock = time.monotonic
         self._began = 0.0
         self._spent = 0.0
@@ -60,24 +58,23 @@ class RoundCheckpoint(Checkpoint):
         """Start the clock.
 
         Raises:
-            MisconfigurationException: there are no rollouts.
+            MisconfigurationException: there is no `RolloutDataModule`.
         """
         if stage == "fit":
             rollout_datamodule(trainer, self)
             self._began, self._spent, self._last = self._clock(), 0.0, 0.0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, if it is time to."""
-        over = _is_last(trainer)
+        """Save if the run's time allows it or training ends."""
         spent, run = self._spent + self._last, self._clock() - self._began
         affordable = self._last == 0 or spent <= self.max_share * run
-        if (over or affordable) and not _just_saved(trainer):
+        if (affordable or _is_last(trainer)) and not _just_saved(trainer):
             self._save(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Save a run that was asked to stop."""
+        """Save if the run was asked to stop."""
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
         if isinstance(exception, SIGTERMException) and trains:
             self._save(trainer, stopped=True)
@@ -85,14 +82,16 @@ class RoundCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, stopped: bool = False) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        path = self._folder(trainer) / f"{_name(trainer)}.ckpt"
+        rounds = trainer.datamodule.rounds_over  # type: ignore[attr-defined]
+        folder = Path(self.dirpath) if self.dirpath else folder_of(trainer) / "checkpoints"
+        path = folder / f"round_{rounds:05}-step_{trainer.global_step:06}.ckpt"
         began = self._clock()
         try:
             if stopped:
                 settle_progress(trainer)
             trainer.save_checkpoint(path, weights_only=False)
         except OSError as error:
-            rank_zero_warn(f"The run goes on without a checkpoint of now: {error}")
+            rank_zero_warn(f"No checkpoint was saved, and the run continues: {error}")
         else:
             self.last_path = path
             self._prune(path)
@@ -100,29 +99,21 @@ class RoundCheckpoint(Checkpoint):
         self._spent += self._last
 
     def _prune(self, newest: Path) -> None:
+        """Delete all but the newest `keep` checkpoints."""
         files = sorted(newest.parent.glob("round_*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
         others = [path for path in files if path != newest]
         for path in others[: len(others) - (self.keep - 1)]:
             path.unlink(missing_ok=True)
 
-    def _folder(self, trainer: Trainer) -> Path:
-        return Path(self.dirpath) if self.dirpath else folder_of(trainer) / "checkpoints"
-
-
-def _name(trainer: Trainer) -> str:
-    """Says how many rounds are over, and how many optimizer steps are taken."""
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return f"round_{datamodule.rounds_over:05}-step_{trainer.global_step:06}"
-
 
 def _is_last(trainer: Trainer) -> bool:
-    """Whether training ends with this epoch."""
+    """Return whether training ends with this epoch."""
     rounds = trainer.current_epoch + 1 == trainer.max_epochs
     return rounds or trainer.global_step == trainer.max_steps or trainer.should_stop
 
 
 def _just_saved(trainer: Trainer) -> bool:
-    """Whether somebody has saved all of the run at this step."""
+    """Return whether a `ModelCheckpoint` has saved a resumable checkpoint at this step."""
     return any(
         isinstance(callback, ModelCheckpoint)
         and callback.save_last

@@ -1,4 +1,4 @@
-"""SortedRL: train early on the short, without idle slots and without starving the long."""
+"""SortedRL: trains on short completions first, without idle slots or starving long ones."""
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -11,48 +11,46 @@ from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
 
 
 class SortedBatching(RolloutCallback):
-    """Train as soon as an update's worth of completions is ready, the short ones first.
+    """Train as soon as an update's worth of completions is ready, short ones first.
 
-    SortedRL (arXiv 2603.23414). Prompts are loaded `pool_rounds * prompts_per_round` at a time, and
-    all of that pool decodes, as far as there are slots. When `update_prompts` of them are ready the
-    round is over and they are trained on, with whatever became ready in the same decode step; the
-    others decode again, or go on, under the new weights. No fresh prompt is loaded before all of
-    the pool has been trained on, so that nobody starves. Within a pool updates thus go from the
-    short to the long (with slots for only a part of it, more or less so): the paper's
-    micro-curriculum. So do the micro-batches of an update.
+    SortedRL (arXiv 2603.23414). The pool is loaded with `pool_rounds * prompts_per_round` prompts,
+    which all decode, as far as there are slots. Once `update_prompts` of them are ready, the round
+    ends and they are trained on, with everything that became ready in the same decode step. The
+    others are drawn again or resumed under the new weights. Fresh prompts are loaded only after the
+    whole pool was trained on, so no prompt starves. Within a pool updates (and the micro-batches of
+    an update) go from short to long completions: the paper's micro-curriculum.
 
-    What is trained on as a whole is a prompt with all its completions where the module compares
-    those with each other (GRPO, RLOO), and a single completion with `advantage="reinforce++"`.
+    A prompt is trained on with all its completions if the module compares them with each other
+    (GRPO, RLOO); with `advantage="reinforce++"` completions are trained on one by one.
 
-    What the method does to what is learned: in `on_policy` mode a completion that takes long may be
-    thrown away and drawn anew, and may then be a short one, so that a prompt's completions are
-    biased towards the short; `pool/trained_over_drawn_length` says at least by how much. In
-    `partial` mode every completion that was begun is trained on (unless `max_staleness`
-    intervenes), without that bias, but its tokens are of several policies: our module then clips
-    the ratio to the policy that drew each token (`PolicyModule`'s `old_logprobs`), as the paper
-    does. In both, an update sees prompts of like length.
+    Bias: in `on_policy` mode a long completion may be discarded and drawn again, and may then be
+    short, so completions are biased towards short ones; `pool/trained_over_drawn_length` measures
+    the bias from below. In `partial` mode every completion that was begun is trained on (unless
+    `max_staleness` discards it), without this bias, but its tokens come from several policies. Our
+    modules then clip the ratio to the policy that drew each token (`old_logprobs` of
+    `PolicyModule`), as the paper does. In both modes an update sees prompts of similar length.
 
     Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
-    `rollout/useful_token_share`, `rollout/attempts/*` (times a prompt was begun),
-    `rollout/trained_over_drawn_length`, and in `partial` mode `staleness/*`; each pool, at its end,
-    `pool/*`, the last drain included. Hooks: `on_completion_end` also fires for a completion that
-    is then thrown away with its group, `on_group_end` only for what is trained on.
+    `rollout/useful_token_share`, `rollout/attempts/*` (draws per prompt),
+    `rollout/trained_over_drawn_length` and, in `partial` mode, `staleness/*`; the end of a pool
+    logs `pool/*`. The hook `on_completion_end` also fires for completions that are discarded later,
+    `on_group_end` only for groups that are trained on.
 
     Args:
-        pool_rounds: Rounds' worth of prompts in a pool (the paper's n). With 1, and the default
-            `update_prompts`, the run is the synchronous one, bit for bit.
-        update_prompts: Prompts of an update; by default `prompts_per_round`. Of the last update of
-            a pool what is left.
-        mode: `on_policy` trains only on tokens of the newest policy and throws away what has not
-            finished; `partial` keeps the tokens, with their log-probs and policy versions, and goes
-            on after them.
-        max_staleness: In `partial` mode, policy versions (optimizer steps) that a trained token may
-            be old; a completion that began earlier is drawn anew. By default only the pool limits
-            it: a pool of n updates has tokens of at most n - 1 updates ago.
-        oversubscribe: Prompts that decode towards an update, as a multiple of `update_prompts`; by
-            default the whole pool. Less wastes fewer tokens in `on_policy` mode, and idles more.
-        mask_stale_tokens: In `partial` mode, train only on tokens of the newest policy. The others
-            still count as useful in `useful_token_share`.
+        pool_rounds: Size of a pool in rounds' worth of prompts (the paper's n). With 1, and the
+            default `update_prompts`, the run equals the synchronous one bit for bit.
+        update_prompts: Prompts of an update; by default `prompts_per_round`. The last update of a
+            pool has what is left.
+        mode: `on_policy` trains only on tokens of the newest policy and discards unfinished
+            completions; `partial` keeps their tokens, with log-probs and policy versions, and
+            resumes them.
+        max_staleness: For `mode="partial"`: maximum age of a trained token in policy versions
+            (optimizer steps); older completions are drawn again. By default only the pool limits
+            it: in a pool of n updates tokens are at most n - 1 updates old.
+        oversubscribe: Prompts that decode at once, as a multiple of `update_prompts`; by default
+            the whole pool. Fewer waste fewer tokens in `on_policy` mode, but leave slots idle.
+        mask_stale_tokens: For `mode="partial"`: train only on tokens of the newest policy. The
+            others still count as useful in `rollout/useful_token_share`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts the module or the data module.
@@ -80,14 +78,13 @@ class SortedBatching(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
-        # a group is selected from as a whole
         whole = run.learner.needs_group or "DownSampling" in run.callbacks
         unit: Unit = "group" if whole else "completion"
         rule = self.settings.rule(run.prompts_per_round, run.num_generations, unit)
         if run.steps_per_round > 1:
             raise ValueError(
-                f"`steps_per_round={run.steps_per_round}` with `SortedBatching`: each of "
-                "its rounds is one update. Use `steps_per_round=1` and `SortedBatching("
+                f"`steps_per_round={run.steps_per_round}` with `SortedBatching`: each of its "
+                "rounds is one update. Use `steps_per_round=1` and `SortedBatching("
                 f"update_prompts={max(1, rule.update_prompts // run.steps_per_round)})`."
             )
         if self.settings.mode == "partial":
@@ -96,15 +93,14 @@ class SortedBatching(RolloutCallback):
         schedule.mask_stale_tokens = self.settings.mask_stale_tokens
 
     def _check_partial(self, run: RunFacts, pl_module: LightningModule) -> None:
-        """Each token is weighed by the log-prob of the policy that drew it."""
+        """Check that stale tokens are trained against the policy that drew them."""
         check_logprobs("`SortedBatching(mode='partial')`", run.engine, run.sampling)
-        steps = run.num_iterations
-        most = self.settings.max_staleness
+        steps, most = run.num_iterations, self.settings.max_staleness
         if most is not None and most < steps:
             raise ValueError(
-                f"`SortedBatching(max_staleness={most})` with `num_iterations="
-                f"{steps}`: a round takes that many optimizer steps, so that nothing would be gone "
-                f"on with. Use {steps} or more, or `mode='on_policy'`."
+                f"`SortedBatching(max_staleness={most})` with `num_iterations={steps}`: a round "
+                "takes that many optimizer steps, so no completion could be resumed. Use "
+                f"{steps} or more, or `mode='on_policy'`."
             )
         module = pl_module.hparams
         corrected = module.get("importance_sampling_mode")
@@ -112,13 +108,13 @@ class SortedBatching(RolloutCallback):
             if corrected is None and not self.settings.mask_stale_tokens:
                 rank_zero_warn(
                     "`SortedBatching(mode='partial')` with `old_logprobs='trainer'` and "
-                    "`importance_sampling_mode=None` trains tokens of earlier policies as if the "
-                    "newest had drawn them. Leave `old_logprobs` out, or set "
+                    "`importance_sampling_mode=None` trains on tokens of earlier policies as if "
+                    "the newest had drawn them. Leave `old_logprobs` out, or set "
                     "`mask_stale_tokens=True`."
                 )
         elif corrected not in (None, "sequence_mask") and module.get("loss_type") != "rloo":
             rank_zero_warn(
-                f"`importance_sampling_mode={corrected!r}` has no part in "
-                "`SortedBatching(mode='partial')`, where the clipped ratio itself is relative to "
-                "the policy that drew a token. Set `old_logprobs='trainer'` to use it."
+                f"`importance_sampling_mode={corrected!r}` has no effect with "
+                "`SortedBatching(mode='partial')`, where the clipped ratio is already relative to "
+                "the policy that drew each token. Set `old_logprobs='trainer'` to use it."
             )

@@ -1,4 +1,4 @@
-"""RollPacker's stream trainer: gradients of what is ready, while the tail decodes."""
+"""RollPacker's stream trainer: gradients are computed while the rollout is still running."""
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -9,36 +9,36 @@ from lit_rlsched.scheduling.streamed_training import Streaming
 
 
 class StreamedTraining(RolloutCallback):
-    """Compute the gradients of finished groups while the others still decode.
+    """Compute the gradients of finished groups while other groups still decode.
 
-    RollPacker (arXiv 2509.21009, section 4.4). The trainer, idle during a rollout, encodes groups
-    as they are scored and adds up their gradients; when the round is over it computes those of the
-    rest and takes the one optimizer step. While the update's totals are not known, losses are
-    divided by a fixed number, and the sum of the gradients by the true one before the step: the
-    update is the one without this callback but for rounding, whatever finished when. Which groups
-    share a micro-batch follows from the order in which they were decoded, so that a run repeats
-    bit for bit; but for rounding only where completions are aborted in the middle of a round
-    (`TailBatching` with `completion_ratio`, early stop): they decode on for some steps.
+    RollPacker (arXiv 2509.21009, section 4.4). During a rollout the trainer runs forward and
+    backward passes over groups as they are scored. When the round ends it does the same for the
+    remaining groups and takes the one optimizer step. Losses are divided by a constant at first,
+    and the summed gradients are corrected before the step, so the update equals the one without
+    this callback up to rounding.
 
-    The engine must decode by itself meanwhile: `ProcessEngine(engine=VLLMEngine())`. Where what is
-    decided in the trainer changes what others decode (`DynamicSampling`; or, where completions wait
-    for slots: `LengthPrediction`, a memory budget, early stop, a race of completions), the engine
-    waits for the trainer between two steps, for the sake of runs that repeat, and little overlaps.
-    Nothing is moved between devices, unlike in the paper, which gives GPUs of the rollout to the
-    trainer: both keep what they have, and gradients are in memory beside the engine's cache.
+    Runs repeat bit for bit, because groups are assigned to micro-batches in the order in which they
+    were decoded; up to rounding only if completions are aborted during a round (`TailBatching` with
+    `completion_ratio`, early stop).
 
-    Gradients are in no checkpoint: a run that is resumed between a rollout and its update computes
-    all of them anew, equal but for rounding.
+    The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`. It waits for
+    the trainer after every step, so that little overlaps, if decisions of the trainer change what
+    it decodes: with `DynamicSampling`, or if completions wait for slots and `LengthPrediction`, a
+    memory budget, `order="least_attained"`, early stop or `completion_ratio` are used. Unlike in
+    the paper, GPUs are not moved from the rollout to the trainer: gradients are in memory beside
+    the engine's cache.
 
-    Each round logs `streamed_training/streamed_share` (of the completions, those whose gradients
-    were there when the round was over), `streamed_training/gradient_seconds` (spent on them) and
-    `streamed_training/overlap_seconds` (of these, while the engine was in a step);
-    `rollout/ahead_steps` are decode steps that the engine had made when the round was over, and
-    that are dropped.
+    Checkpoints hold no gradients. A run resumed between a rollout and its update computes all of
+    them again, equal up to rounding.
+
+    Each round logs `streamed_training/streamed_share` (share of the completions whose gradients
+    were computed during the rollout), `streamed_training/gradient_seconds` (time spent on them),
+    `streamed_training/overlap_seconds` (the part of it during which the engine was decoding) and
+    `rollout/ahead_steps` (decode steps the engine made beyond the end of the round, discarded).
 
     Args:
-        start: Share of an update's prompts that must be ready before the first gradient: before,
-            the engine has the machine for itself.
+        start: Share of an update's prompts that must be ready before the first gradients are
+            computed.
 
     Raises:
         ValueError: `start` is out of range.
@@ -62,7 +62,7 @@ class StreamedTraining(RolloutCallback):
         self.start = start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put it into the schedule, unless gradients would not be those of the update."""
+        """Put the setting into the schedule, if partial gradients can form the update."""
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
@@ -74,10 +74,10 @@ class StreamedTraining(RolloutCallback):
             )
         if run.steps_per_round * run.num_iterations > 1:
             raise MisconfigurationException(
-                f"`StreamedTraining`: a round has `steps_per_round={run.steps_per_round}` "
-                f"times `num_iterations={run.num_iterations}` optimizer steps. Gradients of "
-                "all but the first are of weights that are not there yet, and which groups the "
-                "first has is known at the end of the round. Use 1 and 1."
+                f"`StreamedTraining`: a round has `steps_per_round={run.steps_per_round}` times "
+                f"`num_iterations={run.num_iterations}` optimizer steps. Gradients of later steps "
+                "need weights that do not exist yet, and the groups of the first step are known "
+                "only at the end of the round. Use 1 and 1."
             )
         if (why := run.learner.streaming_obstacle()) is not None:
             raise MisconfigurationException(f"`StreamedTraining`: {why}.")

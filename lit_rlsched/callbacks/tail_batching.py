@@ -14,7 +14,7 @@ from lit_rlsched.settings import check_count
 
 
 class TailBatching(RolloutCallback):
-    """Race more prompts than a round trains on, and run the losers together in a long round.
+    """End most rounds without waiting for their longest completions.
 
     RollPacker (arXiv 2509.21009, section 3). A short round begins `prompt_ratio *
     prompts_per_round` fresh prompts and ends once `prompts_per_round` of them have all their
@@ -98,7 +98,9 @@ class TailBatching(RolloutCallback):
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
         if self.reuse_drafts:
-            who, what = "`TailBatching(reuse_drafts=True)`", "drafts are verified by"
+            most = self.max_deferrals
+            setting = "reuse_drafts=True" if most is None else f"max_deferrals={most}"
+            who, what = f"`TailBatching({setting})`", "drafts are verified by"
             check_logprobs(who, run.engine, run.sampling, what)
         settings: dict[str, Any] = {
             "update_prompts": run.prompts_per_round,

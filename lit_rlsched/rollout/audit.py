@@ -1,4 +1,4 @@
-"""What became of what was decoded: trained on, kept for later, or thrown away."""
+"""What became of decoded tokens: trained on, kept for later, or discarded."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,37 +13,37 @@ from lit_rlsched.types import Completion, Group
 
 
 class Attempt(NamedTuple):
-    """A completion as far as it was drawn."""
+    """Length of one draw of a completion."""
 
     tokens: int
     finished: bool
     first: bool = True
-    """Whether it was never thrown away before."""
+    """Whether the completion was never discarded before."""
 
 
 @dataclass(slots=True)
 class DraftAudit:
-    """What became of the drafts that a round began with."""
+    """Outcome of verifying the drafts that a round began with."""
 
     tokens: int = 0
     accepted_tokens: int = 0
     completed: int = 0
-    """Drafts that were kept as a whole."""
+    """Drafts that were accepted whole."""
     distance: float = 0.0
-    """Sum over tokens of `max(0, 1 - p/q)`, the share that one by one would be rejected."""
+    """Sum over tokens of `max(0, 1 - p/q)`, the rejection rate of token-wise verification."""
     nonfinite: int = 0
-    """Drafts that were thrown away for a log-prob that is not finite."""
+    """Drafts that were discarded for a log-prob that is not finite."""
 
     def __add__(self, other: "DraftAudit") -> "DraftAudit":
         return DraftAudit(*(getattr(self, n) + getattr(other, n) for n in self.__slots__))
 
     @property
     def rejected_tokens(self) -> int:
-        """Those that were decoded for nothing."""
+        """Number of draft tokens that were not accepted."""
         return self.tokens - self.accepted_tokens
 
     def metrics(self) -> dict[str, float]:
-        """`drafts/*`."""
+        """Return `drafts/*`."""
         return {
             "drafts/tokens": self.tokens,
             "drafts/accepted_tokens": self.accepted_tokens,
@@ -55,53 +55,56 @@ class DraftAudit:
 
 @dataclass(slots=True)
 class Harvest:
-    """A round's groups, settled."""
+    """What a round trains on, leaves in the pool, and discards."""
 
     trained: list[Group]
     left: list[Group]
-    """They stay in the pool."""
+    """Groups that stay in the pool."""
     ran: list[Attempt]
-    """Every completion of which something was drawn."""
+    """All completions that have tokens, as they were when the round ended."""
     unfinished: list[Attempt]
-    """What the end of the round threw away, to be drawn anew."""
+    """Completions discarded at the end of the round, to be drawn again."""
     stale: list[Attempt] = field(default_factory=list)
-    """What had been thrown away before it began, as too old."""
+    """Completions discarded before the round because they were too old."""
     stopped: list[Attempt] = field(default_factory=list)
-    """What was taken out of groups that needed no more, begun or not; it is not drawn anew."""
+    """Completions taken out of groups that needed no more, with or without tokens."""
     drafted: list[Attempt] = field(default_factory=list)
-    """What was put off, its tokens kept as drafts."""
+    """Completions deferred with their tokens as drafts."""
     drafts: DraftAudit = field(default_factory=DraftAudit)
-    """What became of those that it began with."""
+    """Outcome of the drafts that the round began with."""
 
     @property
     def discarded(self) -> list[Attempt]:
-        """All that was thrown away, but for what was rejected of drafts."""
+        """All discarded completions that have tokens; rejected draft tokens are not counted."""
         return [*self.stale, *self.unfinished, *(a for a in self.stopped if a.tokens)]
 
     @property
     def discarded_tokens(self) -> int:
-        """All that was decoded for nothing, as far as is known."""
+        """Tokens of discarded completions and rejected tokens of drafts."""
         return sum(a.tokens for a in self.discarded) + self.drafts.rejected_tokens
 
 
 def restart_stale(groups: Iterable[Group], version: int, rule: RoundRule) -> list[Attempt]:
-    """Begin anew what is older than the rule allows; what it was."""
-    if rule.max_staleness is None:
+    """Reset completions that are staler than the rule allows, and return what is discarded."""
+    if (most := rule.max_staleness) is None:
         return []
-    most = rule.max_staleness
-    return _restart([c for g in groups for c in g.completions if c.staleness(version) > most])
+    stale = [c for g in groups for c in g.completions if c.staleness(version) > most]
+    discarded = [attempt(completion) for completion in stale]
+    for completion in stale:
+        completion.restart()
+    return discarded
 
 
 def settle(
     groups: Sequence[Group], rule: RoundRule, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:
-    """After a round: what is trained on, and what is left of the rest.
+    """Split a finished round into what is trained on and what stays, and reset what is discarded.
 
     Args:
-        groups: The round's.
-        rule: The round's.
-        state: In which it ended.
-        stale: What was thrown away before it began.
+        groups: Groups of the round.
+        rule: Rule of the round.
+        state: State in which the round ended.
+        stale: What `restart_stale` returned before the round.
     """
     begun = [c for g in groups for c in (*g.completions, *state.stopped.get(g.id, ()))]
     ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
@@ -110,12 +113,16 @@ def settle(
     unfinished, drafted = [], []
     if rule.max_staleness == 0:
         kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
-        lost = [c for key, (c, _) in ran.items() if key not in kept]
         waits = {id(c) for g in left for c in g.completions} if rule.keeps_drafts else set()
-        drafted = [ran[id(c)][1] for c in lost if id(c) in waits]
-        unfinished = _restart(c for c in lost if id(c) not in waits)
-        for completion in (c for c in lost if id(c) in waits):
-            completion.put_off()
+        for key, (completion, drawn) in ran.items():
+            if key in kept:
+                continue
+            if key in waits:
+                drafted.append(drawn)
+                completion.put_off()
+            else:
+                unfinished.append(drawn)
+                completion.restart()
     return Harvest(
         trained,
         left,
@@ -128,23 +135,15 @@ def settle(
 
 
 def attempt(completion: Completion) -> Attempt:
-    """How far a completion came."""
+    """Return the completion's current length, as an attempt."""
     return Attempt(len(completion.token_ids), completion.finished, not completion.attempts)
 
 
-def _restart(completions: Iterable[Completion]) -> list[Attempt]:
-    attempts = []
-    for completion in completions:
-        attempts.append(attempt(completion))
-        completion.restart()
-    return attempts
-
-
 def mean_length(attempts: Sequence[Attempt]) -> float:
-    """Mean length of completions of which some were cut short: Kaplan and Meier's estimate.
+    """Estimate the mean length of completions of which some are unfinished (Kaplan and Meier).
 
-    Those that were not finished count as longer than they had become, by as much as the others are
-    that came as far. Where none came further, the mean is one up to there.
+    An unfinished completion counts as long as the average of those that reached its length. The
+    estimate is restricted to the longest length observed.
     """
     if not attempts:
         return 0.0
@@ -160,10 +159,10 @@ def mean_length(attempts: Sequence[Attempt]) -> float:
 
 
 def length_bias(trained: Sequence[int], drawn: Sequence[Attempt]) -> float:
-    """Mean length trained on over mean length drawn: 1.0 where nothing biases it.
+    """Return mean length trained on over mean length drawn; 1.0 means no bias.
 
-    Where some were cut short, lengths count up to what one in fifty came to: beyond,
-    there are too few to tell how long the others would have become.
+    If some draws are unfinished, all lengths are capped at the 98th percentile of the draws: too
+    few came further to estimate how long the others would have become.
     """
     if not trained or not drawn:
         return 1.0
@@ -177,23 +176,23 @@ def length_bias(trained: Sequence[int], drawn: Sequence[Attempt]) -> float:
 
 @dataclass(slots=True)
 class PoolAudit:
-    """The same figures over a whole pool, from its first round until it is empty."""
+    """Totals over the rounds of a pool, from its first round until it is empty."""
 
     rounds: int = 0
     slot_seconds: float = 0.0
     idle_slot_seconds: float = 0.0
     tokens: int = 0
-    """Decoded."""
+    """Decoded tokens."""
     discarded_tokens: int = 0
     recovered_tokens: int = 0
-    """Of drafts, accepted."""
+    """Accepted tokens of drafts."""
     trained: list[int] = field(default_factory=list)
     """Length of each completion that was trained on."""
     first: list[Attempt] = field(default_factory=list)
-    """How each went when it was drawn for the first time."""
+    """First draw of each completion."""
 
     def add(self, harvest: Harvest, trace: RolloutTrace) -> None:
-        """Take in a round."""
+        """Add a round."""
         self.rounds += 1
         slot_seconds = trace.slots * trace.seconds
         self.slot_seconds += slot_seconds
@@ -207,11 +206,10 @@ class PoolAudit:
         self.first += (a for a in (*ended, *harvest.discarded, *harvest.drafted) if a.first)
 
     def metrics(self) -> dict[str, float]:
-        """`pool/*`: rounds, bubble ratio with every drain included, useful tokens, length bias.
+        """Return `pool/*`: rounds, bubble ratio, useful tokens, length bias, recovered tokens.
 
-        The bias is that of what is trained on against first draws: what was thrown away and drawn
-        anew, or on from a draft, counts as long as it had become, and more, the first time, and not
-        again. With drafts also how much of what would have been thrown away they recovered.
+        The length bias compares what is trained on with first draws, so a completion that was
+        discarded counts as the unfinished draw it was, and its redraw does not count again.
         """
         wasted = self.recovered_tokens + self.discarded_tokens
         recovered = {"pool/recovered_token_share": self.recovered_tokens / max(1, wasted)}
@@ -224,11 +222,11 @@ class PoolAudit:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and lists of them."""
+        """Return numbers and lists of numbers."""
         state = {name: getattr(self, name) for name in self.__slots__}
         return {**state, "trained": [*self.trained], "first": [list(a) for a in self.first]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "PoolAudit":
-        """What `state_dict` described."""
+        """Create the audit that `state_dict` described."""
         return cls(**{**state, "first": [Attempt(*a) for a in state["first"]]})

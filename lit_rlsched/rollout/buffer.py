@@ -1,4 +1,4 @@
-"""The pool: prompts drawn and not yet trained on."""
+"""The pool: groups that were drawn from the data and not yet trained on."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -7,10 +7,10 @@ from lit_rlsched.types import Completion, Group, Prompt
 
 
 class RolloutBuffer:
-    """Groups by id, in the order they were drawn.
+    """The pool's groups by id, in the order they were drawn.
 
-    A group enters when its prompt is drawn and leaves when it is trained on or counted as dropped;
-    in between it survives rounds and checkpoints.
+    A group enters when its prompt is drawn from the data and leaves when it is trained on or
+    dropped. In between it survives rounds and checkpoints.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class RolloutBuffer:
         return iter(self._groups.values())
 
     def add(self, group: Group) -> None:
-        """Take a newly drawn group in."""
+        """Append a newly drawn group."""
         assert group.id not in self._groups, f"group {group.id} is already in the pool"
         self._groups[group.id] = group
 
     def settle(self, planned: Iterable[Group], left: Iterable[Group]) -> None:
-        """After a round: of those that were planned, `left` stay, each in its place."""
+        """Remove a round's `planned` groups, except those in `left`, which keep their places."""
         stay = {group.id: group for group in left}
         for group in planned:
             if group.id in stay:
@@ -42,7 +42,11 @@ class RolloutBuffer:
         return [c for group in self for c in group.completions]
 
     def restart(self) -> int:
-        """Begin every completion anew, as if for the first time; tokens that this throws away."""
+        """Reset every completion to its state before the first draw.
+
+        Returns:
+            Number of tokens thrown away, drafts included.
+        """
         discarded = 0
         for completion in self.completions:
             drafted = 0 if completion.draft is None else len(completion.draft.token_ids)
@@ -52,13 +56,13 @@ class RolloutBuffer:
         return discarded
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives and tensors only, for `torch.load(weights_only=True)`."""
-        from lit_rlsched.rollout.packing import pack  # with torch, which a simulation does without
+        """Return primitives and tensors only, for `torch.load(weights_only=True)`."""
+        from lit_rlsched.rollout.packing import pack  # imports torch; simulations run without it
 
         return pack(self)
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
-        """Restore; `prompt` finds a prompt by its uid."""
+        """Restore the groups; `prompt` finds a prompt by its uid."""
         from lit_rlsched.rollout.packing import unpack
 
         self._groups = {group.id: group for group in unpack(state, prompt)}

@@ -1,4 +1,4 @@
-"""The only loop: events from the engine, tokens into completions, scores into groups."""
+"""The rollout loop: engine events become completions, and their scores complete groups."""
 
 import math
 import time
@@ -15,59 +15,59 @@ from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, frozen, stable_hash
 
 HEED_SECONDS = 0.5
-"""Longest wait for a score without a look at whether to stop."""
+"""Longest wait for a score before `heed` is called again."""
 
 
 def completion_seed(
     run_seed: int, group: Group, completion: Completion, version: int, salt: str = ""
 ) -> int:
-    """The seed of one completion: a function of what it is, never of when or with whom it runs."""
+    """Return a completion's seed, which does not depend on when or beside what it decodes."""
     return stable_hash(
         run_seed, salt, group.prompt.uid, completion.index, version, len(completion.token_ids)
     )
 
 
 class EarlyStop(Protocol):
-    """Says when a group needs no more completions."""
+    """Decides when a group needs no more completions."""
 
     def waits(self, group: Group) -> bool:
-        """Whether scores that are awaited could be enough to stop the group."""
+        """Return whether the group might stop once its pending scores are there."""
 
     def stops(self, group: Group) -> bool:
-        """Whether what is scored is enough; what still decodes of the group is then aborted."""
+        """Return whether the scored completions are enough, so that the others are aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What scores change in a round that decodes.
+    """Hooks through which scores affect a running round.
 
-    Before its next step the round waits for the scores that could change it: how long reward
-    functions take decides nothing.
+    The loop blocks for scores that could change the next decode step, so the speed of reward
+    functions changes nothing that is drawn.
     """
 
     stop: EarlyStop | None = None
-    """Asked with each group that still decodes when some of it has finished."""
+    """Asked about a group that still decodes each time some of its completions finish."""
     more: Callable[[Group], Group | None] | None = None
-    """Asked with each group that is complete: another one to run in this round as well."""
+    """Called with each complete group; may return another group to run in this round."""
 
 
 class RolloutController:
-    """Runs a round's groups to the end that its rule defines. Knows nothing of torch or Lightning.
+    """Decodes a round's groups until its rule ends the round, without torch or Lightning.
 
-    With a predictor, every completion first decodes `probe_tokens` tokens and pauses; what is left
-    of it is then predicted, and the admission orders what waits by that. A pause changes no token.
-    Where every completion has a slot, none pauses.
+    With a length predictor every completion pauses after `probe_tokens` tokens. The predictor
+    estimates the rest of it, and the admission orders waiting completions by the estimates. A pause
+    changes no token. If every completion has a slot, none pauses.
 
     Args:
         worker: Engine and admission.
-        scorer: Turns finished completions into scores while others still decode.
-        seed: The run's seed.
-        lengths: Predicts how long completions become; asked and taught in `run(predict=True)`.
-        probe_tokens: Tokens after which it is asked; 0: before anything is drawn.
-        on_completion: Called with each completion once its scores are there.
+        scorer: Scores finished completions while others still decode.
+        seed: Seed of the run.
+        lengths: Predicts completion lengths; used and updated in `run(predict=True)`.
+        probe_tokens: Tokens after which a completion is predicted; 0 predicts from the prompt.
+        on_completion: Called with each completion once it is scored.
         on_group: Called with each group once all of its completions are scored.
-        heed: Called before each step, and now and then while scores are awaited; may raise, and the
-            round is dropped.
+        heed: Called before each step and while waiting for scores; an exception from it ends the
+            round, which is then drawn again.
     """
 
     def __init__(
@@ -88,34 +88,21 @@ class RolloutController:
         self.lengths = lengths
         self.probe_tokens = probe_tokens
         self.drops: Counter[str] = Counter()
-        """Completions dropped, by reason, since the run began."""
+        """Completions dropped since the run began, by reason."""
         self.waited = 0.0
-        """Seconds for which the round's slots idled for scores."""
+        """Seconds for which this round stopped decoding to wait for scores."""
+        self.state = RoundState([], 0)
+        """State of the current or last round, as its rule sees it."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._heed = heed
         self._live: dict[str, tuple[Sample, Request]] = {}
-        self._undecoded: dict[str, int] = {}
-        self._came_finished: list[Sample] = []
-        self._places: dict[str, int] = {}
-        self._decoded_at: dict[str, tuple[int, int]] = {}
-        self._state = RoundState([], 0)
-        self._version = 0
-        self._salt = ""
-        self._probe = 0
-        self._lengths: CalibratedPredictor | None = None
         self._feedback = Feedback()
         self._rule: RoundRule = FullRound(0)
-        self._patience = 0.0
-
-    @property
-    def state(self) -> RoundState:
-        """Of the round, as its rule sees it."""
-        return self._state
 
     @property
     def waits_for_scores(self) -> bool:
-        """Whether the round may wait for scores while it decodes."""
+        """Whether the round may stop decoding to wait for scores."""
         feedback = self._feedback.stop or self._feedback.more
         return bool(feedback) or self._rule.patience is not None
 
@@ -128,19 +115,18 @@ class RolloutController:
         predict: bool = False,
         feedback: Feedback | None = None,
     ) -> Iterator[Group]:
-        """Draw what the groups lack and yield each group as it completes.
+        """Decode and score the groups, and yield each group as it completes.
 
-        A completion that the end of the round leaves unfinished has the tokens drawn until then.
+        Completions that are unfinished when the round ends keep the tokens drawn so far.
 
         Args:
-            groups: The round's groups. A completion that has tokens goes on from them, and is
-                submitted before those that have none. A finished one is not decoded; it is scored
-                if it has no scores yet.
-            rule: Says when the round is over; what is unfinished then is aborted.
+            groups: Groups of the round. Completions that have tokens are resumed, before new ones
+                begin. Finished completions are only scored, unless they are scored already.
+            rule: Decides when the round ends; unfinished completions are then aborted.
             version: Policy version of the engine's weights.
-            salt: Keeps the seeds of another use of the same prompts (validation) apart.
-            predict: Whether these completions are predicted and learned from.
-            feedback: What scores change while the round decodes; by default nothing.
+            salt: Changes the seeds, so that validation draws other noise for the same prompts.
+            predict: Whether to predict the lengths of these completions and to learn from them.
+            feedback: How scores affect the running round; by default they do not.
         """
         self._version, self._salt, self._rule = version, salt, rule
         self._patience = rule.patience or 0.0
@@ -149,10 +135,11 @@ class RolloutController:
         if lengths is not None:
             lengths.start_round()
         samples = [Sample(g, c) for g in groups for c in g.completions]
-        self._state = RoundState(list(groups), len(samples), patient=rule.patience is not None)
-        self._came_finished = []
+        self.state = RoundState(list(groups), len(samples), patient=rule.patience is not None)
+        self._came_finished: list[Sample] = []
         self._undecoded = {g.id: len(g.completions) for g in groups}
-        self._places, self._decoded_at = {g.id: i for i, g in enumerate(groups)}, {}
+        self._places = {g.id: i for i, g in enumerate(groups)}
+        self._decoded_at: dict[str, tuple[int, int]] = {}
         try:
             samples = self._unfinished(samples)
             samples.sort(key=lambda sample: not sample.completion.token_ids)
@@ -160,19 +147,19 @@ class RolloutController:
             waits = waits or self.worker.admission.budget is not None
             self._probe = self.probe_tokens if lengths is not None and waits else 0
             self.worker.start_round(
-                take_turns=not rule.discards(self._state), ahead=not self._intervenes(waits)
+                take_turns=not rule.discards(self.state), ahead=not self._intervenes(waits)
             )
             self._submit(samples)
-            yield from self._react([])  # to drafts that were kept whole: they may be enough
-            while self._live and not rule.done(self._state):
+            yield from self._react([])  # drafts that were accepted whole may already be enough
+            while self._live and not rule.done(self.state):
                 self._heed()
                 events = self.worker.step()
-                self._state.final = len(self._state.decoded)  # who comes now comes after them
+                self.state.final = len(self.state.decoded)  # later groups are appended
                 yield from self._react(self._take(events))
             self._take(self.worker.abort())
-            self._state.patient = False
+            self.state.patient = False
             races = rule.patience is not None
-            while self.scorer.pending and not (races and rule.done(self._state)):
+            while self.scorer.pending and not (races and rule.done(self.state)):
                 self._heed()
                 self.scorer.wait(HEED_SECONDS)
                 yield from self._scored()
@@ -182,13 +169,14 @@ class RolloutController:
             self._live.clear()
 
     def end_predictions(self) -> dict[str, float]:
-        """Let the predictor learn from a round that came to its end; how good it was."""
+        """Let the predictor learn from the finished round, and return its accuracy metrics."""
         return {} if self.lengths is None else self.lengths.end_round()
 
     def _intervenes(self, waits: bool) -> bool:
-        """Whether what is done between two steps may change what other completions do.
+        """Return whether this loop may change, between two steps, what other completions decode.
 
-        `waits`: Whether some wait for a slot.
+        Args:
+            waits: Whether some completions wait for a slot.
         """
         if self._feedback.more:
             return True
@@ -197,7 +185,7 @@ class RolloutController:
         return waits and (stops or pauses)
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
-        """What is still to be drawn; what is not is scored, unless it is."""
+        """Return unfinished samples; submit finished but unscored ones to the scorer."""
         finished = [sample for sample in samples if sample.completion.finished]
         for sample in finished:
             self._count(sample)
@@ -209,9 +197,9 @@ class RolloutController:
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
             if all(c is not completion for c in group.completions):
-                continue  # the group had enough
+                continue  # the group was stopped without it
             self._on_completion(completion)
-            enough = self._rule.enough(group, self._state)
+            enough = self._rule.enough(group, self.state)
             if enough is not None:
                 yield self._stop(group, enough)
             elif group.complete:
@@ -221,15 +209,15 @@ class RolloutController:
         self._on_group(group)
         another = self._feedback.more and self._feedback.more(group)
         if another:
-            self._state.planned.append(another)
-            self._state.completions += len(another.completions)
+            self.state.planned.append(another)
+            self.state.completions += len(another.completions)
             self._undecoded[another.id] = len(another.completions)
             self._places[another.id] = len(self._places)
             self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
         return group
 
     def _react(self, finished: Sequence[Sample]) -> Iterator[Group]:
-        """What is to be done before the next step."""
+        """Do what must happen before the next step, and yield groups that complete."""
         while samples := [*finished, *self._came_finished]:
             finished, self._came_finished = [], []
             yield from self._await(samples)
@@ -237,7 +225,7 @@ class RolloutController:
         yield from self._race()
 
     def _await(self, finished: Sequence[Sample]) -> Iterator[Group]:
-        """Wait for the scores that change what decodes, and stop the groups that need no more."""
+        """Wait for scores that change what decodes, and stop groups that need no more."""
         stop, more = self._feedback.stop, self._feedback.more
         for group in {sample.group.id: sample.group for sample in finished}.values():
             decodes = self._undecoded[group.id] > 0
@@ -250,14 +238,14 @@ class RolloutController:
                 yield self._stop(group, [c for c in group.completions if c.finished])
 
     def _race(self) -> Iterator[Group]:
-        """Wait for the scores of those that are ahead, while the round has patience left."""
-        while self._state.patient and self._rule.awaits(self._state):
+        """Wait for the scores of groups that are ahead, while the round has patience left."""
+        while self.state.patient and self._rule.awaits(self.state):
             self._patience -= self._wait(self._patience)
-            self._state.patient = self._patience > 0
+            self.state.patient = self._patience > 0
             yield from self._scored()
 
     def _wait(self, timeout: float | None = None) -> float:
-        """Wait for a score, and count the seconds."""
+        """Wait for a score and return the seconds it took."""
         self._heed()
         began = time.perf_counter()
         self.scorer.wait(HEED_SECONDS if timeout is None else min(timeout, HEED_SECONDS))
@@ -266,7 +254,7 @@ class RolloutController:
         return waited
 
     def _stop(self, group: Group, kept: list[Completion]) -> Group:
-        """Abort what still decodes of a group, and keep no more than is needed of the rest."""
+        """Abort the unfinished completions of a group, and keep only `kept`."""
         samples = {Sample(group, c).id: c for c in group.completions if not c.finished}
         self._take(self.worker.abort(samples.keys()))
         for request_id, completion in samples.items():
@@ -275,22 +263,20 @@ class RolloutController:
         self.scorer.cancel(group)
         chosen = {c.index for c in kept}
         others = [c for c in group.completions if c.index not in chosen]
-        self._state.stopped.setdefault(group.id, []).extend(others)
+        self.state.stopped.setdefault(group.id, []).extend(others)
         group.completions = kept
         return self._complete(group)
 
     def _count(self, sample: Sample) -> None:
-        """One more is decoded."""
+        """Record that a completion needs no more decoding."""
         self._undecoded[sample.group.id] -= 1
-        self._state.completions_decoded += 1
+        self.state.completions_decoded += 1
         if sample.completion.finished:
-            self._state.finished.setdefault(sample.group.id, []).append(sample.completion)
+            self.state.finished.setdefault(sample.group.id, []).append(sample.completion)
         if not self._undecoded[sample.group.id]:
-            self._decoded_at[sample.group.id] = (
-                self.worker.trace.decode_steps,
-                self._places[sample.group.id],
-            )
-            insort(self._state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
+            at = self.worker.trace.decode_steps, self._places[sample.group.id]
+            self._decoded_at[sample.group.id] = at
+            insort(self.state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         probe = self._probe
@@ -313,24 +299,24 @@ class RolloutController:
         self.worker.submit(self._live[r.id][1] for r in requests)
 
     def _expect(self, samples: Sequence[Sample]) -> None:
-        """Write what is predicted of completions into their requests."""
-        assert self._lengths is not None, "nobody predicts"
+        """Write predicted lengths into the requests."""
+        assert self._lengths is not None
         for sample, expected in zip(samples, self._lengths.expect(samples), strict=True):
             request = self._live[sample.id][1]
             self._live[request.id] = sample, replace(request, expected=expected)
 
     def _take(self, events: Iterable[Event]) -> list[Sample]:
-        """Take the events in; what has finished with them."""
+        """Apply events to their completions, and return the samples that finished."""
         paused: list[Sample] = []
         finished: list[Sample] = []
         live, version = self._live, self._version
-        for event in events:  # a turn for each token that is drawn
+        for event in events:  # hot loop: one pass per drawn token
             sample = live[event.request_id][0]
             sample.completion.take(event, version)
             if event.finish_reason is not None:
                 (paused if event.finish_reason == "paused" else finished).append(sample)
         if finished:
-            # not in the order of slots, which depends on who was aborted when
+            # the order of slots would depend on earlier aborts
             finished.sort(
                 key=lambda sample: (self._places[sample.group.id], sample.completion.index)
             )
@@ -356,7 +342,7 @@ class RolloutController:
             self.scorer.submit(sample.group, completion)
 
     def _revise(self, finished: Sequence[Sample]) -> None:
-        """Predict the siblings that wait anew."""
+        """Update the predictions of waiting siblings of finished completions."""
         groups = {sample.group.id: sample.group for sample in finished}.values()
         waiting = []
         for sample in (Sample(group, c) for group in groups for c in group.completions):
@@ -369,7 +355,7 @@ class RolloutController:
         self.worker.rekey({r.id: r.expected for r in requests if r.expected is not None})
 
     def _go_on(self, samples: Sequence[Sample]) -> None:
-        """Submit what paused again, predicted if its probe is over."""
+        """Resume paused completions; predict those that have finished their probe."""
         probed = []
         for sample in samples:
             _, request = self._live[sample.id]

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from dataclasses import astuple
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ _FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 
 def pack(groups: Iterable[Group]) -> dict[str, Any]:
-    """Write groups as flat tensors; prompts are kept by uid, texts are made again from tokens."""
+    """Return groups as flat tensors. Prompts are stored by uid; texts are not stored."""
     groups = list(groups)
     completions = [c for g in groups for c in g.completions]
     spans = [s for c in completions for s in c.version_spans]
     drafts = [c.draft for c in completions]
     return {
         "groups": [
-            (g.id, g.prompt.uid, len(g.completions), g.deferred, *_sampling(g.sampling))
+            (g.id, g.prompt.uid, len(g.completions), g.deferred, *astuple(g.sampling))
             for g in groups
         ],
         "index": torch.tensor([c.index for c in completions], dtype=torch.int32),
@@ -46,58 +47,38 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group]:
-    """Read what `pack` wrote."""
-    tokens = _slices(state["token_ids"].tolist(), state["offsets"])
-    logprobs = _slices(state["logprobs"].tolist(), state["offsets"])
-    spans = _slices(list(map(tuple, state["spans"].tolist())), state["span_offsets"])
-    drafts = _drafts(state)
-    old = _restore(state["old"], state["offsets"])
-    ref = _restore(state["ref"], state["offsets"])
-    completions = [
-        Completion(
-            index=index,
-            token_ids=tokens[i],
-            logprobs=logprobs[i],
-            version_spans=spans[i],
-            finish_reason=_FINISH[finish],
-            scores=state["scores"][i],
-            extra=json.loads(state["extra"][i] or "{}"),
-            logged=state["logged"][i],
-            attempts=attempts,
-            dropped=state["dropped"][i],
-            advantage=advantage,
-            draft=drafts[i],
-            old_logprobs=old[i],
-            ref_logprobs=ref[i],
-        )
-        for i, (index, finish, advantage, attempts) in enumerate(
-            zip(
-                state["index"].tolist(),
-                state["finish"].tolist(),
-                state["advantage"].tolist(),
-                state["attempts"].tolist(),
-                strict=True,
-            )
-        )
+    """Return the groups that `pack` stored; `prompt` finds a prompt by its uid."""
+    offsets, missing = state["offsets"], [None] * len(state["index"])
+    spans = _slices(state["spans"], state["span_offsets"])
+    columns = {
+        "index": state["index"].tolist(),
+        "token_ids": _slices(state["token_ids"], offsets),
+        "logprobs": _slices(state["logprobs"], offsets),
+        "version_spans": [[(version, tokens) for version, tokens in part] for part in spans],
+        "finish_reason": [_FINISH[i] for i in state["finish"].tolist()],
+        "scores": state["scores"],
+        "extra": [json.loads(extra or "{}") for extra in state["extra"]],
+        "logged": state["logged"],
+        "attempts": state["attempts"].tolist(),
+        "dropped": state["dropped"],
+        "advantage": state["advantage"].tolist(),
+        "draft": _drafts(state),
+        "old_logprobs": missing if state["old"] is None else _slices(state["old"], offsets),
+        "ref_logprobs": missing if state["ref"] is None else _slices(state["ref"], offsets),
+    }
+    rows = zip(*columns.values(), strict=True)
+    completions = (Completion(**dict(zip(columns, row, strict=True))) for row in rows)
+    return [
+        Group(group_id, prompt(uid), Sampling(*sampling), [*islice(completions, size)], deferred)
+        for group_id, uid, size, deferred, *sampling in state["groups"]
     ]
-    groups, rest = [], iter(completions)
-    for group_id, uid, size, deferred, *sampling in state["groups"]:
-        members = [next(rest) for _ in range(size)]
-        groups.append(Group(group_id, prompt(uid), Sampling(*sampling), members, deferred))
-    return groups
-
-
-def _sampling(s: Sampling) -> tuple[int, float, float, int, float]:
-    return s.max_completion_length, s.temperature, s.top_p, s.top_k, s.min_p
 
 
 def _drafts(state: dict[str, Any]) -> list[Draft | None]:
-    tokens = _slices(state["draft_ids"].tolist(), state["draft_offsets"])
-    logprobs = _slices(state["draft_logprobs"].tolist(), state["draft_offsets"])
-    return [
-        None if version is None else Draft(tuple(tokens[i]), tuple(logprobs[i]), version)
-        for i, version in enumerate(state["draft_versions"])
-    ]
+    tokens = _slices(state["draft_ids"], state["draft_offsets"])
+    logprobs = _slices(state["draft_logprobs"], state["draft_offsets"])
+    drafts = zip(tokens, logprobs, state["draft_versions"], strict=True)
+    return [None if v is None else Draft(tuple(t), tuple(p), v) for t, p, v in drafts]
 
 
 def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:
@@ -111,7 +92,7 @@ def _floats(lists: Iterable[Sequence[float]]) -> torch.Tensor:
 def _optional(
     lists: list[list[float] | None], completions: list[Completion]
 ) -> torch.Tensor | None:
-    """A round has it or has it not; a dropped completion of a round that has it counts as zeros."""
+    """Return `None` if no completion has log-probs; dropped ones without them get zeros."""
     if all(row is None for row in lists):
         return None
     return _floats(
@@ -120,11 +101,6 @@ def _optional(
     )
 
 
-def _slices(values: list[Any], offsets: torch.Tensor) -> list[list[Any]]:
-    return [values[a:b] for a, b in pairwise(offsets.tolist())]
-
-
-def _restore(values: torch.Tensor | None, offsets: torch.Tensor) -> list[list[float] | None]:
-    if values is None:
-        return [None] * (len(offsets) - 1)
-    return list(_slices(values.tolist(), offsets))
+def _slices(values: torch.Tensor, offsets: torch.Tensor) -> list[list[Any]]:
+    flat = values.tolist()
+    return [flat[a:b] for a, b in pairwise(offsets.tolist())]

@@ -1,87 +1,58 @@
-"""Which prompts a round decodes: those that wait in the pool, and the next ones of the data."""
+"""Which prompts a round decodes: those in the pool, and the next ones of the data."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.data.repetition import repeat
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.types import Group, Prompt, Sampling
 
-
-class Drawn(Protocol):
-    """A prompt that was drawn."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """Itself."""
-
-    @property
-    def key(self) -> str:
-        """Names this visit to the prompt, and the group that is made of it."""
-
-
-class Source(Protocol):
-    """Where prompts come from, such as a `DomainSource`."""
-
-    @property
-    def domains(self) -> Collection[str | None]:
-        """Of its prompts."""
-
-    def draw(
-        self, n: int, besides: Collection[str] = (), domain: str | None = None
-    ) -> Sequence[Drawn]:
-        """Take the next `n` prompts of a domain, but for those with these uids."""
-
-    def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
-        """How many prompts of a domain can be drawn beside these."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+if TYPE_CHECKING:
+    from lit_rlsched.data.source import DomainSource
 
 
 class RoundPlanner:
-    """Takes a round's groups from the front of the pool, and fills it from the data.
+    """Plans a round: takes groups from the front of the pool after filling it from the data.
 
-    What it gives are copies: a rollout cut short is drawn again as a whole, from the pool as it
-    was.
+    The planned groups are copies, so an interrupted rollout leaves the pool unchanged and can be
+    drawn again as a whole.
 
     Args:
-        pool: What waits.
-        sampling: Of new groups.
-        num_generations: Completions of a group that are trained on.
+        pool: Groups that were drawn from the data and not yet trained on.
+        sampling: Sampling settings of new groups.
+        num_generations: Completions per prompt that are trained on.
     """
 
     def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
         self.pool = pool
-        self.source: Source | None = None
-        """Where the next prompts come from, once they are known."""
+        self.source: DomainSource | None = None
+        """Gives the next prompts; set by `connect` once they are tokenised."""
         self.sampling = sampling
         self.num_generations = num_generations
 
-    def connect(self, source: Source) -> None:
-        """Draw from `source`; one of the same domains goes on where it was."""
+    def connect(self, source: "DomainSource") -> None:
+        """Draw from `source`. A known source with the same domains keeps its position instead."""
         if self.source is None or set(self.source.domains) != set(source.domains):
             self.source = source
 
     def plan(self, rule: RoundRule) -> list[Group]:
-        """The groups of the next round."""
+        """Return the groups of the next round."""
         for domain, n in rule.draws(list(self.pool)):
             self._draw(n, domain, rule)
         return [group.copy() for group in rule.plan(list(self.pool))]
 
     def replacement(self, group: Group, planned: Sequence[Group], rule: RoundRule) -> Group | None:
-        """Another group for the same round; `None`: every prompt of its domain is in the pool.
+        """Return another group for the same round, or `None` if its domain has no prompt left.
+
+        A waiting group of the pool comes first (one that an interrupted round had drawn, or, for a
+        deferred group, the next deferred one), then the next prompt of the data.
 
         Args:
-            group: In place of which.
-            planned: The round's groups so far.
-            rule: The round's.
+            group: Group to replace.
+            planned: Groups of the round so far.
+            rule: Rule of the round.
         """
-        # one that a round cut short had drawn, or the next of the data
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
         for other in self.pool:
@@ -95,7 +66,7 @@ class RoundPlanner:
         return drawn.copy()
 
     def _draw(self, n: int, domain: str | None, rule: RoundRule) -> list[Group]:
-        """Take the next prompts of a domain that are not in the pool into it."""
+        """Add the next `n` prompts of a domain that are not in the pool to it."""
         assert self.source is not None
         drawn = []
         for draw in self.source.draw(n, self._uids, domain):
@@ -109,12 +80,12 @@ class RoundPlanner:
         return {group.prompt.uid for group in self.pool}
 
     def state_dict(self) -> dict[str, Any]:
-        """The pool, and the position in the data."""
+        """Return the pool and the position in the data."""
         source = None if self.source is None else self.source.state_dict()
         return {"source": source, "pool": self.pool.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
-        """Restore; `prompt` finds a prompt by its uid.
+        """Restore pool and position; `prompt` finds a prompt by its uid.
 
         Raises:
             ValueError: the position belongs to other prompts.

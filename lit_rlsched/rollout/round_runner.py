@@ -1,4 +1,4 @@
-"""The one loop that draws rounds: what `fit` runs, and a simulation too."""
+"""The loop that draws rounds, shared by `fit` and simulations."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,60 +14,58 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
 
 Verify = Callable[[Sequence[Group], int], DraftAudit]
-"""Turns the drafts of groups into completions of a policy version."""
+"""Turns drafts of the groups into completions of the given policy version."""
 
 
 def no_drafts(groups: Sequence[Group], version: int) -> DraftAudit:
-    """For rounds that begin without drafts."""
+    """Verify nothing: for rounds that begin without drafts."""
     return DraftAudit()
 
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """What the caller adds to a round that is drawn; by default nothing."""
+    """Hooks of the trainer into a round; by default none."""
 
     verify: Verify = no_drafts
     """Called with groups before they are submitted."""
     stop: EarlyStop | None = None
-    """Ends groups that need no more completions."""
+    """Stops groups that need no more completions."""
     is_replaced: Callable[[Group], bool] | None = None
-    """Asked with each group that is complete whether another prompt shall take its place."""
+    """Returns whether another prompt takes the place of a complete group."""
     max_num_gen_batches: int = 1
-    """Updates' worth of prompts that the round may draw, those that replace others included."""
+    """Bound on the prompts of a round, replacements included, as a multiple of an update's."""
     advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
-    """Called each time a group has completed."""
+    """Called each time a group completes."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
-"""Called with the groups of a round before anything is drawn of them."""
+"""Called with the groups of a round before anything is drawn; returns the round's hooks."""
 
 
 @dataclass(slots=True)
 class DrawnRound:
-    """A round that is drawn and scored; its prompts are in the pool until `commit`."""
+    """A drawn and scored round, whose prompts stay in the pool until `commit`."""
 
     number: int
-    """Rounds before this one."""
+    """Number of rounds before this one."""
     version: int
     """Policy version it was drawn under."""
     rule: RoundRule
     planned: list[Group]
-    """All groups it was to decode; those that replaced others come last."""
+    """All groups of the round; replacements come last."""
     begun: dict[str, int]
-    """Tokens that each completion, by its request's id, had before the round."""
+    """Tokens that each completion had before the round, by request id."""
     harvest: Harvest
-    """What is trained on, what stays in the pool, and what was thrown away."""
     trace: RolloutTrace
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class RoundRunner:
-    """Draws rounds from the prompts that wait, and keeps the figures of the pool.
+    """Draws rounds in two phases, so that an interrupted round can be drawn again.
 
-    A round has two phases. `run` draws and scores it: it may add fresh prompts to the pool, and
-    takes none out nor changes one; of the training it changes only what `Watchers` do. `commit`
-    then settles what becomes of its prompts. A round that is interrupted before `commit` is drawn
-    again as a whole.
+    `run` draws and scores a round. It may add fresh prompts to the pool, but neither removes nor
+    changes any. `commit` then removes what is trained on. A round that is interrupted before
+    `commit` is drawn again as a whole.
 
     Args:
         planner: Chooses the prompts of each round.
@@ -77,11 +75,11 @@ class RoundRunner:
         self.planner = planner
         self.audit = PoolAudit()
         self.runs = 0
-        """Trainers before this one."""
+        """Number of Trainers before this one."""
 
     @property
     def salt(self) -> str:
-        """Keeps the noise of this Trainer apart from that of others."""
+        """Part of every seed, so that a second Trainer draws other noise."""
         return f"run {self.runs}" if self.runs else ""
 
     def run(
@@ -96,10 +94,10 @@ class RoundRunner:
 
         Args:
             session: Decodes and scores.
-            rule: Which prompts it takes, when it is over, what becomes of the rest.
-            number: Rounds before this one.
+            rule: Decides which prompts the round takes, when it ends, and what becomes of the rest.
+            number: Number of rounds before this one.
             version: Policy version of the weights.
-            prepare: Gives what the caller adds.
+            prepare: Called with the planned groups; returns the round's hooks.
         """
         began = time.perf_counter()
         groups = self.planner.plan(rule)
@@ -140,10 +138,10 @@ class RoundRunner:
         return drawn
 
     def commit(self, drawn: DrawnRound) -> dict[str, float]:
-        """Take what is trained on out of the pool, and put back what is left.
+        """Remove from the pool what is trained on, and update what stays.
 
         Returns:
-            The figures of the pool: `rollout/pool_prompts` and, at the end of a cycle, `pool/*`.
+            `rollout/pool_prompts` and, at the end of a cycle, `pool/*`.
         """
         pool = self.planner.pool
         pool.settle(drawn.planned, drawn.harvest.left)
@@ -155,17 +153,17 @@ class RoundRunner:
         return metrics
 
     def leave_run(self) -> int:
-        """Begin anew with what waits: the policy versions of a new Trainer are others.
+        """Reset the pool for a new Trainer, whose policy versions start again at 0.
 
         Returns:
-            Tokens that this throws away.
+            Number of tokens discarded.
         """
         self.audit = PoolAudit()
-        self.runs += 1  # versions come again, and noise that chose what is left must not
+        self.runs += 1  # the noise that decided what is left in the pool must not come again
         return self.planner.pool.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes from one round to the next: primitives and tensors only."""
+        """Return what one round passes to the next: primitives and tensors only."""
         return {
             **self.planner.state_dict(),
             "audit": self.audit.state_dict(),
@@ -173,7 +171,7 @@ class RoundRunner:
         }
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
-        """Restore; `prompt` finds a prompt by its uid.
+        """Restore the state; `prompt` finds a prompt by its uid.
 
         Raises:
             ValueError: the position in the data belongs to other prompts.

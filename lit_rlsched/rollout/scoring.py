@@ -11,14 +11,14 @@ from lit_rlsched.types import Completion, Group
 
 
 class Scorer:
-    """Decodes completions as they finish and hands them to the reward scheduler.
+    """Scores completions as they finish, through the reward workers.
 
     Args:
         scheduler: Runs the reward functions outside this process.
-        decode: Token ids to text, special tokens left out.
-        timeouts: How long the functions may take for each prompt; by default as long as for any.
-        trainer_state: Gives what the functions are told of the training's progress.
-        scores: Whether the functions are asked at all.
+        decode: Turns token ids into text, without special tokens.
+        timeouts: Time-out of a reward call by prompt; by default the scheduler's own.
+        trainer_state: Returns the training progress that reward functions may ask for.
+        scores: Whether reward functions run at all; without, every score is `None`.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Of the reward functions."""
+        """Names of the reward functions."""
         return list(self.scheduler.names)
 
     def turn(self) -> None:
-        """Look at the reward workers, which wait for somebody to do so."""
+        """Let the reward scheduler handle what its workers have sent, without blocking."""
         self.scheduler.turn()
 
     def failures(self) -> Counter[str]:
-        """What went wrong in reward functions until now: `rewards/<func>/*`."""
+        """Return failures of reward functions since the run began: `rewards/<func>/*`."""
         return Counter(self.scheduler.counters())
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Scorer:
 
     @property
     def pending(self) -> int:
-        """Completions whose scores are awaited."""
+        """Number of submitted completions that `poll` has not returned yet."""
         return len(self._pending) + len(self._unscorable)
 
     def submit(self, group: Group, completion: Completion) -> None:
@@ -65,9 +65,8 @@ class Scorer:
         if completion.dropped or not self.scores:
             self._unscorable.append((group, completion))
             return
-        chat = not isinstance(group.prompt.text, str)
         answer: Any = completion.text
-        if chat:
+        if not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]
         job_id = f"{group.id}/{completion.index}"
         self._pending[job_id] = (group, completion)
@@ -82,19 +81,19 @@ class Scorer:
         )
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:
-        """Completions scored since the last call; each has its scores only once it is reached."""
+        """Yield completions scored since the last call; scores are set as each one is reached."""
         unscorable, self._unscorable = self._unscorable, []
         for group, completion in unscorable:
             completion.scores = [None] * len(self.scheduler.names)
             yield group, completion
         for job in self.scheduler.poll():
             if job.job_id not in self._pending:
-                continue  # forgotten since
+                continue  # it was cancelled
             group, completion = self._pending.pop(job.job_id)
             completion.scores = job.scores
             failed = zip(self.scheduler.names, job.failures, strict=True)
             completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
-            if completion.failure:  # siblings have what is missing here: the rest is no reward
+            if completion.failure:  # the sum of the other scores would not compare with siblings'
                 completion.scores = [None] * len(job.scores)
             completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
             if self.timeouts is not None:
@@ -103,13 +102,13 @@ class Scorer:
             yield group, completion
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until a score has arrived, `timeout` seconds at most."""
+        """Block until a score has arrived, at most `timeout` seconds."""
         assert self.pending, "nothing to wait for"
         if not self._unscorable:
             self.scheduler.wait(timeout)
 
     def cancel(self, group: Group | None = None) -> None:
-        """Forget whatever is pending, or what is pending of a group."""
+        """Forget the pending completions of a group, by default all of them."""
         forgotten = [k for k, (g, _) in self._pending.items() if group is None or g is group]
         self.scheduler.cancel(forgotten)
         for job_id in forgotten:

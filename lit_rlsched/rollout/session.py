@@ -1,40 +1,35 @@
-"""A started engine with what scores its completions: rollouts under the weights of the moment."""
+"""A started engine and its scorer: rollouts under the current weights."""
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Any
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import Group
 
 Sync = Callable[[int], Mapping[str, float]]
-"""Brings the engine to the weights of a policy version; gives what it measured."""
+"""Copies the weights of a policy version to the engine and returns metrics."""
 
 
 class RolloutSession:
-    """Draws and scores completions; the engine has the weights of the moment.
+    """Runs rollouts on an engine that it starts, syncs and closes.
 
     Args:
-        engine: An engine that was not started yet; the session starts and closes it.
-        spec: What the engine needs to know.
-        admission: Makes, each time the engine has started, what decides which request takes a free
-            slot.
+        engine: Engine that was not started yet.
+        spec: What the engine needs to know of the run.
+        admission: Creates the admission, which decides who takes a free slot; called each time the
+            engine has started.
         scorer: Scores finished completions.
-        sync: Called before every rollout, also under the same version: a callback may have swapped
-            weights for validation and back.
-        seed: The run's seed.
-        lengths: See `RolloutController`.
-        probe_tokens: See `RolloutController`.
-        on_completion: See `RolloutController`.
-        on_group: See `RolloutController`.
-        heed: See `RolloutController`.
+        sync: Called before every rollout, also under an unchanged version: a callback may have
+            swapped weights for validation and back.
+        **controller: Further arguments of `RolloutController`.
     """
 
     def __init__(
@@ -44,13 +39,7 @@ class RolloutSession:
         admission: Callable[[], Admission],
         scorer: Scorer,
         sync: Sync = lambda version: {},
-        *,
-        seed: int,
-        lengths: CalibratedPredictor | None = None,
-        probe_tokens: int = 0,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
-        on_group: Callable[[Group], None] = lambda group: None,
-        heed: Callable[[], None] = lambda: None,
+        **controller: Any,
     ) -> None:
         self.engine = engine
         self.spec = spec
@@ -64,35 +53,26 @@ class RolloutSession:
             engine.start(spec)
             worker = engine.make_worker(admission())
         except BaseException:
-            engine.close()  # nobody else knows that it may have begun
+            engine.close()  # it may have started in part
             raise
-        self.controller = RolloutController(
-            worker,
-            scorer,
-            seed=seed,
-            lengths=lengths,
-            probe_tokens=probe_tokens,
-            on_completion=on_completion,
-            on_group=on_group,
-            heed=heed,
-        )
+        self.controller = RolloutController(worker, scorer, **controller)
 
     @property
     def trace(self) -> RolloutTrace:
-        """What ran when, in the last or current rollout."""
+        """Trace of the current or last rollout."""
         return self.controller.worker.trace
 
     def failures(self) -> Counter[str]:
-        """What went wrong with single completions until now, validation included."""
+        """Return failures of single completions since the run began, validation included."""
         drops = {f"dropped/{why}": count for why, count in self.controller.drops.items()}
         return Counter(drops) + self.scorer.failures()
 
     def metrics(self) -> dict[str, float]:
-        """What the last rollout met beside its trace: waits, restarts, the last sync."""
-        figures: dict[str, float] = {}
+        """Return metrics of the last rollout that its trace does not hold: waits and last sync."""
+        metrics: dict[str, float] = {}
         if self.controller.waits_for_scores:
-            figures["rollout/score_wait_seconds"] = self.controller.waited
-        return figures | self.controller.worker.metrics() | dict(self._synced)
+            metrics["rollout/score_wait_seconds"] = self.controller.waited
+        return metrics | self.controller.worker.metrics() | dict(self._synced)
 
     def rollout(
         self,
@@ -103,10 +83,10 @@ class RolloutSession:
         predict: bool = False,
         feedback: Feedback | None = None,
     ) -> Generator[Group, None, None]:
-        """Bring the engine to the weights of `version`, run `groups`, yield them as they complete.
+        """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
-        `salt`, `predict` and `feedback` are those of `RolloutController.run`. A rollout that was
-        not run to its end is dropped when the next one starts.
+        The arguments are those of `RolloutController.run`; by default every group runs to its end.
+        Starting a rollout drops an earlier one that did not run to its end.
         """
         self._rollout.close()
         rule = rule or FullRound(len(groups))
@@ -126,18 +106,19 @@ class RolloutSession:
             self.engine.sleep()
 
     def restart(self, tensor_parallel_size: int) -> None:
-        """Start the engine anew, with its model split over so many devices.
+        """Restart the engine with its model split over `tensor_parallel_size` devices.
 
-        Between rollouts only; one that was not run to its end is dropped. What waits is in the
-        pool, and the weights come with the next rollout, so nothing else is lost.
+        Only between rollouts; a rollout that did not run to its end is dropped. Nothing else is
+        lost: the next rollout syncs the weights.
 
         Raises:
-            RuntimeError: a rollout waits for the caller, as in `on_completion_end`.
-            ValueError: the engine does not start like that, or has too little cache for the slots.
+            RuntimeError: called during a rollout, such as in `on_completion_end`.
+            ValueError: the engine does not start with this size, or its cache is too small for the
+                slots.
         """
         if getgeneratorstate(self._rollout) == GEN_RUNNING:
             raise RuntimeError(
-                "The engine cannot start anew inside a rollout. Do it in `on_round_start` or "
+                "The engine cannot restart during a rollout. Do it in `on_round_start` or "
                 "`on_round_end`."
             )
         self._rollout.close()
@@ -148,7 +129,7 @@ class RolloutSession:
         self.controller.worker = self.engine.make_worker(self._admission())
 
     def close(self) -> None:
-        """Free the engine and the reward workers, whatever else goes wrong."""
+        """Close the engine and the reward workers, even if one of them fails to close."""
         with ExitStack() as stack:
             stack.callback(self.scorer.close)
             stack.callback(self.engine.close)

@@ -127,7 +127,8 @@ def simulated_rounds(
         verify: Verifies drafts.
     """
     planner = RoundPlanner(RolloutBuffer(), sampling, num_generations)
-    planner.source = PromptList(visits)
+    source: Any = PromptList(visits)
+    planner.source = source
     runner = RoundRunner(planner)
     for number in count():
         drawn = runner.run(

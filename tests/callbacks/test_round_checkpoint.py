@@ -135,7 +135,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(fit, tmp_path):
                 raise OSError(28, "No space left on device", str(path))
             super().save_checkpoint(checkpoint, path)
 
-    with pytest.warns(UserWarning, match=r"goes on without a checkpoint of now: .*No space"):
+    with pytest.warns(
+        UserWarning, match=r"No checkpoint was saved, and the run continues: .*No space"
+    ):
         trainer, *_ = fit(
             callbacks=[RoundCheckpoint()],
             trainer={"max_epochs": 3, "enable_checkpointing": True, "plugins": [Full()]},

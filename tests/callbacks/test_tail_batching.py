@@ -758,12 +758,11 @@ def test_drafts_of_a_truncated_distribution(fit, settings):
         fit(callbacks=[TailBatching(reuse_drafts=True)], **settings)
 
 
-def test_drafts_of_an_engine_without_log_probs(fit):
-    message = (
-        r"reuse_drafts=True\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEngine`"
-    )
+@pytest.mark.parametrize(("name", "value"), [("reuse_drafts", True), ("max_deferrals", 8)])
+def test_drafts_of_an_engine_without_log_probs(fit, name, value):
+    message = rf"{name}={value}\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEng"
     with pytest.raises(ValueError, match=message):
-        fit(callbacks=[TailBatching(reuse_drafts=True)], engine=SimulatedEngine())
+        fit(callbacks=[TailBatching(**{name: value})], engine=SimulatedEngine())
 
 
 @pytest.mark.parametrize("prompts", [7, 3])
@@ -786,7 +785,7 @@ def test_just_enough_prompts(fit, sums):
 def test_no_two_callbacks_end_rounds(fit):
     for callbacks in ([SortedBatching(), TailBatching()], [TailBatching(), TailBatching()]):
         names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
-        message = f"2 callbacks that decide when a round ends: {names}.*remove all but one"
+        message = f"2 callbacks that decide when a round ends: {names}.*Remove all but one"
         with pytest.raises(MisconfigurationException, match=message):
             fit(callbacks=callbacks)
 

@@ -29,7 +29,7 @@ class Within(RolloutCallback):
 
 
 def test_a_restart_inside_a_rollout_is_refused(fit):
-    with pytest.raises(RuntimeError, match="cannot start anew inside a rollout"):
+    with pytest.raises(RuntimeError, match="cannot restart during a rollout"):
         fit(callbacks=[Within()], trainer={"max_epochs": 1})
 
 
