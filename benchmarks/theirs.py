@@ -30,7 +30,7 @@ def make_reward(eos_token_id: int, meter: common.Meter) -> Callable[..., list[fl
     return countdown
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]
     """Start the meter and read it after every optimizer step."""
 
     def __init__(self, meter: common.Meter) -> None:

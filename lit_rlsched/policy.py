@@ -105,7 +105,7 @@ def _language_models(module: nn.Module) -> Iterator[nn.Module]:
 
 def base_model(policy: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a PEFT wrapper, or the policy itself."""
-    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy  # type: ignore[operator, return-value]
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy  # type: ignore[operator]
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -163,15 +163,15 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         hp = self._hp
         precision = None if self._trainer is None else self.trainer.precision
         dtype = load_dtype(precision, lora=hp.lora_rank > 0)
-        self.model = load_policy(hp.model, dtype=dtype)
-        if hp.shared_prefix and (why := obstacle(self.model)) is not None:
+        model = self.model = load_policy(hp.model, dtype=dtype)
+        if hp.shared_prefix and (why := obstacle(model)) is not None:
             raise ValueError(
-                f"`shared_prefix=True`: completions of `{type(self.model).__name__}` cannot share "
+                f"`shared_prefix=True`: completions of `{type(model).__name__}` cannot share "
                 f"a prompt: {why}. Leave `shared_prefix` out."
             )
         if hp.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
-            self.model.train()  # required by checkpointing; dropout is off
+            model.gradient_checkpointing_enable()
+            model.train()  # required by checkpointing; dropout is off
         if hp.lora_rank:
             self.model = add_lora(self.model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
         elif self.needs_reference:

@@ -47,7 +47,7 @@ class CompletionsTable:
                 table = self._table(logger, [*rows[0]])
                 for row in rows:
                     table.add_data(*(row.get(str(column)) for column in table.columns))
-                logger.log_metrics({"completions": table}, step=round.version)  # type: ignore[dict-item]
+                logger.log_metrics({"completions": table}, step=round.version)
 
     def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":
         """Return the run's only table: W&B shows only the last of several under one key."""
