@@ -67,8 +67,8 @@ class Shape:
 
 
 SHAPES = [
-    # arXiv 2506.22950: 32 completions of at most 1,024 tokens; 3,250 steps in micro groups of 8 and
-    # 1,770 continuously say how long they are, and how unequally
+    # arXiv 2506.22950: 32 completions of at most 1,024 tokens. Median and spread follow from its
+    # 3,250 steps in micro groups of 8 and 1,770 steps with continuous refilling
     Shape("Infinite Sampling: 32 completions, <= 1k", 340, 1.0, 1024, 32, (4, 8)),
     # arXiv 2603.23414: 512 completions, 80 % within 3k tokens, 5 % at the limit of 8k
     Shape("SortedRL: 512 completions, <= 8k", 1200, 1.1, 8192, 512, (32, 64)),
