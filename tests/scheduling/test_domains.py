@@ -57,12 +57,10 @@ def prompts(**numbers):
 
 def test_prompts_that_race_and_wait_must_be_there():
     check_domains(prompts(x=5, y=4), {"x": 3, "y": 2}, waiting=2)
-    message = (
-        r"up to 4 prompts of 'y' waiting, 2 of them in a short round, and `train_data` holds 3\. "
-    )
+    message = r"hold 4 prompts of 'y' at once, 2 of them in a short round, .* has only 3"
     with pytest.raises(ValueError, match=message):
         check_domains(prompts(x=5, y=3), {"x": 3, "y": 2}, waiting=2)
-    with pytest.raises(ValueError, match=r"up to 3 prompts of 'x' .* holds 0"):
+    with pytest.raises(ValueError, match=r"hold 3 prompts of 'x' .* has only 0"):
         check_domains(prompts(y=5), {"x": 3, "y": 2}, waiting=0)
 
 
@@ -72,7 +70,7 @@ def test_a_domain_may_be_a_number():
 
 
 def test_a_prompt_without_a_share_is_named():
-    with pytest.raises(ValueError, match=r"The prompt z0 is of the domain 'z'.*\['x', 'y'\]"):
+    with pytest.raises(ValueError, match=r"The prompt z0 has the domain 'z'.*\['x', 'y'\]"):
         check_domains(prompts(x=5, y=5, z=1), {"y": 2, "x": 3}, waiting=0)
     with pytest.raises(ValueError, match=r"needs a column `domain` .* the prompt odd has none"):
         check_domains([*prompts(x=5), Prompt("odd", "?", (1,))], {"x": 3}, waiting=0)
