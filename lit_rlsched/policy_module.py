@@ -2,7 +2,8 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -228,13 +229,18 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         batch = batch.to(self.device)
         scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
-        if self._hp.lora_rank and self.needs_reference:
-            with self.model.disable_adapter():  # type: ignore[union-attr, operator]
-                scores["ref_logprobs"] = self._logprobs(self.model, batch)[0]
-        elif self.needs_reference:
-            reference = to_like(self._reference[0], next(self.parameters()))
-            scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
+        if self.needs_reference:
+            with self._reference_model() as reference:
+                scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
         return scores
+
+    @contextmanager
+    def _reference_model(self) -> Iterator[nn.Module]:
+        if self._hp.lora_rank:
+            with self.model.disable_adapter():  # type: ignore[union-attr, operator]
+                yield self.model  # type: ignore[misc]
+        else:
+            yield to_like(self._reference[0], next(self.parameters()))
 
     def _logprobs(
         self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
