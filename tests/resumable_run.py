@@ -292,7 +292,7 @@ def main(folder, engine, model, schedule, place, stops):
         "dropped": {k: n for k, n in data.counters.items() if k.startswith("dropped/")},
         "pool": state_hash(data.pool.state_dict()),
         "drafts": [*data.run.rounds.drafts.weights],
-        "draft_weights": state_hash(data.run.rounds.drafts.state_dict()),
+        "draft_weights": state_hash(data.run.rounds.drafts.weights),
         "recovered": recovered.tokens,
         "audit": {
             k: v for k, v in data.run.rounds.runner.audit.state_dict().items() if "seconds" not in k
