@@ -1,4 +1,4 @@
-"""How a rollout tells callbacks and module what happens in it."""
+"""Rollout hooks of callbacks and modules."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from lightning import Trainer
 
 
 def fire(trainer: Trainer, hook: str, *args: Any) -> None:
-    """Call a rollout hook on every callback that has it, and on the module."""
-    for owner in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
+    """Call a rollout hook of every callback that has it, then of the module."""
+    module = trainer.lightning_module
+    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
         if (method := getattr(owner, hook, None)) is not None:
-            with trainer.profiler.profile(  # type: ignore[attr-defined]
-                f"[{type(owner).__name__}].{hook}"
-            ):
-                if owner is trainer.lightning_module:
+            name = f"[{type(owner).__name__}].{hook}"
+            with trainer.profiler.profile(name):  # type: ignore[attr-defined]
+                if owner is module:
                     method(*args)
                 else:
-                    method(trainer, trainer.lightning_module, *args)
+                    method(trainer, module, *args)

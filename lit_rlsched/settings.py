@@ -1,4 +1,4 @@
-"""Checks of single settings, for messages that are alike."""
+"""Checks of single settings; each raises a `ValueError` with the setting, its value and a fix."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -6,14 +6,11 @@ from typing import Any
 
 
 def check_finite(settings: Mapping[str, Any], besides: Collection[str] = ()) -> None:
-    """Refuse infinite settings and those that are not a number, in lists and dicts too.
+    """Refuse NaN and infinity, also in lists and dicts.
 
     Args:
-        settings: What a constructor was given: its `locals()`.
-        besides: Names of what is no setting.
-
-    Raises:
-        ValueError: names the setting, its value and what to use instead.
+        settings: The `locals()` of a constructor.
+        besides: Names of arguments to skip.
     """
     for name, value in settings.items():
         if name not in besides and not _finite(value):
@@ -24,37 +21,22 @@ def check_finite(settings: Mapping[str, Any], besides: Collection[str] = ()) -> 
 
 
 def check_count(owner: str, name: str, value: object, least: int, why: str = "") -> None:
-    """Refuse what is no whole number, or less than `least`.
+    """Refuse a value that is not a whole number of at least `least`.
 
     Args:
-        owner: Class that the setting belongs to.
-        name: Of the setting.
-        value: What was given.
-        least: That works.
-        why: A sentence more, or what to do instead.
-
-    Raises:
-        ValueError: names the setting, its value and what to use instead.
+        owner: Class with the setting.
+        name: Name of the setting.
+        value: Its value.
+        least: The smallest value allowed.
+        why: One more sentence for the message: a reason or an alternative.
     """
     if type(value) is not int or value < least:
-        raise ValueError(
-            f"`{owner}({name}={value!r})`: must be a whole number, {least} or more.{why and ' '}"
-            f"{why}"
-        )
+        message = f"`{owner}({name}={value!r})`: must be a whole number, {least} or more. {why}"
+        raise ValueError(message.rstrip())
 
 
 def check_choice(owner: str, name: str, value: object, choices: Collection[str]) -> None:
-    """Refuse what is none of the choices.
-
-    Args:
-        owner: Class that the setting belongs to.
-        name: Of the setting.
-        value: What was given.
-        choices: What works.
-
-    Raises:
-        ValueError: names the setting, its value and the choices.
-    """
+    """Refuse a value that is not one of `choices`; for `owner` and `name` see `check_count`."""
     if value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")

@@ -1,30 +1,24 @@
-"""Bytes as people write and read them."""
+"""Sizes in bytes, from and to text."""
 
 import re
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+_PREFIXES = "KMGT"
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
+    | {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)}
+)
 
 
 def parse_bytes(size: str | int, setting: str) -> int:
-    """Read a size such as `2GiB`, `512 MB` or a number of bytes.
+    """Parse a size such as `2GiB`, `512 MB` or a number of bytes.
 
     Args:
-        size: What was given.
-        setting: As what, for the error.
+        size: The size.
+        setting: Name of the setting, for the error.
 
     Raises:
-        ValueError: it is not a size, or not positive.
+        ValueError: it is not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper(), 0) if match else 0
@@ -34,7 +28,7 @@ def parse_bytes(size: str | int, setting: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes such as `1.72 GiB`; `-` for none."""
+    """Format a number of bytes such as `1.72 GiB`; 0 is `-`."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.2f} {name}"

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def printable(value: Any) -> Any:
-    """The value, with what cannot be written as UTF-8 (half of a pair of surrogates) escaped."""
+    """Return the value with unpaired surrogates, which UTF-8 cannot encode, escaped."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):

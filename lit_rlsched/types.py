@@ -11,9 +11,9 @@ FinishReason = Literal["stop", "length"]
 
 
 class LengthOnly(Sequence[Any]):
-    """So many tokens or log-probs, of which only the number is known: each reads as 0.
+    """A sequence of tokens or log-probs of which only the length is known; each item reads as 0.
 
-    What a simulation draws: a hundred million tokens then take no memory, and no time to write.
+    A simulation draws these: a hundred million tokens take no memory.
     """
 
     __slots__ = ("_length",)
@@ -42,8 +42,14 @@ class LengthOnly(Sequence[Any]):
 
 
 def frozen(values: Sequence[Any]) -> Sequence[Any]:
-    """A copy that does not grow: a tuple, or the same length."""
+    """Return an immutable copy."""
     return values if isinstance(values, LengthOnly) else tuple(values)
+
+
+def stable_hash(*parts: object) -> int:
+    """63-bit hash of `parts`, the same in every process and on every platform."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,13 @@ class Prompt:
     """One row of the user's data set, tokenised once and repeated by reference."""
 
     uid: str
-    """Stable name: the data set's `uid` column, or a hash of the prompt."""
+    """Stable name: the row's `uid` column, or a hash of the row."""
     text: str | list[dict[str, str]]
     """The prompt as the user wrote it: a string, or chat messages."""
     token_ids: tuple[int, ...]
-    """What the engine sees: the string tokenised, or the messages through the chat template."""
+    """The tokenised string, or the messages through the chat template."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row; reward functions get them as keyword arguments."""
+    """All other columns of the row, which reward functions get as keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to draw, or to go on with."""
+    """One completion for the engine to draw or to resume."""
 
     id: str
     """Unique among the requests an engine holds."""
@@ -87,13 +93,13 @@ class Request:
     seed: int
     sampling: Sampling
     prefix_ids: Sequence[int] = ()
-    """Tokens drawn earlier, to resume from. They count towards `sampling.max_completion_length`."""
+    """Tokens drawn earlier, to resume from; they count towards `sampling.max_completion_length`."""
     pause_at: int | None = None
-    """Completion length, prefix included, at which the engine lets go of it, with the finish reason
-    `length`, although its sampling allows more. Submitted again with the same id and seed and all
-    tokens so far as its prefix, it goes on as if it had never stopped."""
+    """Completion length, prefix included, at which the engine pauses the request with the finish
+    reason `length`, although its sampling allows more. Submitted again with the same id and seed
+    and all tokens so far as its prefix, it draws what it would have drawn without the pause."""
     expected: float | None = None
-    """Tokens it is expected to draw from here on, where somebody predicts them."""
+    """Predicted number of tokens that it will still draw."""
 
     @property
     def limit(self) -> int:
@@ -102,72 +108,66 @@ class Request:
         return most if self.pause_at is None else min(most, self.pause_at)
 
 
-@dataclass(slots=True)  # frozen, its making would take three times as long, for each token
+@dataclass(slots=True)  # not frozen: creation would take three times as long, for each token
 class Event:
     """New tokens of one request since its last event."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
-    """Log-probability of each new token under the distribution it was drawn from (after temperature
-    and truncation); under the temperature-1 distribution where the draw is greedy."""
+    """Log-prob of each new token under the distribution it was drawn from (after temperature and
+    truncation); for greedy decoding, under the distribution at temperature 1."""
     finish_reason: FinishReason | Literal["paused"] | None = None
-    """`paused`: cut at the request's `pause_at` (by the worker; engines say `length`)."""
-
-
-def stable_hash(*parts: object) -> int:
-    """63 bits that depend on `parts` alone: not on the process or the platform."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    """`paused`: stopped at the request's `pause_at` (set by the worker; engines say `length`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What had been drawn of a completion when it was put off, for a newer policy to verify."""
+    """Tokens of a deferred completion, for a newer policy to verify."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of each token, under the policy that drew it."""
+    """Log-prob of each token under the policy that drew it."""
     version: int
-    """Of that policy."""
+    """Version of that policy."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """One answer to a prompt, as far as it has been drawn."""
+    """One answer to a prompt, finished or not."""
 
     index: int
     """Place in its group: 0 to `num_generations - 1`."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each token, under the policy that drew it."""
+    """Log-prob of each token under the policy that drew it."""
     version_spans: list[tuple[int, int]] = field(default_factory=list)
     """`(policy version, number of tokens)` in order; the numbers add up to `len(token_ids)`."""
     finish_reason: FinishReason | None = None
     text: str = ""
     scores: list[float | None] | None = None
-    """One per reward function, `None` where the function gave none; unset until it was scored."""
+    """One per reward function, `None` where it gave no score; unset until scored."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What reward functions gave to `log_extra`: more columns of the completions table."""
+    """Values that reward functions passed to `log_extra`: columns of the completions table."""
     logged: dict[str, list[float]] = field(default_factory=dict)
-    """What reward functions gave to `log_metric`."""
+    """Values that reward functions passed to `log_metric`."""
     failure: str | None = field(default=None, compare=False)
-    """Which reward function failed first, and how; not in checkpoints."""
+    """The first reward function that failed, and its error; not in checkpoints."""
     dropped: str | None = None
-    """Why it is not trained on: a counter's name, such as `nonfinite_logprob`."""
+    """Why it is not trained on: the name of a counter, such as `nonfinite_logprob`."""
     advantage: float = 0.0
     old_logprobs: list[float] | None = None
-    """Of each token, by the trainer's own forward pass under the weights of the round."""
+    """Log-prob of each token by the trainer's forward pass under the weights of the round."""
     ref_logprobs: list[float] | None = None
     attempts: int = 0
-    """Times it was begun and thrown away, or put off with what was drawn of it as a draft."""
+    """Number of times that its tokens were discarded or became a draft."""
     draft: Draft | None = None
-    """What it had drawn when it was put off, until a newer policy verifies it."""
+    """Tokens to verify before it is drawn further."""
 
     def take(self, event: Event, version: int) -> None:
-        """Append an event's tokens, drawn under `version`."""
+        """Append an event's tokens, drawn under policy `version`."""
         if new := event.token_ids:
-            if not self.token_ids:  # a list, or a length alone
+            if not self.token_ids:  # the type of the first event decides: list or LengthOnly
                 self.token_ids, self.logprobs = new[:0], event.logprobs[:0]
             self.token_ids += new
             self.logprobs += event.logprobs
@@ -180,20 +180,20 @@ class Completion:
             self.finish_reason = event.finish_reason
 
     def restart(self) -> None:
-        """Throw away what was drawn of it."""
+        """Discard everything drawn so far."""
         blank = Completion(self.index, attempts=self.attempts + bool(self.token_ids))
         for name in self.__slots__:
             setattr(self, name, getattr(blank, name))
 
     def put_off(self) -> None:
-        """Begin anew, and keep what was drawn of it, all under one policy, as a draft."""
+        """Move the drawn tokens, all of one policy version, into `draft` and reset."""
         ((version, _),) = self.version_spans
         draft = Draft(frozen(self.token_ids), frozen(self.logprobs), version)
         self.restart()
         self.draft = draft
 
     def copy(self) -> "Completion":
-        """One that can go on without this one."""
+        """Return a copy to which tokens can be added without changing this one."""
         return replace(
             self,
             token_ids=self.token_ids[:],
@@ -202,27 +202,27 @@ class Completion:
         )
 
     def staleness(self, version: int) -> int:
-        """Policy versions from the one that drew its first token to `version`."""
+        """Number of policy versions between its first token and `version`."""
         return version - self.version_spans[0][0] if self.version_spans else 0
 
     def tokens_of(self, version: int) -> int:
-        """How many of its tokens, the last ones, were drawn under `version`."""
+        """Number of tokens at its end that were drawn under `version`."""
         spans = self.version_spans
         return spans[-1][1] if spans and spans[-1][0] == version else 0
 
     @property
     def finished(self) -> bool:
-        """Whether all of it is drawn."""
+        """Whether all its tokens are drawn."""
         return self.finish_reason is not None
 
     @property
     def scored(self) -> bool:
-        """Whether the reward functions have answered."""
+        """Whether the reward functions have returned."""
         return self.scores is not None
 
     @property
     def correct(self) -> bool:
-        """Whether the first reward function gave full score, 1.0 or more."""
+        """Whether the first reward function gave 1.0 or more."""
         return self.scores is not None and (self.scores[0] or 0.0) >= 1.0
 
 
@@ -231,16 +231,16 @@ class Group:
     """One prompt and its completions: the unit of GRPO's and RLOO's baseline."""
 
     id: str
-    """Unique in the pool: the prompt's uid and which pass over the data drew it."""
+    """Unique in the pool: the prompt's uid and the pass over the data that drew it."""
     prompt: Prompt
     sampling: Sampling
     completions: list[Completion]
-    """Those that were not trained on yet."""
+    """Completions not yet trained on."""
     deferred: int = 0
-    """Rounds that ended before it was ready and put it off."""
+    """Number of rounds that deferred it."""
 
     def copy(self) -> "Group":
-        """One whose completions can go on without those of this one."""
+        """Return a copy with copies of the completions."""
         return replace(self, completions=[c.copy() for c in self.completions])
 
     @property
@@ -251,14 +251,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion and the group it belongs to."""
+    """A completion with its group."""
 
     group: Group
     completion: Completion
 
     @property
     def id(self) -> str:
-        """Of its request, and of its spans in a trace."""
+        """Id of its request and of its spans in a trace."""
         return f"{self.group.id}/{self.completion.index}"
 
     @property
