@@ -306,7 +306,7 @@ def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
         (
             [SortedBatching(2), DynamicSampling()],
             {},
-            r"`DynamicSampling` with `SortedBatching`.*Leave one of them out",
+            r"`DynamicSampling` with `SortedBatching`.*Remove one of them",
         ),
     ],
 )
