@@ -142,7 +142,8 @@ def rounds_of_prompts(
     rows: list[dict[str, Any]], tokenizer: Any, setting: Setting
 ) -> list[list[Prompt]]:
     """Return the prompts of each round in the order of `RolloutDataModule`."""
-    from lit_rlsched.data.source import PromptSource, make_prompts
+    from lit_rlsched.data.prompts import make_prompts
+    from lit_rlsched.data.source import PromptSource
 
     prompts = make_prompts(rows, tokenizer, max_prompt_length=sys.maxsize)
     source = PromptSource(prompts, setting.seed)

@@ -1,4 +1,4 @@
-"""The data module: owns prompts, pool, engine and rewards, and turns them into optimizer steps."""
+"""The data module: holds prompts, engine and rewards, and gives the Trainer optimizer steps."""
 
 import os
 from collections import Counter
@@ -8,76 +8,78 @@ from typing import Any
 
 from lightning import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import checks
-from lit_rlsched.checkpoints import check_nothing_is_resumed
-from lit_rlsched.data.source import Rows, load_rows
+from lit_rlsched.data.rows import Rows, load_rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
+from lit_rlsched.resuming import check_has_state
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.schedule import Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup
-from lit_rlsched.training.round import Round
 from lit_rlsched.training_run import TrainingRun
-from lit_rlsched.types import Sampling
+from lit_rlsched.types import Prompt, Sampling
 
 
 class RolloutDataModule(LightningDataModule):
-    """Draws a round of completions for each Lightning epoch and hands it over step by step.
+    """Draws one round of completions per Lightning epoch and gives it out in optimizer steps.
 
-    One epoch is one round of `prompts_per_round * num_generations` completions, trained on in
-    `steps_per_round * num_iterations` optimizer steps. An optimizer step is cut into micro-batches
-    of at most `micro_batch_tokens` positions; how many, follows from the lengths.
+    A round has `prompts_per_round * num_generations` completions and is trained on in
+    `steps_per_round * num_iterations` optimizer steps. Each step is split into micro-batches of at
+    most `micro_batch_tokens` positions, so their number depends on the lengths.
 
     Args:
         train_data: Prompts to train on: a JSONL, JSON or Parquet file, a data set's folder or hub
             name, a task such as `Countdown`, or rows. A row has a `prompt` (string or chat
-            messages), optionally a `uid`, and whatever columns the reward functions take.
+            messages), optionally a `uid`, and any columns that the reward functions take.
         reward_funcs: Reward functions with TRL's signature.
         val_data: Held-out prompts for validation, in the same forms.
         test_data: Prompts for `test`; by default `val_data`.
-        predict_data: Prompts for `predict`, which answers them as validation does; rewards are
-            computed where the rows have the columns for it.
-        reward_weights: One per reward function; by default 1 each.
-        reward_timeout: Seconds a function may take for one completion.
-        reward_workers: Processes that run reward functions.
-        reward_memory_limit: Memory that calls of reward functions may take in each of them, such as
-            `4GiB`; by default half of the machine's, shared by all.
-        reward_env_vars: Names of environment variables that reward functions are given, besides the
+        predict_data: Prompts for `predict`, which answers them as validation does and computes
+            rewards if the rows have the columns for it.
+        reward_weights: One weight per reward function; by default 1 each.
+        reward_timeout: Maximum number of seconds that a reward function may take per completion.
+        reward_workers: Number of processes that run reward functions.
+        reward_memory_limit: Maximum memory for the reward calls of each worker, such as `4GiB`; by
+            default half of the machine's memory, shared by all workers.
+        reward_env_vars: Names of environment variables that reward functions may read, besides the
             few that Python needs.
-        tokenizer: Folder or hub name; by default the policy's.
-        chat_template_kwargs: More arguments for the chat template.
-        engine: What decodes; by default vLLM.
-        prompts_per_round: Prompts of a round.
-        num_generations: Completions of a prompt.
-        steps_per_round: Optimizer steps a round is dealt out to.
-        num_iterations: Times a round is trained on.
-        micro_batch_tokens: Most positions, padding included, of a forward and backward pass.
-        max_completion_length: Most tokens of a completion.
-        temperature: Sampling temperature of training.
-        top_p: Smallest set of tokens with this probability is drawn from.
-        top_k: Most likely tokens that are drawn from; 0 for all.
-        min_p: Tokens less likely than this share of the likeliest are not drawn.
-        mask_truncated_completions: Leave completions cut at the limit out of the loss.
-        val_num_generations: Completions drawn of each held-out prompt, for mean@k and pass@k.
-        val_temperature: Their temperature; by default that of training.
-        val_greedy: Whether each held-out prompt is also answered greedily.
-        val_accuracy_threshold: Score of the first reward function from which on a held-out
-            completion counts as correct in `val/accuracy`, `mean@k`, `pass@k` and
+        tokenizer: Folder or hub name; by default the policy's tokenizer.
+        chat_template_kwargs: Additional arguments for the chat template.
+        engine: Engine that decodes completions; by default `VLLMEngine()`.
+        prompts_per_round: Number of prompts per round.
+        num_generations: Number of completions per prompt.
+        steps_per_round: Number of optimizer steps that share the completions of a round.
+        num_iterations: Number of times that a round is trained on.
+        micro_batch_tokens: Maximum number of positions, padding included, of a forward and backward
+            pass.
+        max_completion_length: Maximum number of tokens per completion.
+        temperature: Sampling temperature in training.
+        top_p: Sample from the smallest set of tokens that has this probability.
+        top_k: Sample from this many most likely tokens; 0 for all.
+        min_p: Exclude tokens less likely than this fraction of the most likely token's probability.
+        mask_truncated_completions: Exclude completions cut at the length limit from the loss.
+        val_num_generations: Number of completions sampled per held-out prompt, for mean@k and
+            pass@k.
+        val_temperature: Sampling temperature of these completions; by default `temperature`.
+        val_greedy: Whether to also decode each held-out prompt greedily.
+        val_accuracy_threshold: Minimum score from the first reward function for a held-out
+            completion to count as correct in `val/accuracy`, `mean@k`, `pass@k` and
             `greedy_accuracy`.
-        shuffle: Whether prompts come in a new random order in each pass over the data.
-        seed: Of the order and of every completion; by default that of `seed_everything`.
-        verify_sync: Check after each weight sync that the engine's log-probs are the trainer's.
+        shuffle: Whether each pass over the data has a new random order of prompts.
+        seed: Seed of the order and of every completion; by default the one of `seed_everything`.
+        verify_sync: Check after each weight sync that the engine's log-probs equal the trainer's.
 
     Raises:
-        ValueError: an argument is out of range, or two do not fit each other.
+        ValueError: an argument is out of range, or two arguments contradict each other.
 
     Example::
 
@@ -122,12 +124,8 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         checks.check_settings(locals())
-        self.save_hyperparameters(
-            ignore=[
-                *("train_data", "val_data", "test_data", "predict_data"),
-                *("reward_funcs", "engine"),
-            ]
-        )
+        data_sets = ["train_data", "val_data", "test_data", "predict_data"]
+        self.save_hyperparameters(ignore=[*data_sets, "reward_funcs", "engine"])
         self.train_data, self.val_data = train_data, val_data
         self.test_data = val_data if test_data is None else test_data
         self.predict_data = predict_data
@@ -152,14 +150,11 @@ class RolloutDataModule(LightningDataModule):
         self.num_iterations = num_iterations
         self.micro_batch_tokens = micro_batch_tokens
         self.sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
-        checks.check_sampling(self.sampling)
-        checks.check_val_temperature(val_temperature)
         self.mask_truncated_completions = mask_truncated_completions
+        if val_temperature is None:
+            val_temperature = temperature
         self.evaluation = EvaluationSettings(
-            replace(
-                self.sampling,
-                temperature=temperature if val_temperature is None else val_temperature,
-            ),
+            replace(self.sampling, temperature=val_temperature),
             val_num_generations,
             val_greedy,
             val_accuracy_threshold,
@@ -169,13 +164,13 @@ class RolloutDataModule(LightningDataModule):
         self.verify_sync = verify_sync
 
         self.schedule = Schedule(FullRound(prompts_per_round))
-        """What callbacks have set for this run."""
+        """Everything that callbacks have set for this run."""
         self.run = TrainingRun(self)
-        """Where the run is."""
+        """The run's rounds and its position in them."""
         self.rows: dict[str, list[dict[str, Any]]] = {}
-        """Of the data sets that were read, by stage: `train`, `val`, `test`, `predict`."""
+        """Data sets read so far, by stage: `train`, `val`, `test`, `predict`."""
         self.has_rewards = True
-        """Whether reward functions are asked; not in `predict`, where rows lack their columns."""
+        """Whether completions are scored; False in `predict` if the rows lack columns for it."""
         self._startup: Startup | None = None
         self._session: RolloutSession | None = None
 
@@ -185,26 +180,31 @@ class RolloutDataModule(LightningDataModule):
         """Read the data sets that `stage` needs.
 
         Raises:
-            MisconfigurationException: the Trainer runs more than one process.
+            MisconfigurationException: the Trainer runs more than one process, or the data set of
+                `stage` is missing.
         """
         assert self.trainer is not None
         checks.check_one_process(self.trainer.world_size)
+        stage = TrainerFn(stage).value  # messages would show the enum's name
         if stage == "fit":
             self.run.settings = FitSettings(self.trainer, self.steps_per_epoch)
-            checks.check_siblings(self.num_generations, self.run.learner.needs_group)
+            checks.check_group_size(self.num_generations, self.run.learner.needs_group)
             if self.run.learner.needs_engine_logprobs(off_policy=False):
                 checks.check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
-        stage = TrainerFn(stage).value  # Lightning gives one, whose text in a message is not it
-        for name in checks.data_sets_of(stage):
-            data = getattr(self, f"{name}_data")
-            if data is None:
-                checks.check_data_set(name, stage)
-                continue
-            if name not in self.rows:
-                self.rows[name] = load_rows(data)
-            self._check_columns(name)
+            self._read("train", stage)
+            if self.val_data is not None:
+                self._read("val", stage)
+        else:
+            self._read("val" if stage == "validate" else stage, stage)
 
-    def _check_columns(self, name: str) -> None:
+    def _read(self, name: str, stage: str) -> None:
+        data = getattr(self, f"{name}_data")
+        if data is None:
+            raise MisconfigurationException(
+                f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
+            )
+        if name not in self.rows:
+            self.rows[name] = load_rows(data)
         try:
             self.rewards.check_columns(self.rows[name], f"{name}_data")
         except ValueError as error:
@@ -214,15 +214,15 @@ class RolloutDataModule(LightningDataModule):
             rank_zero_warn(f"No rewards are computed: {error}")
 
     def train_dataloader(self) -> Rounds | MicroBatches:
-        """Rounds for manual optimization, micro-batches one by one for automatic optimization."""
-        self.started()  # now: errors belong before the first epoch
+        """Loader of optimizer steps, or of micro-batches for automatic optimization."""
+        self.started()  # so that errors come before the first epoch
         assert self.trainer is not None
         if self.trainer.lightning_module.automatic_optimization:
             return MicroBatches(self)
         return Rounds(self)
 
     def val_dataloader(self) -> Evaluation | list[Any]:
-        """Held-out prompts with their completions."""
+        """Validation prompts with their completions."""
         return Evaluation(self, "val") if self.val_data is not None else []
 
     def test_dataloader(self) -> Evaluation | list[Any]:
@@ -230,11 +230,11 @@ class RolloutDataModule(LightningDataModule):
         return Evaluation(self, "test") if self.test_data is not None else []
 
     def predict_dataloader(self) -> Evaluation:
-        """Prompts without known answers, with their completions."""
+        """Prompts of `predict_data` with their completions."""
         return Evaluation(self, "predict")
 
     def teardown(self, stage: str) -> None:
-        """Close engine and workers; forget what callbacks have set."""
+        """Close engine and reward workers, and discard the schedule."""
         if stage == "fit" and self.run.round_is_over:
             assert self.trainer is not None
             log_now(self.trainer, self.run.end_round())
@@ -245,39 +245,46 @@ class RolloutDataModule(LightningDataModule):
         self.schedule = Schedule(FullRound(self.prompts_per_round))
 
     def on_exception(self, exception: BaseException) -> None:
-        """The same: Lightning does not tear down after one."""
+        """Tear down; Lightning does not after an exception."""
         self.teardown("")
 
     def close(self) -> None:
-        """Close engine and workers; safe to call twice."""
+        """Close engine and reward workers; safe to call twice."""
         session, self._session = self._session, None
         try:
             if session is not None:
                 session.close()
         finally:
-            self.rewards.close()  # they may be running where the engine did not start
+            self.rewards.close()  # workers may be running although the engine did not start
 
-    # Rounds.
+    # State of the run.
 
-    def on_fit_start(self) -> None:
-        """Optimizers are configured; `MicroBatchAccumulation` passes it on."""
-        if self.run.settings is not None:
-            self.run.settings.begin()
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of the run except the weights, as primitives and tensors."""
+        return self.run.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check a checkpoint against this run and keep it until the prompts are tokenised.
+
+        Validation, test and prediction use the checkpoint's weights only.
+
+        Raises:
+            ValueError: a setting that decides what is drawn has another value, or the format of the
+                state is unknown.
+        """
+        assert self.trainer is not None
+        if self.trainer.state.fn == "fit":
+            self.run.load_state_dict(state)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a round."""
+        """Number of optimizer steps per round."""
         return self.steps_per_round * self.num_iterations
 
     @property
     def pool(self) -> RolloutBuffer:
-        """Prompts drawn and not yet trained on."""
+        """Groups drawn from the data and not yet trained on."""
         return self.run.rounds.runner.planner.pool
-
-    @property
-    def current(self) -> Round | None:
-        """The round that is being trained on."""
-        return self.run.current
 
     @property
     def counters(self) -> Counter[str]:
@@ -286,55 +293,39 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that are over."""
+        """Number of rounds ended."""
         return self.run.num_rounds
 
     @property
     def rounds_over(self) -> int:
-        """Rounds that are trained on as a whole."""
+        """Number of rounds of which every optimizer step was taken."""
         return self.run.rounds_over
 
-    # State.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything of the run that the weights do not hold: primitives and tensors only."""
-        return self.run.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the checkpoint is of this configuration; restored once the prompts are known.
-
-        Validation and test take the weights of a checkpoint and nothing of its run.
-
-        Raises:
-            ValueError: a setting differs that decides what was drawn, or the state has a format
-                that is not known.
-        """
-        assert self.trainer is not None
-        if self.trainer.state.fn == "fit":
-            self.run.load_state_dict(state)
-
-    # Start-up.
+    # Engine and prompts.
 
     @property
     def session(self) -> RolloutSession | None:
-        """Engine, rewards and controller, once they are started."""
+        """Engine, rewards and controller while they run."""
         return self._session
 
     @property
     def startup(self) -> Startup:
-        """What it was started with, prompts and policy; there is one once it was started."""
+        """Prompts, policy and engine settings of the last start."""
         assert self._startup is not None, "not started"
         return self._startup
 
-    def is_tokenized(self, stage: str) -> bool:
-        """Whether the prompts of a held-out data set are known."""
-        return self._startup is not None and stage in self._startup.prompts.held_out
+    def held_out(self, stage: str) -> list[Prompt]:
+        """Tokenised prompts of `val`, `test` or `predict`; starts the session if it must."""
+        # Lightning may ask for the length of a loader after teardown, which must start nothing
+        if self._startup is None or stage not in self._startup.prompts.held_out:
+            self.started()
+        return self.startup.prompts.held_out[stage]
 
     def started(self) -> RolloutSession:
-        """The session, started when first needed: the module has loaded the policy by then.
+        """Return the session; start it on the first call, when the module has loaded the policy.
 
         Raises:
-            ValueError: settings, prompts and model do not fit each other.
+            ValueError: settings, prompts and model contradict each other.
         """
         if self._session is None:
             assert self.trainer is not None
@@ -342,7 +333,7 @@ class RolloutDataModule(LightningDataModule):
             if resumed is not None:
                 self.run.advice.load_state_dict(resumed.get("advice", {}))
             elif self.trainer.state.fn == "fit":
-                check_nothing_is_resumed(self.trainer.ckpt_path, type(self).__qualname__)
+                check_has_state(self.trainer.ckpt_path, type(self).__qualname__)
             self._startup = Startup(self)
             if self._startup.prompts.train:
                 self.run.rounds.runner.planner.connect(self._startup.source)

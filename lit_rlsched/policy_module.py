@@ -12,13 +12,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lit_rlsched.advice import restored_settings
-from lit_rlsched.checkpoints import check_resumable, check_same_weights
 from lit_rlsched.checks import check_module_settings
 from lit_rlsched.evaluation_steps import EvaluationSteps
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import StepMetrics
 from lit_rlsched.policy import add_lora, load_policy
 from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.resuming import check_resumable, check_same_weights
 from lit_rlsched.settings import check_finite
 from lit_rlsched.training.finite import check_gradient
 from lit_rlsched.training.learner import RoundLogprobs

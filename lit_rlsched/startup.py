@@ -1,7 +1,8 @@
-"""From a data module's settings to a started engine: what is refused before, and what is said."""
+"""From the data module's settings to a started engine."""
 
 from dataclasses import replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +11,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_rlsched.checks import check_gen_batches, check_lengths, check_probe
-from lit_rlsched.data.prompt_sets import PromptSets, tokenize
+from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
 from lit_rlsched.gpu_setup import warn_of_unseen_gpu
@@ -28,9 +28,7 @@ from lit_rlsched.precision import check_float32
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.trainer_state import trainer_state
 from lit_rlsched.training.weight_sync import WeightSync
-from lit_rlsched.types import Prompt
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -39,13 +37,13 @@ _ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float
 
 
 class Startup:
-    """What a run is started with, once the module has its policy and the schedule is set.
+    """Prompts, policy and engine settings of a run whose policy is loaded and schedule is set.
 
     Args:
-        data: Settings, data sets, engine and rewards of the run.
+        data: The data module, for settings, data sets, engine and rewards.
 
     Raises:
-        ValueError: settings, prompts and model do not fit each other.
+        ValueError: settings, prompts and model contradict each other.
     """
 
     def __init__(self, data: "RolloutDataModule") -> None:
@@ -61,32 +59,52 @@ class Startup:
             max_completion_length=limit,
             chat_template_kwargs=data.chat_template_kwargs,
         )
-        check_lengths(self.prompts.longest, limit, data.micro_batch_tokens)
-        data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in self._scored)
+        self._check_micro_batch_tokens()
+        scored = self.prompts.all
+        if not (data.has_rewards and self._trainer.predicting):
+            scored = self.prompts.without("predict")
+        data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in scored)
         schedule = data.schedule
         if train := self.prompts.train:
             schedule.rule.check_enough(len(train))
             schedule.rule.check_domains(train)
-            check_gen_batches(
-                len(train) - schedule.rule.most_deferred,
-                data.prompts_per_round,
-                schedule.max_num_gen_batches,
+            self._check_gen_batches()
+        if (probe := schedule.resolved_probe_tokens(limit)) >= limit:
+            raise ValueError(
+                f"`LengthPrediction(probe_tokens={probe})` leaves nothing to predict of "
+                f"completions with `max_completion_length={limit}`. Use less, or 0 to predict from "
+                "the prompt alone."
             )
-        check_probe(schedule.resolved_probe_tokens(limit), limit)
         self._order = schedule.slots.resolved_order(
             schedule.lengths is not None, schedule.rule.ends_early
         )
+
+    def _check_micro_batch_tokens(self) -> None:
+        prompt, limit = self.prompts.longest, self._data.sampling.max_completion_length
+        if prompt + limit > self._data.micro_batch_tokens:
+            raise ValueError(
+                f"`micro_batch_tokens={self._data.micro_batch_tokens}` cannot hold the longest "
+                f"prompt ({prompt} tokens) with `max_completion_length={limit}`. Use "
+                f"{prompt + limit} or more."
+            )
+
+    def _check_gen_batches(self) -> None:
+        """Refuse `DynamicSampling` if a round may draw more prompts than there are."""
+        schedule, prompts_per_round = self._data.schedule, self._data.prompts_per_round
+        prompts = len(self.prompts.train) - schedule.rule.most_deferred
+        most, fit = schedule.max_num_gen_batches, prompts // prompts_per_round
+        if most > fit:
+            fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
+            raise ValueError(
+                f"`DynamicSampling(max_num_gen_batches={most})` may draw "
+                f"{most * prompts_per_round} prompts in a round, and `train_data` holds "
+                f"{prompts}. {fix} lower `prompts_per_round`."
+            )
 
     @property
     def _trainer(self) -> Trainer:
         assert self._data.trainer is not None
         return self._data.trainer
-
-    @property
-    def _scored(self) -> list[Prompt]:
-        """Prompts whose columns reward functions will be given."""
-        left_out = set() if self._data.has_rewards and self._trainer.predicting else {"predict"}
-        return self.prompts.besides(left_out)
 
     @property
     def policy(self) -> nn.Module:
@@ -95,7 +113,7 @@ class Startup:
 
     @property
     def source(self) -> DomainSource:
-        """The training prompts, from the first on."""
+        """A new source of the training prompts, at its beginning."""
         data = self._data
         return DomainSource(
             self.prompts.train, data.seed, data.shuffle, data.schedule.rule.domain_of
@@ -103,7 +121,7 @@ class Startup:
 
     @cached_property
     def spec(self) -> EngineSpec:
-        """What the engine is started with."""
+        """Settings that the engine is started with."""
         data = self._data
         precision = str(self._trainer.precision).partition("-")[0]
         spec = EngineSpec(
@@ -120,35 +138,34 @@ class Startup:
         return replace(spec, slots=self.slots(spec))
 
     def slots(self, spec: EngineSpec, num_generations: int | None = None) -> int:
-        """Most requests that the engine holds at once.
+        """Maximum number of requests that the engine holds at once.
 
         Args:
-            spec: Without its `slots`.
-            num_generations: Of a prompt in a round; by default the configured ones.
+            spec: Engine settings; `spec.slots` is ignored.
+            num_generations: Completions per prompt; by default the configured number.
         """
-        engine = self._data.engine
-        return self._data.schedule.slots.engine_slots(
-            engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
-            self._most_completions(num_generations or self._data.num_generations),
-            self.prompts.shortest,
-            engine.most_slots(spec),
-        )
-
-    def _most_completions(self, num_generations: int) -> int:
-        """Completions that a round or a validation may decode, whichever are more."""
         data = self._data
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
         answers = data.evaluation.num_generations + data.evaluation.greedy
-        rule = data.schedule.rule
-        return max(rule.most_prompts() * rule.launched(num_generations), held_out * answers)
+        return data.schedule.slots.engine_slots(
+            data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
+            max(self._completions(num_generations or data.num_generations), held_out * answers),
+            self.prompts.shortest,
+            data.engine.most_slots(spec),
+        )
+
+    def _completions(self, num_generations: int) -> int:
+        """Maximum number of completions that a round decodes."""
+        rule = self._data.schedule.rule
+        return rule.most_prompts() * rule.launched(num_generations)
 
     def cache_bytes_per_token(self, spec: EngineSpec) -> int:
-        """Of the engine's key-value cache, in all layers."""
+        """Bytes per token of the engine's key-value cache, over all layers."""
         dtype = self._data.engine.cache_dtype(spec)
         return kv_bytes_per_token(base_model(self.policy).config, dtype)
 
     def admission(self, spec: EngineSpec) -> Admission:
-        """What stands in front of an engine that was started with `spec`."""
+        """Create the admission for an engine that was started with `spec`."""
         return self._data.schedule.slots.admission(
             self._data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
             spec.slots,
@@ -157,12 +174,12 @@ class Startup:
         )
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion."""
-        ids = np.asarray(token_ids)  # of a list, transformers looks at every element
+        """Convert the tokens of a completion to text."""
+        ids = np.asarray(token_ids)  # transformers checks every element of a list
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def start(self) -> RolloutSession:
-        """Start rewards and engine."""
+        """Start reward workers and engine."""
         data, trainer, schedule = self._data, self._trainer, self._data.schedule
         check_float32(self.policy, type(trainer.lightning_module).__name__)
         self._warn()
@@ -193,29 +210,53 @@ class Startup:
         )
 
     def _warn(self) -> None:
-        """Say what may not be meant."""
+        """Warn of settings that are probably a mistake."""
         data = self._data
         if data.sampling.truncated:
             rank_zero_warn(
                 "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
-                "distribution and the trainer's are not: they are not compared, and importance "
-                "sampling is off."
+                "distribution, but the trainer's are of the whole one: they are not compared, and "
+                "importance sampling is off."
             )
         warn_of_unseen_gpu(self.spec.device.type)
-        trains, rule = bool(self.prompts.train), data.schedule.rule
+        trains = bool(self.prompts.train)
         told = data.run.advice.at_start(
             self.spec.eos_token_ids,
             data.schedule.slots.slots if trains else None,
-            rule.most_prompts() * rule.launched(data.num_generations),
+            self._completions(data.num_generations),
             self.policy if trains else None,
         )
         for text in told:
             rank_zero_warn(text)
 
-    def _trainer_state(self) -> Any:
+    def _trainer_state(self) -> SimpleNamespace:
         data, prompts = self._data, len(self.prompts.train)
         return trainer_state(self._trainer, data.steps_per_epoch, data.prompts_per_round, prompts)
 
     def _fire(self, hook: str, *args: Any) -> None:
         if self._trainer.training:
             fire(self._trainer, hook, *args)
+
+
+def trainer_state(
+    trainer: Trainer, steps_per_round: int, prompts_per_round: int, prompts: int
+) -> SimpleNamespace:
+    """TRL's `trainer_state` for reward functions, as a plain object that can be pickled.
+
+    Args:
+        trainer: The run's Trainer.
+        steps_per_round: Number of optimizer steps per round, iterations included.
+        prompts_per_round: Number of prompts that a round trains on.
+        prompts: Number of prompts in `train_data`.
+
+    Returns:
+        `global_step`, the optimizer steps taken; `max_steps`, the step at which the run ends, -1 if
+        it has no end; and `epoch`, the fractional number of passes over `train_data`. As in
+        `transformers.TrainerState`.
+    """
+    ends = [trainer.max_steps, (trainer.max_epochs or -1) * steps_per_round]
+    return SimpleNamespace(
+        global_step=trainer.global_step,
+        max_steps=min((end for end in ends if end > 0), default=-1),
+        epoch=trainer.global_step / steps_per_round * prompts_per_round / max(1, prompts),
+    )

@@ -1,4 +1,4 @@
-"""The rounds of a run, one after the other, and where it is in them."""
+"""The rounds of a run, one after the other, and the position in them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,11 +9,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
-from lit_rlsched.checkpoints import FORMAT, check_format
-from lit_rlsched.checks import check_resumed, check_resumed_groups, check_resumed_pool
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.hooks import fire
 from lit_rlsched.logs import log_now
+from lit_rlsched.resuming import (
+    FORMAT,
+    check_drawn,
+    check_format,
+    check_same_settings,
+    check_whole_groups,
+)
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
@@ -34,40 +39,40 @@ _SAME_ON_RESUME = (
     "steps_per_round",
     "num_iterations",
 )
-"""Settings of the data module that decide what was drawn."""
+"""Settings of the data module that decide what is drawn."""
 
 
 class TrainingRun:
-    """Draws a round when the last one is trained on, and deals it out step by step.
+    """Draws a round once the last one is trained on, and gives it out in optimizer steps.
 
-    What a checkpoint holds of a run, beside weights and optimizer, is here. The place in a round
-    follows from the Trainer's global step, so that whatever was taken, a checkpoint has.
+    Everything a checkpoint holds of a run besides weights and optimizer is here. The position in a
+    round follows from the Trainer's global step, so a checkpoint has every step that was taken.
 
     Args:
-        data: Settings, engine and rewards of the run.
+        data: The data module, for settings, engine and rewards.
     """
 
     def __init__(self, data: "RolloutDataModule") -> None:
         self._data = data
         planner = RoundPlanner(RolloutBuffer(), data.sampling, data.num_generations)
         self.rounds = TrainingRounds(RoundRunner(planner))
-        """Draws them, and has the pool."""
+        """Draws the rounds and holds the pool."""
         self.settings: FitSettings | None = None
-        """What the Trainer is set to while it fits."""
+        """Settings of the Trainer during `fit`."""
         self.current: Round | None = None
         """The round that is being trained on."""
         self.num_rounds = 0
-        """Rounds that are over."""
+        """Number of rounds ended."""
         self.counters: Counter[str] = Counter()
         """Totals since the run began: `num_tokens`, `num_completions`, `dropped/*`."""
         self.advice = Advice()
-        """What the run was told."""
+        """Warnings given so far."""
         self.resumed: dict[str, Any] | None = None
-        """State of a checkpoint, until the prompts that it names are known."""
+        """State of a checkpoint, until the prompts that it names are tokenised."""
         self._start = 0
         self._empty_steps = 0
         self._last: Trainer | None = None
-        """Whose policy versions the round and the pool have."""
+        """Trainer whose policy versions the round and the pool have."""
 
     @property
     def _trainer(self) -> Trainer:
@@ -76,13 +81,13 @@ class TrainingRun:
 
     @property
     def learner(self) -> Learner:
-        """The module, or what stands in for one that knows nothing of rollouts."""
+        """The module, or a `PlainLearner` for a module that is not a `Learner`."""
         module = self._trainer.lightning_module
         return module if isinstance(module, Learner) else PlainLearner()
 
     @property
     def update(self) -> Update:
-        """How a round becomes optimizer steps, as callbacks have set it by now."""
+        """How a round becomes optimizer steps, as callbacks have set it so far."""
         data = self._data
         return Update(
             self.learner,
@@ -101,20 +106,27 @@ class TrainingRun:
 
     @property
     def _steps_taken(self) -> int:
-        """Optimizer steps that are taken of a round: `limit_train_batches` may cut them."""
+        """Number of optimizer steps the Trainer takes per round; its limits may cut some."""
         return self._data.steps_per_epoch if self.settings is None else self.settings.steps
 
     @property
     def round_is_over(self) -> bool:
-        """Whether there is a round of which all steps were taken that the Trainer takes."""
+        """Whether the Trainer has taken all its steps of the current round."""
         return self.current is not None and self._cursor() >= self._steps_taken
 
+    @property
+    def rounds_over(self) -> int:
+        """Number of rounds of which the Trainer has taken all its steps."""
+        if self.resumed is not None:
+            return int(self.resumed["num_rounds"])
+        return self.num_rounds + self.round_is_over
+
     def _cursor(self, trainer: Trainer | None = None) -> int:
-        """Steps of the current round that were taken."""
+        """Number of steps taken of the current round."""
         return (trainer or self._trainer).global_step - self._start + self._empty_steps
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
-        """The steps of the next round, or what is left of the one a checkpoint was made in."""
+        """Yield the steps of the next round, or the remaining ones of a resumed round."""
         self._data.started()  # tokenises the prompts that a checkpoint names
         if self.resumed is not None:
             self._restore(self.resumed)
@@ -128,11 +140,11 @@ class TrainingRun:
         for index in range(self._cursor(), self._steps_taken):
             step = self.update.step(round, index)
             if not len(step) and self._trainer.lightning_module.automatic_optimization:
-                self._empty_steps += 1  # Lightning will not see it, so will not count it
+                self._empty_steps += 1  # Lightning gets no micro-batch and counts no step
             yield step
 
     def _roll_out(self) -> Round:
-        """Draw a round, and tell what it took."""
+        """Draw a round, log its metrics and call the hooks."""
         data, trainer = self._data, self._trainer
         session = data.started()
         round, counts = self.rounds.draw(
@@ -155,13 +167,12 @@ class TrainingRun:
         return round
 
     def _prepare(self, groups: list[Group]) -> RoundSettings:
-        """Let callbacks see a round that is planned; its settings, as they have left them."""
         fire(self._trainer, "on_round_start", groups)
-        schedule = self._data.schedule
+        schedule = self._data.schedule  # callbacks may have changed it in the hook
         return RoundSettings(self.update, schedule.streaming, schedule.max_num_gen_batches)
 
     def end_round(self) -> dict[str, float]:
-        """Be done with the current round; totals of what `limit_train_batches` has left of it."""
+        """End the current round; return the totals of what `limit_train_batches` has dropped."""
         left = self._untrained(self._cursor(), "limit_train_batches")
         self.counters += left
         self.num_rounds += 1
@@ -169,16 +180,16 @@ class TrainingRun:
         return {name: self.counters[name] for name in left}
 
     def _untrained(self, taken: int, why: str) -> Counter[str]:
-        """Completions of the current round in steps after the first `taken`, dropped."""
+        """Count the completions of the current round in steps after the first `taken`."""
         assert self.current is not None
         steps = range(taken, self._data.steps_per_round)
         dropped = sum(len(self.update.step(self.current, i).samples) for i in steps)
         return Counter({f"dropped/{why}": dropped} if dropped else {})
 
     def _leave(self, trainer: Trainer) -> None:
-        """Begin anew with the prompts of another Trainer's pool: its policy versions mean nothing.
+        """Keep the prompts of another Trainer's pool, and drop what it drew and did not train on.
 
-        What was left of its last round is dropped.
+        The new Trainer counts policy versions from 0.
         """
         if self.current is not None:
             self.counters += self._untrained(self._cursor(trainer), "new_trainer")
@@ -187,15 +198,8 @@ class TrainingRun:
         self.advice = Advice()
         self.counters["num_discarded_tokens"] += self.rounds.leave_run()
 
-    @property
-    def rounds_over(self) -> int:
-        """Rounds that are trained on as a whole."""
-        if self.resumed is not None:
-            return int(self.resumed["num_rounds"])
-        return self.num_rounds + self.round_is_over
-
     def state_dict(self) -> dict[str, Any]:
-        """Primitives and tensors only."""
+        """State of the run, as primitives and tensors."""
         if self.resumed is not None:  # nothing has happened since it was loaded
             return self.resumed
         over, counters, saved = self.round_is_over, self.counters, None
@@ -217,22 +221,21 @@ class TrainingRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state of a checkpoint until the prompts that it names are known.
+        """Check the state of a checkpoint, and keep it until its prompts are tokenised.
 
         Raises:
-            ValueError: a setting differs that decides what was drawn, or the state has a format
-                that is not known.
+            ValueError: a setting that decides what is drawn has another value, or the format of the
+                state is unknown.
         """
         check_format(state)
         data = self._data
-        check_resumed(state["settings"], vars(data))
+        check_same_settings(state["settings"], vars(data))
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
         limit = data.sampling.max_completion_length
-        check_resumed_groups(drawn, state.get("reward_funcs"), data.rewards.names, limit)
+        check_drawn(drawn, state.get("reward_funcs"), data.rewards.names, limit)
         self.resumed = state
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Go on with the state of a checkpoint."""
         data, startup = self._data, self._data.startup
         prompts = {prompt.uid: prompt for prompt in startup.prompts.train}
         self.rounds.load_state_dict(state, prompts.__getitem__)
@@ -243,7 +246,7 @@ class TrainingRun:
             if completion.finished:
                 completion.text = startup.decode(completion.token_ids)
         if self.learner.needs_group or data.schedule.selection:
-            check_resumed_pool(pool, data.num_generations)
+            check_whole_groups(pool, data.num_generations)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
         self.advice.load_state_dict(state.get("advice", {}))

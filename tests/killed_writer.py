@@ -18,19 +18,23 @@ def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Dying:
+    """Dies once a mebibyte is on the disk."""
+
+    def __init__(self, file):
+        self.file, self.flush = file, file.flush
+
+    def write(self, data):
+        self.file.write(data)
+        self.flush()
+        return die() if self.file.tell() > 1 << 20 else len(data)
+
+
 def main(path, place):
     io = checkpoints.AtomicCheckpointIO()
     if place == "write":
-        write, checkpoints._Writer.write = checkpoints._Writer.write, None
-        written = 0
-
-        def some(self, data):
-            nonlocal written
-            written += write(self, data)
-            self._file.flush()
-            return die() if written > 1 << 20 else len(data)
-
-        checkpoints._Writer.write = some
+        save = torch.save
+        torch.save = lambda contents, file: save(contents, Dying(file))
     elif place in ("fsync", "replace"):
         setattr(os, place, die)
     io.save_checkpoint(

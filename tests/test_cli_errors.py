@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.cli import main
 
@@ -145,8 +146,8 @@ class Unpacks(Callback):
 
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):
-        from lit_rlsched.checks import check_val_temperature
-        check_val_temperature(-1.0)
+        from lit_rlsched.checks import check_one_process
+        check_one_process(2)
 """
 
 
@@ -163,7 +164,7 @@ def test_once_rounds_have_begun_every_error_keeps_its_traceback(tmp_path, monkey
     (tmp_path / "buggy.py").write_text(BUGGY)
     monkeypatch.syspath_prepend(tmp_path)
     folder = f"--trainer.default_root_dir={tmp_path}"
-    with pytest.raises(ValueError, match="val_temperature=-1"):
+    with pytest.raises(MisconfigurationException, match="2 processes"):
         main([*BASE, folder, "--trainer.callbacks=[buggy.InARound]", "--data.val_data=null"])
 
 

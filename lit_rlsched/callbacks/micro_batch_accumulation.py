@@ -22,8 +22,8 @@ class MicroBatchAccumulation(Callback):
     _loss: torch.Tensor | float = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the data module, for which Lightning has no such hook."""
-        trainer.datamodule.on_fit_start()  # type: ignore[attr-defined]
+        """Let the Trainer use the real loader, now that optimizers are configured."""
+        trainer.datamodule.run.settings.begin()  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: MicroBatch, batch_idx: int

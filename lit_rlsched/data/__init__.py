@@ -1,1 +1,1 @@
-"""Prompts: where they come from, how they repeat, and how completions become micro-batches."""
+"""Prompts: data sets, tasks, tokenisation and the order in which prompts are drawn."""

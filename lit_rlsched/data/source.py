@@ -1,7 +1,5 @@
-"""Rows become prompts, tokenised once; a resumable cursor draws them."""
+"""Sources of prompts: cursors over the data that a checkpoint can restore."""
 
-import json
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,193 +7,32 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_rlsched.data.rows import Row, Rows, check_row, load_rows
 from lit_rlsched.types import Prompt, stable_hash
-
-__all__ = [
-    "DomainSource",
-    "Draw",
-    "PromptSource",
-    "Rows",
-    "load_rows",
-    "make_prompts",
-    "unique_rows",
-]
-
-
-def unique_rows(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, Row]], list[int]]:
-    """Name every row, and keep one of those that are equal.
-
-    A row's name is its `uid`, or a hash of the prompt and of every other column: one prompt with
-    two answers is two prompts, and a row is called the same whatever the other rows are.
-
-    Returns:
-        `{uid: (row number, row)}` in the order of the rows, and the numbers of the rows that equal
-        an earlier one.
-
-    Raises:
-        ValueError: two rows have the same explicit `uid`.
-    """
-    named: dict[str, tuple[int, Row]] = {}
-    duplicates = []
-    for number, row in enumerate(rows):
-        given = row.get("uid")
-        uid = _hash_uid(row, number) if given is None else str(given)
-        if uid not in named:
-            named[uid] = (number, row)
-        elif given is None and named[uid][1].get("uid") is None:
-            duplicates.append(number)
-        else:
-            raise ValueError(
-                f"Rows {named[uid][0]} and {number} have the same `uid` {uid!r}. A uid names one "
-                "prompt: make them different, or leave the column out."
-            )
-    return named, duplicates
-
-
-def _hash_uid(row: Row, number: int) -> str:
-    columns = {str(name): value for name, value in row.items() if name != "uid"}
-
-    def plain(value: Any) -> str:
-        own: Any = type(value).__repr__
-        if own is object.__repr__:
-            raise ValueError(
-                f"Row {number} has a {type(value).__name__} in its columns, which looks different "
-                "in every run, so that no stable name can be made from the row. Add a column `uid`."
-            )
-        return repr(value)
-
-    try:
-        text = json.dumps(columns, sort_keys=True, default=plain)
-    except TypeError as error:
-        raise ValueError(
-            f"Row {number}: no stable name can be made from its columns ({error}). "
-            "Add a column `uid`, or make every key of its dicts a string."
-        ) from None
-    return f"{stable_hash(text):016x}"
-
-
-def make_prompts(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    *,
-    max_prompt_length: int,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Prompt]:
-    """Tokenise each prompt once, the way TRL does, and cut none of them.
-
-    A string goes through `tokenizer(text)`, special tokens included; chat messages through the chat
-    template with the generation prompt. Equal rows are kept once, with a warning.
-
-    Args:
-        rows: what `load_rows` gave.
-        tokenizer: of the policy.
-        max_prompt_length: most tokens that a prompt may have.
-        chat_template_kwargs: handed to `apply_chat_template`, e.g. `{"enable_thinking": False}`.
-
-    Raises:
-        ValueError: a uid occurs twice, or a prompt is too long or empty; the message names it.
-    """
-    for number, row in enumerate(rows):
-        check_row(row, f"Row {number} (the first is 0)")
-    named, duplicates = unique_rows(rows)
-    if duplicates:
-        warnings.warn(
-            f"{len(duplicates)} of {len(rows)} rows repeat an earlier row and are left out (the "
-            f"first is row {duplicates[0]}: {str(rows[duplicates[0]]['prompt'])[:80]!r}). Give "
-            "every row a `uid` to keep them.",
-            stacklevel=2,
-        )
-    tokenized = _tokenize(
-        [row["prompt"] for _, row in named.values()], tokenizer, chat_template_kwargs or {}
-    )
-    prompts = []
-    for uid, (_, row) in named.items():
-        columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
-        token_ids = tokenized[_text_key(row["prompt"])]
-        prompts.append(Prompt(uid, row["prompt"], token_ids, columns))
-    _check_lengths(prompts, named, max_prompt_length)
-    return prompts
-
-
-def _text_key(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    return prompt if isinstance(prompt, str) else "\x00" + json.dumps(prompt, default=repr)
-
-
-def _tokenize(
-    prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    unique = {_text_key(prompt): prompt for prompt in prompts}
-    strings = [prompt for prompt in unique.values() if isinstance(prompt, str)]
-    chats = {key: prompt for key, prompt in unique.items() if not isinstance(prompt, str)}
-    tokenized: dict[str, tuple[int, ...]] = {}
-    if strings:
-        tokenized.update(
-            zip(strings, map(tuple, tokenizer(text=strings)["input_ids"]), strict=True)
-        )
-    if chats:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                "The prompts are chat messages, but the tokenizer has no chat template. Use "
-                "prompts that are strings, or an instruction-tuned model."
-            )
-        ids = tokenizer.apply_chat_template(
-            list(chats.values()),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **chat_template_kwargs,
-        )["input_ids"]
-        tokenized.update(zip(chats, map(tuple, ids), strict=True))
-    return tokenized
-
-
-def _check_lengths(
-    prompts: Sequence[Prompt], named: Mapping[str, tuple[int, Row]], max_prompt_length: int
-) -> None:
-    for prompt in prompts:
-        if not prompt.token_ids:
-            raise ValueError(
-                f"The prompt of row {named[prompt.uid][0]} (uid {prompt.uid}) has no tokens: "
-                f"{str(prompt.text)[:80]!r}. Drop or fill the row."
-            )
-    long = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_length]
-    if long:
-        longest = max(len(prompt.token_ids) for prompt in long)
-        raise ValueError(
-            f"The prompt of row {named[long[0].uid][0]} (uid {long[0].uid}) has "
-            f"{len(long[0].token_ids)} tokens, but the model's context less "
-            f"`max_completion_length` is {max_prompt_length}. "
-            f"{len(long)} of {len(prompts)} prompts pass it, the longest with {longest}. "
-            "Prompts are never cut: filter or shorten them, or make room (a smaller "
-            "`max_completion_length`, a model with a longer context)."
-        )
 
 
 class Draw(NamedTuple):
-    """A prompt, and which pass over the data set it was drawn in."""
+    """A prompt with the number of the pass over the data in which it was drawn."""
 
     prompt: Prompt
     epoch: int
 
     @property
     def key(self) -> str:
-        """Names this visit to the prompt: another pass has another key."""
+        """Unique name of this draw; the next pass has another key for the prompt."""
         return f"{self.prompt.uid}@{self.epoch}"
 
 
 class PromptSource:
-    """A cursor over prompts: every prompt once per pass, each pass in an order of its own.
+    """A cursor over prompts: every prompt once per pass, each pass in a different order.
 
-    The order of a pass follows from the seed and the number of the pass alone, so the state is a
-    few numbers however large the data set is. A draw that reaches the end of a pass goes on with
-    the next one, and takes those prompts of it that are not in the draw yet; the ones it stepped
-    over come first in the next draw.
+    The order of a pass depends on the seed and the number of the pass only, so the state is a few
+    numbers whatever the size of the data set. A draw that reaches the end of a pass continues with
+    the next one and skips the prompts it already has; skipped prompts come first in the next draw.
 
     Args:
-        prompts: what `make_prompts` gave.
-        seed: of the order.
-        shuffle: False keeps the order of the data set in every pass.
+        prompts: Prompts with different uids, as `make_prompts` returns them.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle; False keeps the order of the data set in every pass.
 
     Example:
         >>> source = PromptSource([Prompt("a", "?", (1,)), Prompt("b", "!", (2,))], seed=0)
@@ -206,21 +43,16 @@ class PromptSource:
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
-        if not prompts:
-            raise ValueError("A prompt source needs at least one prompt.")
         self.prompts = list(prompts)
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
-        """The pass over the data set that the next prompt comes from."""
+        """Number of the pass that the next prompt comes from."""
         self.offset = 0
-        """How far the order of this pass has been walked."""
-        self._deferred: list[tuple[int, int]] = []  # stepped over, each with its pass
+        """Position in the order of this pass."""
+        self._deferred: list[tuple[int, int]] = []
+        """Skipped prompts: index and pass."""
         uids = [prompt.uid for prompt in self.prompts]
-        if len(set(uids)) < len(uids):
-            raise ValueError(
-                "Two prompts have the same uid. `make_prompts` makes sure they do not."
-            )
         self._indices = {uid: index for index, uid in enumerate(uids)}
         self._fingerprint = f"{len(uids)} prompts, {stable_hash(*uids):016x}"
 
@@ -231,8 +63,8 @@ class PromptSource:
         """Take the next `n` prompts, all different.
 
         Args:
-            n: How many.
-            besides: Uids of prompts that are passed over; they come in the next draw without them.
+            n: Number of prompts.
+            besides: Uids of prompts to skip.
 
         Raises:
             ValueError: there are fewer than `n` such prompts.
@@ -253,7 +85,7 @@ class PromptSource:
         return [Draw(self.prompts[index], epoch) for index, epoch in drawn]
 
     def _next(self, taken: set[int]) -> tuple[int, int]:
-        """The next prompt that is not in `taken`, and its pass."""
+        """Index and pass of the next prompt that is not in `taken`."""
         for position, (index, _) in enumerate(self._deferred):
             if index not in taken:
                 return self._deferred.pop(position)
@@ -271,7 +103,7 @@ class PromptSource:
         return _order(len(self), self.seed if self.shuffle else None, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, a few numbers, and what it is a position in."""
+        """The position, and a fingerprint of the prompts and their order."""
         return {
             "epoch": self.epoch,
             "offset": self.offset,
@@ -282,10 +114,10 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position.
+        """Restore a position.
 
         Raises:
-            ValueError: the position belongs to other prompts, or to another order of them.
+            ValueError: the position belongs to other prompts or to another order of them.
         """
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
@@ -297,7 +129,7 @@ class PromptSource:
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"The checkpoint was made with `{name}={state[name]}`, this run has `{name}="
-                    f"{getattr(self, name)}`: the order of the prompts would change in mid-pass. "
+                    f"{getattr(self, name)}`: the order of the prompts would change within a pass. "
                     f"Resume with `{name}={state[name]}`."
                 )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
@@ -305,13 +137,13 @@ class PromptSource:
 
 
 class DomainSource:
-    """A `PromptSource` for each domain: every prompt once per pass over its domain.
+    """One `PromptSource` per domain.
 
     Args:
-        prompts: What `make_prompts` gave.
-        seed: Of the order.
+        prompts: See `PromptSource`.
+        seed: See `PromptSource`.
         shuffle: See `PromptSource`.
-        domain_of: The domain of a prompt.
+        domain_of: Returns the domain of a prompt.
     """
 
     def __init__(
@@ -327,12 +159,9 @@ class DomainSource:
         self.sources = {d: PromptSource(part, seed, shuffle) for d, part in parts.items()}
         self._domains = {prompt.uid: d for d, part in parts.items() for prompt in part}
 
-    def __len__(self) -> int:
-        return len(self._domains)
-
     @property
     def domains(self) -> Collection[str | None]:
-        """Of its prompts."""
+        """Domains of the prompts."""
         return self.sources.keys()
 
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
@@ -344,7 +173,7 @@ class DomainSource:
         return self.sources[domain].draw(n, self._of(besides, domain))
 
     def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
-        """How many prompts of a domain can be drawn beside these."""
+        """Number of prompts of a domain besides those with these uids."""
         return len(self.sources[domain]) - len(self._of(besides, domain))
 
     def _of(self, uids: Collection[str], domain: str | None) -> list[str]:
@@ -355,10 +184,10 @@ class DomainSource:
         return {"domains": [(d, s.state_dict()) for d, s in self.sources.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from these positions.
+        """Restore the position in each domain.
 
         Raises:
-            ValueError: they belong to other prompts, or to other domains.
+            ValueError: the positions belong to other prompts or to other domains.
         """
         saved = dict(state["domains"]) if "domains" in state else {None: state}
         if saved.keys() != self.sources.keys():

@@ -1,4 +1,4 @@
-"""Tasks that make their own prompts, and data sets that need more than a name to be read."""
+"""Tasks: prompts from generators, and hub data sets that need more than a name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -16,29 +16,29 @@ COUNTDOWN_MIX = {2: 0.2, 3: 0.5, 4: 0.3}
 
 
 class PromptTask(ABC):
-    """Makes rows: a `prompt`, perhaps a `uid`, and columns for the reward functions."""
+    """Makes rows: a `prompt`, optionally a `uid`, and columns for the reward functions."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """Make the rows; the same ones every time."""
+        """Make the rows; every call returns the same."""
 
 
 class Countdown(PromptTask):
     """Reach a target from a few small numbers by + and -: `reasoning_gym`'s countdown, made small.
 
     The prompt is the generator's question up to its first blank line, as one user message. A
-    problem (the numbers in whatever order, and the target) is in one split only, by a hash of it,
-    and a prompt occurs once. There are only 459 prompts with 2 numbers, 7,470 with 3 and 108,690
-    with 4, held-out ones included: where a size runs out, the larger ones get the rest of its share
-    (4,000 training prompts have 353 with 2 numbers, 2,279 with 3 and 1,368 with 4).
+    problem (its numbers in any order, and the target) is in one split only, by a hash, and no
+    prompt occurs twice. There are only 459 prompts with 2 numbers, 7,470 with 3 and 108,690 with 4,
+    held-out ones included: if one size runs out, the larger ones get the rest of its share (4,000
+    training prompts have 353 with 2 numbers, 2,279 with 3 and 1,368 with 4).
 
     Args:
-        split: which problems.
-        size: number of prompts.
-        seed: of the generator.
-        numbers: share of the prompts with so many numbers.
-        max_value: numbers are 1 to this.
-        max_target: targets are 1 to this.
+        split: Which problems: `train` or `heldout`.
+        size: Number of prompts.
+        seed: Seed of the generator.
+        numbers: Share of the prompts for each quantity of numbers.
+        max_value: Numbers are 1 to this.
+        max_target: Targets are 1 to this.
 
     Example:
         >>> Countdown(size=1).rows()[0]["task"]
@@ -84,7 +84,7 @@ class Countdown(PromptTask):
         return sorted(rows, key=lambda row: stable_hash(self.seed, row["uid"]))
 
     def _rows_of(self, size: int, quota: int) -> list[dict[str, Any]]:
-        """`quota` prompts with `size` numbers, or those that four times the usual effort finds."""
+        """Make `quota` prompts with `size` numbers, or fewer if four times the usual tries fail."""
         share = 1 / HELD_OUT_SHARE if self.split == "heldout" else 1 - 1 / HELD_OUT_SHARE
         rows: dict[str, dict[str, Any]] = {}
         for entry in self._entries(size, tries=round(4 * (quota + 5) / share)):
@@ -93,15 +93,7 @@ class Countdown(PromptTask):
             problem = (sorted(entry["metadata"]["numbers"]), entry["metadata"]["target"])
             question = entry["question"].split("\n\n")[0]
             if _split_of("countdown", *problem) == self.split and question not in rows:
-                rows[question] = {
-                    "prompt": [{"role": "user", "content": question}],
-                    "uid": f"countdown-{stable_hash(question):016x}",
-                    "task": "countdown",
-                    "question": question,
-                    "answer": entry["answer"],
-                    "metadata": entry["metadata"],
-                    "size": size,
-                }
+                rows[question] = _row("countdown", question, entry) | {"size": size}
         return list(rows.values())
 
     def _entries(self, size: int, tries: int) -> Iterator[dict[str, Any]]:
@@ -135,12 +127,12 @@ class ReasoningGym(PromptTask):
     A question is in one split only, by a hash of its text, and occurs once.
 
     Args:
-        name: of the data set, e.g. `chain_sum`.
-        split: which questions.
-        size: number of prompts.
-        seed: of the generator.
-        config: the data set's own settings, e.g. `{"min_terms": 2}`.
-        instructions: put before the question, e.g. how to mark the answer.
+        name: Name of the data set, e.g. `chain_sum`.
+        split: Which questions: `train` or `heldout`.
+        size: Number of prompts.
+        seed: Seed of the generator.
+        config: Settings of the data set, e.g. `{"min_terms": 2}`.
+        instructions: Text before the question, e.g. how to mark the answer.
     """
 
     def __init__(
@@ -154,7 +146,9 @@ class ReasoningGym(PromptTask):
     ) -> None:
         _check_size(size, split)
         if clash := {"size", "seed"} & (config or {}).keys():
-            raise ValueError(f"`config` sets {sorted(clash)}: give them as arguments of their own.")
+            raise ValueError(
+                f"`config` sets {sorted(clash)}. Set `size` and `seed` of `ReasoningGym` instead."
+            )
         self.name = name
         self.split = split
         self.size = size
@@ -166,9 +160,8 @@ class ReasoningGym(PromptTask):
         """Make the rows: `prompt`, `uid`, `task`, `question`, `answer`, `metadata`."""
         from reasoning_gym import create_dataset
 
-        generator = create_dataset(
-            self.name, size=4 * HELD_OUT_SHARE * self.size, seed=self.seed, **self.config
-        )
+        tries = 4 * HELD_OUT_SHARE * self.size
+        generator = create_dataset(self.name, size=tries, seed=self.seed, **self.config)
         rows: dict[str, dict[str, Any]] = {}
         for index in range(len(generator)):
             if len(rows) == self.size:
@@ -176,15 +169,7 @@ class ReasoningGym(PromptTask):
             entry = generator[index]
             question = entry["question"]
             if _split_of(self.name, question) == self.split and question not in rows:
-                text = f"{self.instructions}\n\n{question}" if self.instructions else question
-                rows[question] = {
-                    "prompt": [{"role": "user", "content": text}],
-                    "uid": f"{self.name}-{stable_hash(question):016x}",
-                    "task": self.name,
-                    "question": question,
-                    "answer": entry["answer"],
-                    "metadata": entry["metadata"],
-                }
+                rows[question] = _row(self.name, question, entry, self.instructions)
         if len(rows) < self.size:
             raise ValueError(
                 f"`ReasoningGym({self.name!r}, split={self.split!r}, size={self.size})`: found "
@@ -197,10 +182,10 @@ class HubDataset(PromptTask):
     """A data set on the Hugging Face hub.
 
     Args:
-        name: e.g. `openai/gsm8k`.
-        config: which configuration, where there are several, e.g. `main`.
-        split: which split; slices such as `train[:1000]` work.
-        prompt_column: the column to call `prompt`.
+        name: Name of the data set, e.g. `openai/gsm8k`.
+        config: Configuration, if the data set has several, e.g. `main`.
+        split: Split; slices such as `train[:1000]` work.
+        prompt_column: Column to use as `prompt`.
     """
 
     def __init__(
@@ -216,7 +201,7 @@ class HubDataset(PromptTask):
         self.prompt_column = prompt_column
 
     def rows(self) -> list[dict[str, Any]]:
-        """Download (once) and read the rows."""
+        """Read the rows; the first call downloads them."""
         import datasets
 
         data = datasets.load_dataset(self.name, self.config, split=self.split)
@@ -228,6 +213,18 @@ class HubDataset(PromptTask):
         if self.prompt_column != "prompt":
             data = data.rename_column(self.prompt_column, "prompt")
         return data.to_list()
+
+
+def _row(task: str, question: str, entry: Any, instructions: str = "") -> dict[str, Any]:
+    text = f"{instructions}\n\n{question}" if instructions else question
+    return {
+        "prompt": [{"role": "user", "content": text}],
+        "uid": f"{task}-{stable_hash(question):016x}",
+        "task": task,
+        "question": question,
+        "answer": entry["answer"],
+        "metadata": entry["metadata"],
+    }
 
 
 def _split_of(*problem: object) -> Split:
