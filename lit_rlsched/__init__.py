@@ -14,7 +14,7 @@ _HOMES = {"GRPOModule": "module", "RLOOModule": "module", "RolloutDataModule": "
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that a reward worker does not pay for torch and Lightning."""
+    """Import on first use, so that reward workers need not import torch and Lightning."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -100,7 +100,7 @@ def make_prompts(
     Raises:
         ValueError: two rows have the same uid, or a prompt is too long or has no tokens.
     """
-    named, duplicates = unique_rows(rows)
+    numbers, duplicates = unique_rows(rows)
     if duplicates:
         warnings.warn(
             f"{len(duplicates)} of {len(rows)} rows repeat an earlier row and are left out (the "
@@ -108,46 +108,46 @@ def make_prompts(
             "every row a `uid` to keep them.",
             stacklevel=2,
         )
-    tokenized = _tokenize(
-        [row["prompt"] for _, row in named.values()], tokenizer, chat_template_kwargs or {}
-    )
+    texts = [rows[number]["prompt"] for number in numbers.values()]
+    tokenized = _tokenize(texts, tokenizer, chat_template_kwargs or {})
     prompts = []
-    for uid, (_, row) in named.items():
+    for uid, number in numbers.items():
+        row = rows[number]
         columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
         token_ids = tokenized[_text_key(row["prompt"])]
         prompts.append(Prompt(uid, row["prompt"], token_ids, columns))
-    _check_lengths(prompts, named, max_prompt_length)
+    _check_lengths(prompts, numbers, max_prompt_length)
     return prompts
 
 
-def unique_rows(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, Row]], list[int]]:
+def unique_rows(rows: Sequence[Row]) -> tuple[dict[str, int], list[int]]:
     """Give every row a uid, and keep the first of equal rows.
 
     The uid is the column `uid`, or a hash of all columns: one prompt with two answers is two
     prompts, and a row's uid does not depend on the other rows.
 
     Returns:
-        `{uid: (row number, row)}` in the order of the rows, and the numbers of the rows that equal
-        an earlier one.
+        `{uid: row number}` in the order of the rows, and the numbers of the rows that equal an
+        earlier one.
 
     Raises:
         ValueError: two rows have the same explicit `uid`.
     """
-    named: dict[str, tuple[int, Row]] = {}
+    numbers: dict[str, int] = {}
     duplicates = []
     for number, row in enumerate(rows):
         given = row.get("uid")
         uid = _hash_uid(row, number) if given is None else str(given)
-        if uid not in named:
-            named[uid] = (number, row)
-        elif given is None and named[uid][1].get("uid") is None:
+        if uid not in numbers:
+            numbers[uid] = number
+        elif given is None and rows[numbers[uid]].get("uid") is None:
             duplicates.append(number)
         else:
             raise ValueError(
-                f"Rows {named[uid][0]} and {number} have the same `uid` {uid!r}. A uid names one "
+                f"Rows {numbers[uid]} and {number} have the same `uid` {uid!r}. A uid names one "
                 "prompt: make them different, or leave the column out."
             )
-    return named, duplicates
+    return numbers, duplicates
 
 
 def _hash_uid(row: Row, number: int) -> str:
@@ -205,19 +205,19 @@ def _tokenize(
 
 
 def _check_lengths(
-    prompts: Sequence[Prompt], named: Mapping[str, tuple[int, Row]], max_prompt_length: int
+    prompts: Sequence[Prompt], numbers: Mapping[str, int], max_prompt_length: int
 ) -> None:
     for prompt in prompts:
         if not prompt.token_ids:
             raise ValueError(
-                f"The prompt of row {named[prompt.uid][0]} (uid {prompt.uid}) has no tokens: "
+                f"The prompt of row {numbers[prompt.uid]} (uid {prompt.uid}) has no tokens: "
                 f"{str(prompt.text)[:80]!r}. Drop or fill the row."
             )
     long = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_length]
     if long:
         longest = max(len(prompt.token_ids) for prompt in long)
         raise ValueError(
-            f"The prompt of row {named[long[0].uid][0]} (uid {long[0].uid}) has "
+            f"The prompt of row {numbers[long[0].uid]} (uid {long[0].uid}) has "
             f"{len(long[0].token_ids)} tokens, but the model's context less "
             f"`max_completion_length` is {max_prompt_length}. "
             f"{len(long)} of {len(prompts)} prompts exceed it, the longest with {longest}. "
