@@ -155,4 +155,4 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(fit, tmp_path):
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "`cut.ckpt` is cut off after" in errors[0]
+    assert len(errors) == 1 and "`cut.ckpt` is damaged, or cut off after" in errors[0]
