@@ -49,7 +49,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _remove_leftovers(target.parent)
         temporary = target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
         try:
-            with temporary.open("wb") as file, serialization.patch("save.compute_crc32", True):
+            checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
+            with temporary.open("wb") as file, checksums:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -80,12 +80,12 @@ class Startup:
         )
 
     def _check_micro_batch_tokens(self) -> None:
-        prompt, limit = self.prompts.longest, self._data.sampling.max_completion_length
-        if prompt + limit > self._data.micro_batch_tokens:
+        longest, limit = self.prompts.longest, self._data.sampling.max_completion_length
+        if longest + limit > self._data.micro_batch_tokens:
             raise ValueError(
                 f"`micro_batch_tokens={self._data.micro_batch_tokens}` cannot hold the longest "
-                f"prompt ({prompt} tokens) with `max_completion_length={limit}`. Use "
-                f"{prompt + limit} or more."
+                f"prompt ({longest} tokens) with `max_completion_length={limit}`. Use "
+                f"{longest + limit} or more."
             )
 
     def _check_gen_batches(self) -> None:
