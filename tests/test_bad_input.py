@@ -245,7 +245,7 @@ def test_an_order_without_predictions(fit, order):
         (
             {"pool_rounds": 2, "update_prompts": 9},
             {},
-            r"update_prompts=9\)`.*`pool_rounds=2` times `prompts_per_round=4` are 8.*Use 8",
+            r"update_prompts=9\)`.*`pool_rounds=2` times `prompts_per_round=4` is 8 prompts.*Use 8",
         ),
         (
             {"pool_rounds": 2},
