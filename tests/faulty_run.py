@@ -15,7 +15,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import cloudpickle
 import psutil
+import resumable_run
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,6 +28,7 @@ from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.checkpoints import AtomicCheckpointIO
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
 
+cloudpickle.register_pickle_by_value(resumable_run)  # else each reward worker imports torch
 PHASES = ("start", "sync", "rollout", "scoring", "update", "validation", "checkpoint")
 STEPS = 8
 STOPPED = 1
