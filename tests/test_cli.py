@@ -126,6 +126,7 @@ def test_what_a_run_will_hold(estimated, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is run, so nothing is written"
 
 
+@pytest.mark.slow
 def test_a_gpu_run_is_estimated_without_one(estimated):
     overlay = "--data.engine=VLLMEngine"
     said = estimated(overlay, "--trainer.accelerator=gpu", "--memory=8GB")

@@ -182,7 +182,7 @@ def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
     assert items(awake)["key-value cache"].update > 0
 
 
-@pytest.mark.mostly_slow("0.9-512")
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "slots"), [(0.9, 512), (0.0099, 314)])
 def test_slots_of_a_large_gpu_follow_from_its_cache(plan, monkeypatch, share, slots):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
@@ -251,6 +251,7 @@ def test_what_is_called_the_largest_fits_and_more_does_not(plan):
     assert not planned.fits(micro_batch_tokens=int(tokens * 1.1))
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_too_small_says_what_helps(plan):
     run = PlannedRun(*plan())
     peak = max(Ledger(run, 2**40).peak())

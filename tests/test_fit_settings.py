@@ -48,6 +48,9 @@ class Rates(RolloutCallback):
         self.rounds.append(round)
 
 
+@pytest.mark.mostly_slow(
+    "trainer0-6-ScheduledOurs", "trainer1-5-Scheduled", "trainer3-3-ScheduledOurs"
+)
 @pytest.mark.parametrize("make", [Scheduled, ScheduledOurs])
 @pytest.mark.parametrize(
     ("trainer", "steps"),

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from importlib import import_module
 from multiprocessing import resource_tracker
 from traceback import walk_tb
@@ -117,10 +116,6 @@ def _patch() -> None:
     _originals["clean_up"] = core.cleanup_dist_env_and_memory
     _originals["leave_group"] = groups.destroy_distributed_environment
     core.cleanup_dist_env_and_memory = _clean_up
-    # without the cache every start wraps each kernel once more, in a second of searching modules
-    cpu: Any = import_module("vllm.platforms.cpu")
-    register = cache(cpu.CpuPlatform.register_triton_kernel_overrides)
-    cpu.CpuPlatform.register_triton_kernel_overrides = staticmethod(register)
     groups.destroy_distributed_environment = _leave_group
 
 

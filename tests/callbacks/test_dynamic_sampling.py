@@ -142,6 +142,7 @@ def test_the_prompts_of_a_round_follow_from_the_data_and_the_rewards(fit):
     assert all(groups == first for groups in rest)  # tokens too
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_again_however_long_rewards_take(fit):
     """Bit for bit: what decodes together rounds its log-probs together."""
     weights = []

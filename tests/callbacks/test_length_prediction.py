@@ -71,6 +71,7 @@ def test_calibration_is_logged_each_round(fit):
     assert rounds[0].metrics["rollout/pauses"] == probed > 0
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
     def callbacks():
         return MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)

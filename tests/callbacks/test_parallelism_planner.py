@@ -102,6 +102,7 @@ def test_a_restart_changes_no_draw(fit):
     assert split.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_long_rounds_have_a_size_of_their_own(fit):
     class OnlyLong(Divisible):
         """Preempts where nothing is raced."""

@@ -219,6 +219,7 @@ def test_on_policy_every_token_is_of_the_newest_version(fit, tiny_model, engine)
     assert min(r.metrics["rollout/useful_token_share"] for r in recorder.rounds) < 1
 
 
+@pytest.mark.slow
 def test_no_token_is_older_than_allowed(fit):
     recorder, free = Recorder(), Recorder()
     settings = {**SMALL, "num_generations": 3, "prompts_per_round": 1, "max_completion_length": 96}

@@ -697,7 +697,7 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
 # Stopping and going on.
 
 
-@pytest.mark.mostly_slow("prompt-redraw", "completion-drafts")
+@pytest.mark.mostly_slow("completion-drafts")
 @pytest.mark.parametrize("reuse_drafts", [False, True], ids=["redraw", "drafts"])
 @races
 def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, reuse_drafts):
@@ -896,6 +896,7 @@ def test_domains_that_do_not_fit_are_refused(fit, sums, per_domain, names, why):
         fit(callbacks=[TailBatching(per_domain=per_domain)], train_data=rows, **SMALL)
 
 
+@pytest.mark.slow
 def test_a_pool_of_domains_is_resumed_with_the_same_domains(fit, sums, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", save_last=True)
     data = {"train_data": of_domains(sums[:80]), **SMALL}

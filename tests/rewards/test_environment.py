@@ -144,6 +144,7 @@ def test_variables_that_are_named_reach_every_function(monkeypatch: pytest.Monke
     assert not {"WANDB_API_KEY", "HF_TOKEN"} & environment.keys()
 
 
+@pytest.mark.slow
 def test_a_judge_s_key_reaches_the_judge_s_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Spying(JudgeReward):
         async def answer(self, question: str) -> str:

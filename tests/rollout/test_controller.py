@@ -210,7 +210,7 @@ class Watched(RolloutWorker):
     @property
     def queued(self):
         """What probes or has a lease that ended."""
-        return {r.id for q in (self.admission._paused, self.admission._probes) for r in q}
+        return {request.id for request in self.admission._first}
 
     def abort(self, request_ids=None):
         ids = set(request_ids or ())

@@ -212,6 +212,7 @@ def test_a_little_wrong_stops_a_run_in_full_precision(policy, check):
         check(theirs)
 
 
+@pytest.mark.slow
 def test_single_tokens_that_are_off_stop_nothing(policy, check, drawn):
     assert len(check(in_bf16(policy), BF16, Noisy(), syncs=4)) == 4
     assert drawn.count(256), "the first few tokens alone would have stopped it"

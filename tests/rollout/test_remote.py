@@ -285,6 +285,7 @@ def test_one_that_hangs_or_dies_while_it_starts_is_replaced(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_lost_a_part_of_itself_is_replaced(tmp_path):
     class Losing(SimulatedEngine):
         def step(self):

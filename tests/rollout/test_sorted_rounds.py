@@ -20,7 +20,7 @@ from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.round_rule import FullRound, at_least
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling, stable_hash
 
@@ -297,7 +297,7 @@ def test_a_group_is_trained_on_as_a_whole(case):
 @given(cases())
 def test_a_round_takes_the_front_of_the_pool_and_keeps_its_order(case):
     waiting = [f"p{n:03}@0" for n in range(case.pool)]
-    most = case.pool if case.oversubscribe is None else math.ceil(case.oversubscribe * case.update)
+    most = case.pool if case.oversubscribe is None else at_least(case.oversubscribe, case.update)
     for r in Run(case).whole_pool():
         size = len(r.plan)
         assert [g.id for g in r.plan] == waiting[:size] and size >= min(most, len(waiting))

@@ -752,6 +752,7 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(completion_ratio):
     assert steps["tail"] < 0.75 * steps["full"], steps
 
 
+@pytest.mark.slow
 def test_rounds_are_shorter_still_where_losers_go_on():
     """Even where only half of each draft is kept."""
     case = Tailed(8, 4, limit=2000, latency=0, spare=40, reuse_drafts=True)
