@@ -32,7 +32,7 @@ class Noise:
         self._ended: list[int] = []  # keys that are no longer needed
 
     def seed(self, request: Request) -> int:
-        """Seed for vLLM; it matters only where no generator of the request was kept."""
+        """Seed for vLLM; a kept generator of the request is used instead of it."""
         drawn = len(request.prefix_ids)
         if drawn == 0 or self._by_position:
             return request.seed

@@ -49,8 +49,8 @@ class Worker(ABC):
 
         Args:
             take_turns: Whether requests take turns if the order is `least_attained`.
-            ahead: Whether a worker in the engine's process may keep stepping without being asked.
-                Allowed where nothing the caller does between two steps changes what is drawn.
+            ahead: Whether a worker in the engine's process may keep stepping without being asked:
+                nothing that the caller does between two steps changes what other requests do.
         """
 
     @abstractmethod

@@ -3,15 +3,13 @@
 import torch
 from torch import Tensor
 
+from lit_rlsched.scheduling import noise as counter_noise
+
 
 def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Return number `counters[i]` of the random stream `seeds[i]`: float64 in [0, 1).
-
-    Streams have no state: splitmix64 hashes seed and counter. `scheduling.noise.counter_uniform`
-    does the same in NumPy.
-    """
-    mixed = _splitmix64(_splitmix64(seeds) + counters)
-    return _shift_right(mixed, 11).double() * 2.0**-53
+    """`scheduling.noise.counter_uniform` for tensors; the result is on the device of `seeds`."""
+    drawn = counter_noise.counter_uniform(seeds.cpu().numpy(), counters.cpu().numpy())
+    return torch.from_numpy(drawn).to(seeds.device)
 
 
 def draw(
@@ -79,16 +77,3 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     drop[:, -1] = False
     ordered = ordered.masked_fill(drop, -torch.inf)
     return torch.empty_like(logits).scatter_(1, index, ordered)
-
-
-def _splitmix64(x: Tensor) -> Tensor:
-    """Hash int64s; the algorithm relies on wrapping arithmetic."""
-    x = x - 0x61C8864680B583EB  # splitmix64's constants as signed numbers
-    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: `>>` would repeat the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
