@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 
@@ -20,13 +20,13 @@ class SlotCache:
 
     def __init__(self, slots: int, max_length: int) -> None:
         self._slots, self._max_length = slots, max_length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, heads, length, head size]
-        self._targets: list[list[int]] | None = None
+        self._layers: dict[int, tuple[Tensor, ...]] = {}  # [slots, heads, length, head size]
+        self._targets: list[int] | None = None
 
     def prefill(self, targets: list[list[int]], length: int) -> None:
         """Store row i of the next pass, of `length` tokens, in each of the slots `targets[i]`."""
-        self._targets, self._length = targets, length
-        self._target = [slot for slots in targets for slot in slots]
+        self._length = length
+        self._targets = [slot for slots in targets for slot in slots]
         self._source = [row for row, slots in enumerate(targets) for _ in slots]
 
     def decode(self, positions: Tensor, length: int) -> None:
@@ -45,9 +45,9 @@ class SlotCache:
         """Store a layer's keys and values, and return those it attends to."""
         length = self._length
         if self._targets is not None:
-            room = self._room(layer, keys, values, max(self._target) + 1, length)
+            room = self._room(layer, keys, values, max(self._targets) + 1, length)
             for tensor, new in zip(room, (keys, values), strict=True):
-                tensor[self._target, :, :length] = new[self._source]
+                tensor[self._targets, :, :length] = new[self._source]
             return keys, values
         room = self._room(layer, keys, values, len(keys), length)
         for tensor, new in zip(room, (keys, values), strict=True):
@@ -66,22 +66,17 @@ class SlotCache:
 
     def _room(
         self, layer: int, keys: Tensor, values: Tensor, rows: int, length: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return the layer's tensors, grown to at least `rows` slots of `length`."""
-        old = self._layers.get(layer, ())
-        have_rows, have_length = (old[0].shape[0], old[0].shape[2]) if old else (0, 0)
+        stored = self._layers.get(layer) or (keys[:0, :, :0], values[:0, :, :0])
+        have_rows, _, have_length, _ = stored[0].shape
         if rows > have_rows or length > have_length:
-            new_rows = _capacity(have_rows, rows, self._slots)
-            new_length = _capacity(have_length, length, self._max_length)
-            grown = []
-            for i, like in enumerate((keys, values)):
-                # zeros, not garbage: masked values are multiplied by 0 and must not be NaN
-                new = like.new_zeros(new_rows, like.shape[1], new_length, like.shape[3])
-                if old:
-                    new[:have_rows, :, :have_length] = old[i]
-                grown.append(new)
-            self._layers[layer] = grown[0], grown[1]
-        return self._layers[layer]
+            more_rows = _capacity(have_rows, rows, self._slots) - have_rows
+            more_length = _capacity(have_length, length, self._max_length) - have_length
+            # zeros, not garbage: masked values are multiplied by 0 and must not be NaN
+            padding = (0, 0, 0, more_length, 0, 0, 0, more_rows)
+            self._layers[layer] = stored = tuple(pad(tensor, padding) for tensor in stored)
+        return stored
 
 
 def _capacity(have: int, need: int, most: int) -> int:
