@@ -105,9 +105,8 @@ class TransformersEngine(RolloutEngine):
             return []
         token, position, seed, drawn, limit = self._integers[:, : len(self._rows)]
         rules = dict(zip(RULES, self._rules[:, : len(self._rows)], strict=True))
-        tokens, logprobs = draw(
-            self._decode(token, position), counter_uniform(seed, drawn), **rules
-        )
+        noise = counter_uniform(seed, drawn)  # on the host, so before the GPU is busy
+        tokens, logprobs = draw(self._decode(token, position), noise, **rules)
         token.copy_(tokens)
         position += 1
         drawn += 1
