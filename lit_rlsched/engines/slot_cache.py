@@ -37,8 +37,8 @@ class SlotCache:
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions; no slot may be both source and target."""
-        for layer, stored in self._layers.items():
-            for tensor in self._room(layer, *stored, max(targets) + 1, length):
+        for layer, (keys, values) in self._layers.items():
+            for tensor in self._room(layer, keys, values, max(targets) + 1, length):
                 tensor[targets, :, :length] = tensor[sources, :, :length]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
