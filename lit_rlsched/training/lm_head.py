@@ -55,9 +55,12 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
     """
     causal_lm, head, config = model_parts(model)
     if _parts_differ.get(model, False):
-        return LMHead(
-            partial(_own_logits, model), lambda logits: _at_least_fp32(logits) / temperature
-        )
+
+        def over_temperature(logits: Tensor) -> Tensor:
+            logits = _at_least_fp32(logits)
+            return logits if temperature == 1.0 else logits / temperature  # saves a copy
+
+        return LMHead(partial(_own_logits, model), over_temperature)
     transform = logit_transform(config, temperature)
     project = cast_once(head)
 
