@@ -65,3 +65,41 @@ def test_a_clock_that_stops_with_the_process(ticks, tick):
     assert clock.seconds <= min(sum(ticks), len(ticks) * tick) * (1 + 1e-9)
     assert total == sorted(total)
     assert clock.seconds == pytest.approx(sum(s for s in ticks if s <= tick)) or max(ticks) > tick
+
+
+def test_each_setting_of_the_rule():
+    timeouts = AnswerTimeouts(floor=1.0, factor=2.0, first=30.0, start=400.0)
+    assert timeouts.limit("start") == 400.0 and timeouts.limit("decode") == 30.0
+    timeouts.observe("decode", 0.1)
+    assert timeouts.limit("decode") == 1.0
+    assert timeouts.limit("decode", "start") == 400.0
+    timeouts.observe("start", 300.0)
+    assert timeouts.limit("start") == 600.0
+    timeouts.observe("decode", 5.0)
+    assert timeouts.limit("decode") == 10.0, "the 99th percentile of two is the larger"
+    lavish = AnswerTimeouts(floor=50.0, factor=2.0, first=30.0, start=40.0)
+    assert lavish.limit("start") == lavish.limit("decode") == 50.0
+
+
+def test_more_than_ever_was_asked_may_take_longer_in_proportion():
+    timeouts = AnswerTimeouts(floor=0.0, factor=2.0)
+    for seconds, size in ((1.0, 10), (3.0, 40), (2.0, 20)):
+        timeouts.observe("prefill", seconds, size)
+    assert [timeouts.limit("prefill", size=n) for n in (0, 39, 40, 60, 80)] == [6, 6, 6, 9, 12]
+    timeouts.observe("decode", 1.0)  # of no size
+    assert timeouts.limit("decode", size=99) == 2.0
+    timeouts.observe("ask", 1.0, 1)
+    assert timeouts.limit("ask", size=3) == 6.0
+
+
+def test_the_percentile_of_many():
+    timeouts = AnswerTimeouts(floor=0.0, factor=1.0)
+    for seconds in range(200):
+        timeouts.observe("decode", float(seconds))
+    assert timeouts.limit("decode") == 198.0  # 99 % took less
+
+
+def test_a_clock_counts_ticks():
+    clock = RunningClock(0.5)
+    assert clock.seconds == 0.0
+    assert [clock.advance(s) for s in (0.25, 0.5, 60.0, 0.0)] == [0.25, 0.75, 1.25, 1.25]

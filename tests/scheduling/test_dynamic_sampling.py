@@ -1,0 +1,33 @@
+import math
+
+import pytest
+
+from lit_rlsched.scheduling.dynamic_sampling import informative
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tells"),
+    [
+        ([0.0, 1.0], True),
+        ([1.0, 1.0, 1.0], False),
+        ([1.0], False),
+        ([], False),
+        ([NAN, NAN], False),
+        ([NAN, 1.0], False),
+        ([NAN, 1.0, 2.0], True),
+        ([NAN, 2.0, 2.0], False),
+        ([0.0, 1.3e-8], False),  # a deviation of 0.92e-8
+        ([0.0, 1.5e-8], True),  # of 1.06e-8
+        ([0.0, 1e-8 * math.sqrt(2)], True),  # of 1e-8
+        ([-1e300, 1e300], True),
+    ],
+)
+def test_who_has_an_advantage_over_whom(rewards, tells):
+    assert informative(rewards) is tells
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_rewards_are_no_reason_to_warn():
+    assert informative([-1e308, 1e308])

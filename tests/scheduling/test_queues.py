@@ -1,0 +1,207 @@
+from dataclasses import replace
+
+import pytest
+
+from lit_rlsched.scheduling.admission import Admission, CacheBudget
+from lit_rlsched.scheduling.queues import PlannedQueue, waiting_queue
+from lit_rlsched.types import Request, Sampling
+
+
+def request(name, expected=None, prefix=0, limit=20, prompt=1):
+    ids = (1,) * prompt
+    return Request(str(name), ids, 0, Sampling(limit), (7,) * prefix, expected=expected)
+
+
+def filled(order, requests):
+    queue = waiting_queue(order)
+    for one in requests:
+        queue.push(one)
+    return queue
+
+
+def names(queue, slot=0):
+    """All that waits, in its order."""
+    found = []
+    while len(queue):
+        assert queue.peek(slot) is queue.peek(slot)
+        found.append(queue.pop(slot).id)
+    return "".join(found)
+
+
+ALL = [request("a", 5.0, 3), request("b", None, 1), request("c", 9.0), request("d", 5.0, 1)]
+ORDERS = {"fifo": "abcd", "shortest_first": "badc", "longest_first": "cadb"}
+ORDERS |= {"least_attained": "cbda", "planned": "cadb"}
+
+
+@pytest.mark.parametrize(("order", "expected"), ORDERS.items())
+def test_each_order(order, expected):
+    queue = filled(order, ALL)
+    if order == "planned":
+        queue.plan([0.0])
+    assert len(queue) == 4
+    assert names(queue) == expected
+    with pytest.raises(IndexError):
+        queue.peek(0)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [("shortest_first", "bcda"), ("longest_first", "adbc"), ("fifo", "abcd")]
+)
+def test_new_estimates_move_what_waits_and_keep_who_came_first(order, expected):
+    queue = filled(order, ALL)
+    queue.rekey({"c": 0.0, "a": 8.0, "nobody": 1.0})
+    assert len(queue) == 4 and names(queue) == expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_discarded_is_gone_and_may_come_again(order):
+    queue = filled(order, ALL)
+    queue.discard(["a", "c", "nobody"])
+    assert len(queue) == 2 and set(names(queue)) == set("bd")
+    queue.push(ALL[0])
+    assert names(queue) == "a"
+    queue.push(ALL[1])
+    queue.clear()
+    assert len(queue) == 0
+
+
+def planned(expected, slots):
+    queue = PlannedQueue()
+    for i, n in enumerate(expected):
+        queue.push(request(i, n, limit=200))
+    queue.plan([0.0] * slots)
+    return queue
+
+
+def test_a_slot_keeps_to_its_share_and_steals_the_shortest_then():
+    queue = planned([100, 30, 20, 15, 10], 2)  # {0} and {1, 2, 3, 4}
+    assert [queue.pop(slot).id for slot in (0, 1, 0, 1, 0)] == list("01423")
+
+
+def test_a_slot_that_was_not_planned_for_steals():
+    queue = planned([4, 3, 2, 1], 2)
+    assert queue.pop(7).id == "3" and queue.pop(2).id == "2"
+
+
+@pytest.mark.parametrize(("changed", "replanned"), [(1, False), (2, True), (3, True)])
+def test_a_plan_is_made_anew_once_an_eighth_has_changed(changed, replanned):
+    queue = planned([float(n) for n in range(20, 4, -1)], 1)
+    queue.rekey({str(i): 100.0 + i for i in range(15, 15 - changed, -1)})
+    queue.plan([0.0])
+    assert queue.peek(0).id == ("15" if replanned else "0")
+    queue.rekey({"nobody": 1.0, "else": 2.0})
+    queue.plan([0.0])
+    assert queue.peek(0).id == ("15" if replanned else "0")
+
+
+def test_new_requests_count_as_changes():
+    queue = planned([float(n) for n in range(20, 5, -1)], 1)
+    queue.push(request("new", 50.0))
+    queue.plan([0.0])
+    assert queue.peek(0).id == "0", "one of 16"
+    queue.push(request("newer", 60.0))
+    queue.plan([0.0])
+    assert queue.peek(0).id == "0", "two of 17"
+    queue.push(request("newest", 40.0))
+    queue.plan([0.0])
+    assert queue.peek(0).id == "newer", "three of 18"
+
+
+def test_a_plan_knows_what_each_slot_still_runs():
+    queue = PlannedQueue()
+    for i, n in enumerate([9.0, 4.0, 4.0, 1.0]):
+        queue.push(request(i, n))
+    queue.plan([9.0, 0.0])
+    assert [queue.pop(slot).id for slot in (1, 0, 1, 0)] == list("0123")
+
+
+def test_the_budget_by_hand():
+    budget = CacheBudget(1000, 16)
+    assert [budget.blocks(n) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    one = request("a", limit=30, prompt=10)
+    assert budget.cost(one) == budget.growth(one, 0) == 48
+    assert [budget.growth(one, n) for n in (1, 7, 8, 30)] == [32, 32, 16, 0]
+    assert budget.growth(replace(one, prefix_ids=(7,) * 5), 2) == 32
+    assert budget.growth(replace(one, prefix_ids=(7,) * 5), 3) == 16
+    assert budget.cost(replace(one, pause_at=6)) == 16
+
+
+def admitted(admission, running=(), kv_tokens=0):
+    return [(r.id, r.pause_at) for r in admission.pop(dict(running), kv_tokens)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "leases"),
+    [
+        (42, [None, None]),
+        (41, [4, None]),  # room for both as long as they may get is missing by one
+        (25, [4, 4]),
+        (26, [4, None]),
+        (10, [4, 4]),
+        (9, [4]),
+        (5, [4]),
+        (4, []),
+    ],
+)
+def test_a_lease_where_whole_completions_do_not_fit(tokens, leases):
+    admission = Admission(2, budget=CacheBudget(tokens, 1, 4))
+    admission.push([request(i) for i in range(3)])
+    assert [pause_at for _, pause_at in admitted(admission)] == leases
+
+
+def test_room_is_what_neither_is_in_use_nor_may_be_taken():
+    for tokens, expected in ((9, []), (10, [("1", 4)])):
+        admission = Admission(2, budget=CacheBudget(tokens, 1, 4))
+        admission.push([request(0), request(1)])
+        admission.discard(["1"])
+        assert admitted(admission) == [("0", 4)]
+        admission.push([request(1)])
+        # it has drawn 3 tokens, has 3 in the cache, and may take 2 more
+        assert admitted(admission, {"0": 3}, kv_tokens=3) == expected
+
+
+def test_what_paused_goes_on_first_and_the_last_to_pause_before_others():
+    admission = Admission(3, budget=CacheBudget(15, 1, 4))
+    admission.push([request(i) for i in range(4)])
+    assert admitted(admission) == [("0", 4), ("1", 4), ("2", 4)]
+    admission.push([request(0, prefix=4), request(2, prefix=4), request("p", limit=3)])
+    assert [r for r, _ in admitted(admission, {"1": 4}, 4)] == ["2"]
+
+
+def test_a_turn_is_an_eighth_of_the_longest():
+    for limit, turn in ((64, 8), (65, 9), (7, 1)):
+        admission = Admission(1, order="least_attained")
+        admission.push([request("a", limit=limit), request("b", limit=limit)])
+        assert admitted(admission) == [("a", turn)]
+        admission.push([request("a", prefix=turn, limit=limit)])
+        assert admitted(admission) == [("b", turn)]
+        assert admitted(admission) == [("a", None)], "nobody else waits"
+    admission = Admission(1, order="least_attained")
+    admission.push([request("a", prefix=8, limit=64), request("b", prefix=56, limit=64)])
+    assert admitted(admission) == [("a", 16)]
+    admission.push([request("c", prefix=60, limit=64)])
+    assert admitted(admission) == [("b", None)], "its last turn"
+
+
+def test_nobody_takes_turns_where_there_are_slots_for_all():
+    admission = Admission(3, order="least_attained")
+    admission.push([request(name) for name in "abc"])
+    assert admitted(admission) == [("a", None), ("b", None), ("c", None)]
+    admission.push([request(name) for name in "de"])
+    assert admitted(admission, {"b": 1, "c": 1}) == [("d", 3)]
+
+
+def test_rounds_have_no_leases():
+    admission = Admission(2, "rounds", budget=CacheBudget(30, 1, 4))
+    admission.push([request(i) for i in range(3)])
+    assert admitted(admission) == [("0", None)]
+    assert admitted(admission, {"0": 1}, 1) == []
+    assert admitted(admission) == [("1", None)]
+
+
+def test_a_plan_is_for_the_slots_that_the_cache_has_room_for():
+    """Cache for two of 40 tokens and a lease: the other slots have no share, and steal."""
+    admission = Admission(8, order="planned", budget=CacheBudget(109, 1, 10))
+    expected = [60.0, 50.0, 40.0, 30.0, 20.0, 40.0]
+    admission.push([request(i, n - 1, limit=100) for i, n in enumerate(expected)])
+    assert [r for r, _ in admitted(admission)][:4] == ["0", "1", "4", "3"]

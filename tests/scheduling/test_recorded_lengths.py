@@ -1,0 +1,117 @@
+import json
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lit_rlsched.scheduling.recorded_lengths import (
+    LogNormalLengths,
+    Oracle,
+    RecordedCompletions,
+    TraceLengths,
+)
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling, stable_hash
+
+
+def request(name, seed=0, prefix=()):
+    return Request(name, [1], seed, Sampling(100), prefix)
+
+
+def test_log_normal_lengths_by_their_definition():
+    """They must never change: figures of simulations depend on them."""
+    for settings, draws in (
+        ({}, (64, 1.0, 0)),
+        ({"median": 300, "sigma": 0.5, "seed": 9}, (300, 0.5, 9)),
+    ):
+        lengths, (median, sigma, seed) = LogNormalLengths(**settings), draws
+        for name in map(str, range(20)):
+            z = NormalDist().inv_cdf((stable_hash(seed, name) + 0.5) / 2**63)
+            assert lengths(request(name)) == max(1, round(median * math.exp(sigma * z)))
+
+
+def test_a_length_belongs_to_the_request_or_to_its_seed():
+    by_id, by_seed = LogNormalLengths(1000), LogNormalLengths(1000, key="seed")
+    assert by_id(request("a", 1)) == by_id(request("a", 2)) != by_id(request("b", 1))
+    assert by_seed(request("a", 1)) == by_seed(request("b", 1)) != by_seed(request("a", 2))
+
+
+def test_log_normal_lengths_at_the_ends(monkeypatch):
+    assert {LogNormalLengths(7, 0.0)(request(str(i))) for i in range(9)} == {7}
+    assert {LogNormalLengths(0.01, 0.5)(request(str(i))) for i in range(9)} == {1}
+    name = "lit_rlsched.scheduling.recorded_lengths.stable_hash"
+    for hashed, longest in ((0, False), (2**63 - 1, True)):
+        monkeypatch.setattr(name, lambda *parts, hashed=hashed: hashed)
+        length = LogNormalLengths(1000, 1.0)(request("a"))
+        assert 1e6 < length < 1e8 if longest else length == 1
+
+
+@pytest.mark.parametrize("settings", [{"median": 0}, {"median": -1}, {"sigma": -0.1}])
+def test_lengths_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match=r"they must be > 0 and >= 0"):
+        LogNormalLengths(**settings)
+    with pytest.raises(ValueError, match="`sigma=nan` must be finite"):
+        LogNormalLengths(sigma=math.nan)
+
+
+def test_given_lengths_are_looked_up_or_drawn():
+    named = TraceLengths({"a": 5, "b": 6})
+    assert [named(request(n)) for n in "ab"] == [5, 6]
+    with pytest.raises(ValueError, match="'c' has no length"):
+        named(request("c"))
+    listed = TraceLengths([10, 20, 30])
+    for i in range(9):
+        expected = [10, 20, 30][stable_hash(str(i)) % 3]
+        assert listed(request(str(i))) == listed(request(str(i), seed=4)) == expected
+    for nothing in ([], {}):
+        with pytest.raises(ValueError, match="at least one length"):
+            TraceLengths(nothing)
+
+
+def test_a_folder_of_traces_is_read_whole(tmp_path):
+    for number, rows in enumerate(({"a": 3, "b": 4}, {"a": 30, "c": 5})):
+        spans = {"request": list(rows), "tokens": list(rows.values())}
+        pq.write_table(pa.table(spans), tmp_path / f"{number}_spans.parquet")
+    pq.write_table(pa.table({"request": ["a"], "tokens": [99]}), tmp_path / "0_steps.parquet")
+    for path in (tmp_path, str(tmp_path)):
+        assert dict(TraceLengths(path).lengths) == {"a": 33, "b": 4, "c": 5}
+
+
+@pytest.mark.parametrize("rows", ["", "\n \n", '{"request": "a"}'])
+def test_a_trace_without_tokens_is_refused(tmp_path, rows):
+    path = tmp_path / "spans.jsonl"
+    path.write_text(rows)
+    with pytest.raises(ValueError, match="needs rows with a column `tokens`"):
+        TraceLengths(path)
+
+
+def test_blank_lines_of_a_trace_are_skipped(tmp_path):
+    path = tmp_path / "spans.jsonl"
+    path.write_text("\n".join(["", json.dumps({"tokens": 4}), "  ", json.dumps({"tokens": 6})]))
+    assert TraceLengths(path).lengths == [4, 6]
+
+
+def test_a_completion_must_be_longer_than_its_prefix():
+    recorded = RecordedCompletions({"a": [5, 6, 7], "empty": []})
+    assert recorded(request("a")) == 3 and recorded.token_ids(request("a", prefix=(5, 6)))[-1] == 7
+    with pytest.raises(ValueError, match=r"prefix of 3 tokens, but its recorded completion only 3"):
+        recorded(request("a", prefix=(5, 6, 7)))
+    for name in ("b", "empty"):
+        with pytest.raises(ValueError, match="has no recorded completion"):
+            recorded(request(name))
+
+
+@pytest.mark.parametrize("trace", [{}, [5, 6]])
+def test_an_oracle_must_know_whose_length_it_is(trace):
+    with pytest.raises(ValueError, match="does not name the request of each length"):
+        Oracle(trace)
+
+
+def test_an_oracle_knows_each_completion_of_a_group():
+    completions = [Completion(i, [7] * i) for i in range(3)]
+    group = Group("p@0", Prompt("p", "", (1,)), Sampling(50), completions)
+    oracle = Oracle({"p@0/0": 20, "p@0/2": 80})
+    first, second, third = oracle.predict([Sample(group, c) for c in completions])
+    assert (first, third) == (20, 48) and np.isnan(second)
