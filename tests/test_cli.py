@@ -144,6 +144,7 @@ def test_estimate_refuses_what_fit_refuses(estimated, capsys):
     assert "expected a size such as '2GiB'" in refusal("--memory=much")
 
 
+@pytest.mark.slow
 def test_the_command_is_installed():
     command = Path(sys.executable).with_name("lit-rlsched")
     shown = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=120)

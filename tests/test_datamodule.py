@@ -78,6 +78,7 @@ def test_every_prompt_once_before_any_twice(fit):
     assert set(uids[80:]) <= set(uids[:80])
 
 
+@pytest.mark.mostly_slow("setting2")
 @pytest.mark.parametrize("setting", [{"slots": 1}, {"slots": 3, "refill": "rounds"}, {"slots": 7}])
 def test_slots_change_nothing_that_is_learned(fit, setting):
     recorder, plain, double = Recorder(), Recorder(), {"precision": "64-true"}

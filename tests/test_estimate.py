@@ -169,6 +169,7 @@ def test_vllm_on_cpu_is_asked_for_its_cache(plan):
     assert "decoding" not in held
 
 
+@pytest.mark.slow
 def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
     memory = 2**30
     planned = ledger(plan(engine=VLLMEngine(gpu_memory_utilization=0.25)), memory, "cuda")

@@ -99,7 +99,7 @@ def run(folder, engine, model, schedule, *places):
 @pytest.mark.parametrize(
     ("engine", "schedule", "places"),
     [
-        ("TransformersEngine", "full", ["completion 40", "save 3"]),
+        ("TransformersEngine", "full", ["save 3"]),
         slow("TransformersEngine", "full", PLACES),
         slow("VLLMEngine", "full", VLLM),
         slow("TransformersEngine", "on_policy", SORTED),

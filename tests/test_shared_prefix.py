@@ -328,7 +328,7 @@ class Steps(Callback):
         self.shared.append(sum(b.completion_rows is not None for b in batch))
 
 
-@pytest.mark.mostly_slow("GRPOModule-settings0-data0", "RLOOModule-settings3-data3")
+@pytest.mark.mostly_slow("GRPOModule-settings0-data0")
 @pytest.mark.parametrize(
     ("make", "settings", "data"),
     [

@@ -154,6 +154,7 @@ def test_nothing_pauses_where_all_run_at_once(fit):
     assert rounds[-1].metrics["length_prediction/mae"] > 0
 
 
+@pytest.mark.slow
 def test_validation_is_neither_predicted_nor_learned_from(fit, sums):
     prediction = LengthPrediction(PromptHistory(), probe_tokens=5)
     rounds, _ = drawn(

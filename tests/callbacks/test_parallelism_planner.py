@@ -126,7 +126,7 @@ def test_long_rounds_have_a_size_of_their_own(fit):
     assert engine.starts == [1, 2, 1, 2]
 
 
-@pytest.mark.mostly_slow("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 6], ids=str)
 def test_a_resumed_run_goes_on_with_its_size(fit, tmp_path, stop):
     whole, _ = train(fit, Divisible({1: 2}), epochs=8)

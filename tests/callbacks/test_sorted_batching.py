@@ -243,7 +243,7 @@ def test_no_token_is_older_than_allowed(fit):
 # Conservation.
 
 
-@pytest.mark.mostly_slow("group-partial", "reinforce++-on_policy")
+@pytest.mark.mostly_slow("group-partial")
 @modes
 @pytest.mark.parametrize("advantage", ["group", "reinforce++"])
 def test_a_pool_is_trained_on_before_the_next_is_drawn(fit, tiny_model, sums, mode, advantage):
@@ -424,6 +424,7 @@ def test_fitting_on_goes_on_inside_of_the_pool(fit):
     assert any(c.token_ids for g in recorder.plans[2] for c in g.completions)
 
 
+@pytest.mark.slow
 def test_validation_inside_of_a_pool_changes_nothing_that_is_learned(fit, sums):
     runs = []
     for validation in ({}, {"val_data": sums[90:93], "val_num_generations": 2}):
@@ -625,6 +626,7 @@ def test_rloo_in_partial_mode(fit, tiny_model):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.mostly_slow("True")
 @pytest.mark.parametrize("mask_stale_tokens", [False, True])
 def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model, mask_stale_tokens):
     double = {"precision": "64-true", "max_epochs": 4}
@@ -647,7 +649,7 @@ def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model, mask_stale_tokens
 # What is logged, and which hooks fire.
 
 
-@pytest.mark.mostly_slow("group-partial", "reinforce++-on_policy")
+@pytest.mark.mostly_slow("group-partial")
 @modes
 @pytest.mark.parametrize("advantage", ["group", "reinforce++"])
 def test_a_group_ends_once_and_is_trained_on(fit, tiny_model, mode, advantage):

@@ -88,7 +88,7 @@ def check_same(module, plain):
     torch.testing.assert_close(vector(module), vector(plain), rtol=0, atol=1e-10)
 
 
-@pytest.mark.mostly_slow("grpo", "gspo")
+@pytest.mark.mostly_slow("gspo")
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
 def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
     def run(*callbacks, **data):
@@ -120,7 +120,7 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
     check_same(modules[1], modules[0])
 
 
-@pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "partial-0.02", "drafts-0.02")
+@pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "drafts-0.02")
 @pytest.mark.parametrize("delay", [0.0, 0.02])
 @pytest.mark.parametrize(
     "callbacks",

@@ -450,7 +450,7 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, comple
 # The synchronous run.
 
 
-@pytest.mark.mostly_slow("alone", "lengths")
+@pytest.mark.mostly_slow("alone")
 @pytest.mark.parametrize(
     ("batching", "others"),
     [
@@ -519,7 +519,7 @@ def test_hooks_see_what_is_put_off_as_well(fit):
 # Together with others.
 
 
-@pytest.mark.mostly_slow("slots-completion", "budget-prompt")
+@pytest.mark.slow
 @races
 @pytest.mark.parametrize(
     "others",
@@ -598,7 +598,7 @@ def sometimes():
     return sometimes
 
 
-@pytest.mark.mostly_slow("completion")
+@pytest.mark.slow
 @races
 def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, completion_ratio):
     recorder = Recorder()
@@ -834,6 +834,7 @@ def only_of_a():
     return parity
 
 
+@pytest.mark.mostly_slow("more0")
 @pytest.mark.parametrize("more", [{}, {"completion_ratio": 1.25, "reuse_drafts": True}])
 def test_each_domain_has_its_quota(fit, sums, more):
     recorder = Recorder()

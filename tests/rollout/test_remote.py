@@ -191,7 +191,7 @@ def impatient(there, monkeypatch):
         monkeypatch.setattr(there.engine._timeouts, name, 5.0)
 
 
-@pytest.mark.mostly_slow("full-4-9")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "slots", "how"),
     [
