@@ -216,7 +216,7 @@ def test_falls_back_to_the_newest_that_can_be_read_and_names_the_rounds_that_are
     with pytest.warns(UserWarning) as warned:
         assert newest_checkpoint(Path("run")) == good.resolve()
     (message,) = [str(w.message) for w in warned]
-    assert f"`{bad.resolve()}` is cut off after 500 bytes" in message
+    assert f"`{bad.resolve()}` is damaged, or cut off after 500 bytes" in message
     assert f"`{empty.resolve()}` is empty" in message
     assert f"resumes from `{good.resolve()}` instead. Rounds 4 to 6 are lost" in message
     Path("run/completions.jsonl").write_text('{"round": 8}\n{"round": 9}\n{"rou')

@@ -24,7 +24,8 @@ def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None
         return
     if loss_scale(trainer) >= 1 and _scaler(trainer) is not None:
         return
-    round = getattr(getattr(trainer, "datamodule", None), "current", None)
+    run = getattr(getattr(trainer, "datamodule", None), "run", None)
+    round = getattr(run, "current", None)
     raise FloatingPointError(
         f"The gradient of optimizer step {trainer.global_step} is not finite (norm {float(norm)}, "
         f"loss {float(loss):.4g}{_rewards(round)}). The step was not taken, so the weights are "
