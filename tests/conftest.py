@@ -26,7 +26,7 @@ from transformers import (
 pytest_plugins = ["vllm_build", "pytester"]
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=60)
 hypothesis.settings.register_profile(  # few examples, always the same ones, none made smaller
     "mutants",
     deadline=None,
