@@ -21,7 +21,7 @@ class GRPOModule(PolicyModule):
     """Group Relative Policy Optimization (arXiv 2402.03300) and its relatives.
 
     Args:
-        model: See `PolicyModule`.
+        model: Folder or hub name of the initial checkpoint.
         advantage: The baseline of a reward. `group`: the rewards of the prompt's completions
             (GRPO). `reinforce++`: mean and standard deviation over all completions of the update
             (REINFORCE++, arXiv 2501.03262), which allows `num_generations=1` and lets
@@ -82,7 +82,7 @@ class RLOOModule(PolicyModule):
     """REINFORCE Leave-One-Out (arXiv 2402.14740).
 
     Args:
-        model: See `PolicyModule`.
+        model: Folder or hub name of the initial checkpoint.
         beta: Weight of the KL to the reference model, subtracted from the reward.
         loss_type: See `losses.policy_loss`.
         normalize_advantages: Whether to normalise advantages over the round.

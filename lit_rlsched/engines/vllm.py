@@ -53,8 +53,8 @@ class VLLMEngine(RolloutEngine):
             CPU never more than full slots need.
         gpu_memory_utilization: Share of the GPU's memory for weights and cache together; the rest
             is the trainer's. Ignored on CPU.
-        enforce_eager: Neither compile nor capture CUDA graphs. By default true on CPU, where it is
-            not worth the build time, and false on a GPU.
+        enforce_eager: Run the model without compilation or CUDA graphs. By default true on CPU,
+            where they save less time than they take to build, and false on a GPU.
         enable_sleep_mode: Release the GPU memory of weights and cache between rollouts (vLLM's
             level 2: weights are dropped, as each rollout begins with a weight sync). Ignored on
             CPU.
