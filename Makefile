@@ -15,6 +15,7 @@ ifndef BUILD
 BUILD  := $(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
+SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5 --dist worksteal  # slow tests often wait
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
@@ -56,7 +57,7 @@ test: lint types  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
 test-slow: install  ## Run the slow tests (kills, model families, whole runs) and long property tests
-	$(BIN)/pytest $(XDIST) --hypothesis-profile=thorough -m "slow or hypothesis"
+	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
 test-all: test test-slow  ## Run all tests
 
