@@ -95,7 +95,29 @@ REFUSED = {
         "nothing is preempted and `ParallelismPlanner` would only ever halve. Remove one of them."
     ),
 }
-"""Pairs of callbacks that cannot work together, and why. Other pairs: docs/architecture.md."""
+"""Pairs of callbacks that cannot work together, and why."""
+CHANGED = {
+    ("DownSampling", "SortedBatching"): (
+        "Completions are selected from whole groups, so rounds train on whole groups with every "
+        "`advantage`."
+    ),
+    ("LengthPrediction", "MicroGroupSampling"): (
+        "The predictions order the completions that wait for a slot: `longest_first` unless "
+        "`order` says otherwise, `shortest_first` where rounds end early."
+    ),
+    ("DynamicSampling", "StreamedTraining"): (
+        "The engine waits for the trainer between two decode steps, so little overlaps."
+    ),
+    ("LengthPrediction", "StreamedTraining"): (
+        "If completions wait for slots, the engine waits for the trainer between two decode steps, "
+        "so little overlaps."
+    ),
+    ("AdaptiveTimeouts", "TailBatching"): (
+        "A race includes the reward: a call that hangs delays its prompt no longer than the "
+        "adaptive time-out."
+    ),
+}
+"""Pairs of callbacks that work together, where one changes the other. All other pairs just work."""
 
 
 def check_pairs(names: Collection[str]) -> None:
@@ -110,3 +132,12 @@ def check_pairs(names: Collection[str]) -> None:
     for pair, why in REFUSED.items():
         if set(pair) <= set(names):
             raise ValueError(f"`{pair[0]}` with `{pair[1]}`: {why}")
+
+
+def pairs_as_markdown() -> str:
+    """The table of pairs in `docs/architecture.md`."""
+    lines = ["| callback | with | |", "|---|---|---|"]
+    refused = {pair: f"**refused**. {why}" for pair, why in REFUSED.items()}
+    for (first, second), note in (refused | CHANGED).items():
+        lines.append(f"| `{first}` | `{second}` | {note} |")
+    return "\n".join(lines)

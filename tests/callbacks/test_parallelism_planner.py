@@ -175,7 +175,12 @@ def test_sizes_that_cannot_be(settings, message):
         (lambda: Divisible({}), {"maximum": 16}, [], r"maximum=16\)`.*allow 8. Use 8"),
         (lambda: Divisible({}), {"minimum": 2}, [], r"`Divisible\(tensor_parallel_size=1\)`.*2 to"),
         (lambda: Divisible({}, size=6), {}, [], r"`size=6`: must be a power of two"),
-        (lambda: Divisible({}), {}, [lambda: MicroGroupSampling(4)], "`MicroGroupSampling` decodes no more"),
+        (
+            lambda: Divisible({}),
+            {},
+            [lambda: MicroGroupSampling(4)],
+            "`MicroGroupSampling` decodes no more",
+        ),
     ],
     ids=["no split", "too far", "below", "no power", "slots"],
 )
