@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("quick")  # `make test-slow` takes the other
 # Each start and end of vLLM collects garbage seven times and unfreezes what was frozen. With all
 # imported modules frozen, a collection takes 10 ms instead of 500. Its CPU build also searches all
 # modules for kernels to wrap at each start, for a second: once is enough.
-freeze = gc.freeze
+freeze, unfreeze = gc.freeze, gc.unfreeze
 gc.freeze = gc.unfreeze = lambda: None
 frozen_modules = 0
 
@@ -58,6 +58,11 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         freeze()
         frozen_modules = len(sys.modules)
+
+
+def pytest_unconfigure() -> None:
+    """Let Python end as it would: triton reports what is still frozen as leaked."""
+    unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
