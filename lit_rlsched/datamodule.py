@@ -30,7 +30,7 @@ from lit_rlsched.types import Prompt, Sampling
 
 
 class RolloutDataModule(LightningDataModule):
-    """Draws one round of completions per Lightning epoch and gives it out in optimizer steps.
+    """Provides the optimizer steps of one round per Lightning epoch.
 
     A round has `prompts_per_round * num_generations` completions and is trained on in
     `steps_per_round * num_iterations` optimizer steps. Each step is split into micro-batches of at

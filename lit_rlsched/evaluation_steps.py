@@ -11,7 +11,7 @@ from lit_rlsched.predictions import prediction_rows
 
 
 class EvaluationSteps(LightningModule):
-    """Averages the metrics of held-out prompts and logs them under `val/` and `test/`.
+    """Logs the average metrics of held-out prompts, under `val/` or `test/`.
 
     In your own LightningModule, put it before `LightningModule` among the base classes.
     """

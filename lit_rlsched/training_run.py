@@ -43,7 +43,7 @@ _SAME_ON_RESUME = (
 
 
 class TrainingRun:
-    """Draws a round once the last one is trained on, and gives it out in optimizer steps.
+    """Gives out optimizer steps, from a round that is drawn once the last one is trained on.
 
     Everything a checkpoint holds of a run besides weights and optimizer is here. The position in a
     round follows from the Trainer's global step, so a checkpoint has every step that was taken.

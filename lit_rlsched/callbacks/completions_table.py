@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CompletionsTable:
-    """Appends completions as rows to a JSONL file and to a table at W&B.
+    """Writes completions as rows: to a JSONL file, to a table at W&B.
 
     Args:
         num_completions: Rows per round: the first completions in the order of the plan.

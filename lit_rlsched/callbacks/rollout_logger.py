@@ -17,7 +17,7 @@ from lit_rlsched.training.round import Round
 
 
 class RolloutLogger(RolloutCallback):
-    """Record completions and pictures of a run.
+    """Record what a run drew: tables of completions, pictures.
 
     The folder is the Trainer's `default_root_dir`, or without one a new folder `runs/version_N`.
     It gets `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy;

@@ -64,7 +64,7 @@ class RolloutBar(Tqdm):
 
 
 class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
-    """Shows the progress of the run and of the current rollout.
+    """Shows how far the run is, also inside a rollout.
 
     The upper bar counts rounds or, with `max_steps`, optimizer steps. If the output is not a
     terminal, a line is printed for each round and validation instead.

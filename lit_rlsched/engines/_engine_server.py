@@ -20,7 +20,7 @@ from lit_rlsched.scheduling.admission import Admission
 
 
 class Server:
-    """Serves the engine and its worker.
+    """Serves an engine to the process of the trainer.
 
     A message is a number (0: no answer is expected), the name of a method below, and its arguments.
     A worker that was told to run ahead steps as long as it is busy; the server looks for a message

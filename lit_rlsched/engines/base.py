@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class EngineBroken(RuntimeError):
-    """An engine has lost one of its processes and its requests; it must be started again."""
+    """An engine has lost one of its processes: it must be started again, its requests are lost."""
 
 
 class EngineDied(RuntimeError):
-    """An engine's process has died, and its requests are lost; another process replaces it."""
+    """An engine's process has died: another one replaces it, its requests are lost."""
 
 
 def _torch() -> Any:

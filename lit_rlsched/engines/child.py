@@ -70,7 +70,7 @@ class Watch:
 
 
 class Child:
-    """An engine's process, which answers messages over a pipe and is killed if it hangs.
+    """An engine's process, which answers messages over a pipe.
 
     Args:
         timeouts: Time limits of answers.

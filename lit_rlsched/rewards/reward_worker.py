@@ -31,7 +31,7 @@ WITHHELD: set[str] = set()
 
 
 class Worker:
-    """Calls the functions for one completion at a time and sends every score at once."""
+    """Calls the reward functions for one completion at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

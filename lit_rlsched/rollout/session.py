@@ -19,7 +19,7 @@ Sync = Callable[[int], Mapping[str, float]]
 
 
 class RolloutSession:
-    """Runs rollouts on an engine that it starts, syncs and closes.
+    """Runs rollouts on an engine that it owns.
 
     Args:
         engine: Engine that was not started yet.

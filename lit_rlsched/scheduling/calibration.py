@@ -27,7 +27,7 @@ MIN_OBSERVATIONS = 256
 
 
 class CalibratedPredictor:
-    """Measures a predictor, and answers from the prompts' history while the predictor is worse.
+    """Uses a predictor as long as it is better than the prompts' history.
 
     For each completion and round, one prediction is compared with the tokens that followed: the
     first one, or the last one if the predictor revises (before a sibling has finished, such a

@@ -34,9 +34,10 @@ class RoundState:
 
 
 class RoundRule(ABC):
-    """Decides which prompts a round decodes, when it ends, and what becomes of the rest.
+    """Decides the course of a round.
 
-    Rules have no side effects.
+    That is which prompts it decodes, when it ends, and what becomes of the rest. Rules have no side
+    effects.
     """
 
     update_prompts: int

@@ -17,7 +17,7 @@ from lit_rlsched.types import Sample
 
 
 class TokenConditioned(LengthPredictor):
-    """Predicts from the prompt and the first tokens, and learns from the run's own completions.
+    """Predicts from the prompt with its first tokens, by regression on the run's own completions.
 
     Infinite Sampling's token-conditioned prediction (arXiv 2506.22950) without its pre-trained
     regressor, which would become outdated as the policy changes: a ridge regression of

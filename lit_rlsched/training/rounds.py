@@ -35,7 +35,7 @@ class RoundSettings:
 
 
 class TrainingRounds:
-    """Draws rounds and makes them ready for the optimizer.
+    """Draws rounds that are ready for the optimizer.
 
     A round's prompts stay in the pool unchanged until all of it is drawn and has its advantages.
     """

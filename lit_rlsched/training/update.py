@@ -17,7 +17,7 @@ from lit_rlsched.types import Group, Sample, stable_hash
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Assigns advantages to a round's groups and distributes them over optimizer steps."""
+    """Turns a scored round into optimizer steps."""
 
     learner: Learner
     rule: RoundRule
