@@ -262,6 +262,7 @@ def test_validation(fit, sums, engine):
     assert figures["val/accuracy"] == figures["val/mean@2"] <= figures["val/pass@2"]
 
 
+@pytest.mark.slow
 def test_the_baseline_has_a_point_of_its_own_and_a_part_of_the_prompts_gives_none(
     fit, sums, tmp_path
 ):

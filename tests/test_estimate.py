@@ -273,6 +273,7 @@ def test_the_columns_add_up_and_align(plan):
     assert all(line == line.rstrip() for line in lines)
 
 
+@pytest.mark.slow
 def test_no_weights_are_needed_nor_allocated(plan, tmp_path, tiny_model):
     Qwen3Config(
         vocab_size=151936,

@@ -131,6 +131,7 @@ def test_nothing_is_left_behind_by_a_run_that_fails(fit, tiny_model, sums, digit
     assert not any(isinstance(c, MicroBatchAccumulation) for c in trainer.callbacks)
 
 
+@pytest.mark.mostly_slow("limit1-1-True", "limit3-1-False", "limit4-2-False")
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize(
     ("limit", "steps"),

@@ -10,6 +10,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("resumable_run.py")
 
+pytestmark = pytest.mark.slow
+
 PLACES = [
     "step 1",  # in the middle of a round, between two of its optimizer steps
     "completion 40",  # while the third round is drawn
@@ -74,10 +76,6 @@ AUTOMATIC = [place for place in STOPPED if "answers" not in place and "validatio
 VLLM = ["completion 40", "validation 3", "step 7"]
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 RESUMED = "resumed 5"
 """While completions that another round began are gone on with."""
 
@@ -99,17 +97,16 @@ def run(folder, engine, model, schedule, *places):
 @pytest.mark.parametrize(
     ("engine", "schedule", "places"),
     [
-        ("TransformersEngine", "full", ["save 3"]),
-        slow("TransformersEngine", "full", PLACES),
-        slow("VLLMEngine", "full", VLLM),
-        slow("TransformersEngine", "on_policy", SORTED),
-        slow("TransformersEngine", "partial", [*SORTED, RESUMED]),
-        slow("VLLMEngine", "partial", ["validation 2", RESUMED]),
-        slow("TransformersEngine", "tail", TAIL),
-        slow("TransformersEngine", "streamed", STREAMED),
-        slow("TransformersEngine", "drafts", DRAFTS),
-        slow("TransformersEngine", "losers go on", LOSERS),
-        slow("TransformersEngine", "selected", SELECTED),
+        ("TransformersEngine", "full", PLACES),
+        ("VLLMEngine", "full", VLLM),
+        ("TransformersEngine", "on_policy", SORTED),
+        ("TransformersEngine", "partial", [*SORTED, RESUMED]),
+        ("VLLMEngine", "partial", ["validation 2", RESUMED]),
+        ("TransformersEngine", "tail", TAIL),
+        ("TransformersEngine", "streamed", STREAMED),
+        ("TransformersEngine", "drafts", DRAFTS),
+        ("TransformersEngine", "losers go on", LOSERS),
+        ("TransformersEngine", "selected", SELECTED),
     ],
 )
 def test_killed_anywhere_and_resumed_equals_never_stopped(
@@ -144,10 +141,10 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
 @pytest.mark.parametrize(
     ("engine", "schedule", "places"),
     [
-        slow("TransformersEngine", "full", STOPPED),
-        slow("TransformersEngine", "automatic optimization", AUTOMATIC),
-        slow("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
-        slow("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]),
+        ("TransformersEngine", "full", STOPPED),
+        ("TransformersEngine", "automatic optimization", AUTOMATIC),
+        ("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
+        ("VLLMEngine", "full", [f"TERM {place}" for place in VLLM]),
     ],
 )
 def test_stopped_anywhere_and_resumed_equals_never_stopped(

@@ -340,7 +340,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.mostly_slow("planned", "partial", "all at once")
+@pytest.mark.mostly_slow("partial", "all at once")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_groups_stop_whatever_the_schedule_and_however_long_rewards_take(fit, tiny_model, schedule):
     runs = []

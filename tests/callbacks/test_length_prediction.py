@@ -42,7 +42,7 @@ class Nonsense(PromptHistory):
         return [[math.nan, -3.0, -math.inf][i % 3] for i in range(len(rows))]
 
 
-@pytest.mark.mostly_slow("0-None", "5-PromptHistory")
+@pytest.mark.mostly_slow("5-PromptHistory")
 @pytest.mark.parametrize("predictor", [None, PromptHistory, SiblingMax, Nonsense])
 @pytest.mark.parametrize("probe_tokens", [0, 5])
 def test_predictions_change_nothing_that_is_learned(fit, predictor, probe_tokens):
@@ -170,6 +170,7 @@ def test_validation_is_neither_predicted_nor_learned_from(fit, sums):
     assert len(rounds) == 1
 
 
+@pytest.mark.slow
 def test_an_oracle_replays_a_run(fit, tmp_path):
     setting = {"trainer": {"default_root_dir": tmp_path, "max_epochs": 2, "precision": "64-true"}}
     plain, _ = drawn(fit, RolloutLogger(save_trace=True), **setting)

@@ -330,7 +330,7 @@ def test_oversubscribe_limits_what_decodes(fit):
 # Stopping and going on.
 
 
-@pytest.mark.mostly_slow("on_policy")
+@pytest.mark.slow
 @modes
 def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
     def run(epochs, folder, ckpt_path=None):
@@ -363,7 +363,7 @@ def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
         assert any(c.token_ids for g in second.plans[0] for c in g.completions)
 
 
-@pytest.mark.mostly_slow("partial-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
 @modes
 def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds, tmp_path):

@@ -172,7 +172,7 @@ def check_drafts(recorder):
     return accepted
 
 
-@pytest.mark.mostly_slow("completion")
+@pytest.mark.slow
 @races
 def test_what_lost_is_verified_in_the_long_round(fit, completion_ratio):
     recorder = Recorder()
@@ -413,7 +413,7 @@ def test_the_first_that_are_ready_win(fit):
         assert (lost == []) == long and max(lost, default=0) <= longest
 
 
-@pytest.mark.mostly_slow("completion")
+@pytest.mark.slow
 @races
 def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, completion_ratio):
     recorder, logger = Recorder(), CSVLogger(tmp_path)
@@ -697,7 +697,7 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
 # Stopping and going on.
 
 
-@pytest.mark.mostly_slow("completion-drafts")
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse_drafts", [False, True], ids=["redraw", "drafts"])
 @races
 def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, reuse_drafts):

@@ -78,7 +78,7 @@ def score(policy: nn.Module, request: Request, tokens: list[int]) -> list[float]
     return logp.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.mostly_slow("3", "8")
+@pytest.mark.mostly_slow("8")
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_a_schedule_does_not_change_a_draw(tiny_policy: PreTrainedModel, slots: int) -> None:
     policy = tiny_policy.double()

@@ -79,6 +79,7 @@ def test_many_failures_at_once(workers: int) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_failing_function_leaves_the_others_their_scores() -> None:
     functions = [cases.length, cases.misbehave, cases.judge, cases.peculiar]
     jobs, counters = score(functions, ["exit", "spin", "raise", "fine"], timeout=0.4)

@@ -159,7 +159,7 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     assert trace.tokens == len(event.token_ids) == 1
 
 
-@pytest.mark.mostly_slow("longest_first")
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["least_attained", "longest_first"])
 def test_pauses_and_predictions(here, there, order):
     figures = []
@@ -371,6 +371,7 @@ def test_one_that_keeps_dying_stops_the_run(tiny_model, make_policy, scheduler):
     bench.engine.close()
 
 
+@pytest.mark.slow
 def test_one_that_does_not_start_says_so(tiny_model):
     class Stillborn(SimulatedEngine):
         """Does not start."""
@@ -390,6 +391,7 @@ def test_one_that_does_not_start_says_so(tiny_model):
 SPEC = EngineSpec("", 2, 448, (1,))
 
 
+@pytest.mark.slow
 def test_a_step_that_nobody_asked_for_fails_nothing(tmp_path):
     class Failing(SimulatedEngine):
         def step(self):
@@ -430,6 +432,7 @@ def test_one_that_hangs_when_it_is_closed_is_killed(monkeypatch):
     assert not alive(pid) and engine.pid is None
 
 
+@pytest.mark.slow
 def test_a_start_that_is_refused_leaves_no_process(tmp_path):
     class Refusing(SimulatedEngine):
         def start(self, spec):
@@ -477,6 +480,7 @@ def test_an_engine_that_cannot_be_sent_is_refused():
         engine.start(SPEC)
 
 
+@pytest.mark.slow
 def test_an_engine_that_its_process_cannot_read_is_an_error():
     class Unreadable(SimulatedEngine):
         def __setstate__(self, state):

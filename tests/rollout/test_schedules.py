@@ -111,20 +111,21 @@ def bench(request, tiny_model, make_policy, scheduler):
     ready.engine.close()
 
 
-QUICK = [
-    *product([5, 24], ["continuous", "rounds"], ["fifo"], [None], [0]),
-    (5, "rounds", "longest_first", TokenConditioned, 6),
-    (5, "continuous", "least_attained", None, 0),
-]
-SLOW = [
-    *product([1], ["continuous", "rounds"], ["fifo"], [None], [0]),
+SCHEDULES = [
+    *product([1, 5, 24], ["continuous", "rounds"], ["fifo"], [None], [0]),
     *product([5], ["continuous", "rounds"], ["shortest_first", "longest_first"], PREDICTORS, [0]),
     *product([5, 24], ["continuous"], ["planned"], PREDICTORS[1:], [0, 6]),
-    (24, "continuous", "least_attained", None, 0),
+    *product([5, 24], ["continuous"], ["least_attained"], [None], [0]),
+    (5, "rounds", "longest_first", TokenConditioned, 6),
 ]
-SCHEDULES = [*QUICK, *(pytest.param(*schedule, marks=pytest.mark.slow) for schedule in SLOW)]
 
 
+@pytest.mark.mostly_slow(
+    "VLLMEngine-5-continuous-fifo-None-0",
+    "TransformersEngine-5-continuous-least_attained-None-0",
+    "VLLMEngine-5-rounds-longest_first-TokenConditioned-6",
+    "TransformersEngine-24-rounds-fifo-None-0",
+)
 @pytest.mark.parametrize(("slots", "refill", "order", "predictor", "probe"), SCHEDULES)
 def test_a_schedule_changes_when_never_what(bench, slots, refill, order, predictor, probe):
     trace, drawn = bench.run(

@@ -740,7 +740,7 @@ class Tailed(Case):
         return LogNormalLengths(50, 1.2, self.salt, "seed")(request)
 
 
-@pytest.mark.mostly_slow("1.25")
+@pytest.mark.slow
 @races
 def test_rounds_are_shorter_where_a_few_completions_are_long(completion_ratio):
     """Long rounds included, where everything has a slot."""
