@@ -1,4 +1,5 @@
 import io
+import re
 import warnings
 
 import numpy as np
@@ -332,3 +333,50 @@ def test_cap_coverage_of_equal_predictions_is_chance(capped):
     calibrated.expect(samples)
     calibrated.observe(finish(samples, lengths))
     assert calibrated.end_round()["length_prediction/cap_coverage"] == 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"a": object()}, r"\['a'\]` is a `object`"),
+        (
+            {"a": [1, "b", {"c": (None, np.float64(1))}]},
+            r"\['a'\]\[2\]\['c'\]\[1\]` is a `float64`",
+        ),
+        ([{1}], r"\[0\]` is a `set`"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold_is_named(state, where):
+    told = Told()
+    told.state_dict = lambda: state
+    with pytest.raises(ValueError, match=r"`Told.state_dict\(\)" + where):
+        CalibratedPredictor(told).state_dict()
+
+
+def test_what_a_checkpoint_can_hold_is_kept():
+    told, state = Told(), {"a": [1, 2.0, "x", None, True, torch.ones(2)], 3: ({"b": 1},)}
+    told.state_dict = lambda: state
+    assert CalibratedPredictor(told).state_dict()["predictor"] is state
+
+
+def test_what_is_lost_of_the_average():
+    """Half of it after four rounds; a round counts by its completions."""
+    names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
+
+    def average(calibrated, count, *figures):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            calibrated._average(
+                count,
+                {f"length_prediction/{n}": v for n, v in zip(names, figures, strict=True)},
+            )
+        return [re.findall(r"-?[\d.]+\d", str(w.message)) for w in seen]
+
+    calibrated = CalibratedPredictor(Told())
+    assert average(calibrated, 255, 0.8, 0.9, 4.0, 4.0) == []
+    fade = 255 * 0.5**0.25
+    own, error = (fade * 0.8 + 300 * 0.1) / (fade + 300), (fade * 4 + 300 * 20) / (fade + 300)
+    history, other = (fade * 0.9 + 300 * 0.7) / (fade + 300), (fade * 4 + 300 * 2) / (fade + 300)
+    ((*said,),) = average(calibrated, 300, 0.1, 0.7, 20.0, 2.0)
+    expected = [f"{own:.3f}", f"{error:.3g}", f"{history:.3f}", f"{other:.3g}"]
+    assert said == expected and calibrated.fallback

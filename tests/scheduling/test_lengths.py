@@ -275,6 +275,55 @@ def test_bad_settings_are_refused():
         TokenConditioned(ridge=0)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decay": 1.01},
+        {"decay": -0.1},
+        {"shrinkage": -0.1},
+        {"half_life": 0.0},
+        {"max_prompts": 0},
+        {"decay": float("nan")},
+    ],
+)
+def test_settings_of_the_history(settings):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
+        PromptHistory(**settings)
+    history = PromptHistory(decay=1, shrinkage=0, half_life=1e-3, max_prompts=1)
+    history.observe(finished("a", 10) + finished("b", 30))
+    assert history.state_dict()["uids"] == ["b"]
+    PromptHistory(decay=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"features": 0}, {"ridge": -1}, {"half_life": 0}, {"max_waiting": 0}]
+)
+def test_settings_of_the_regression(settings):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
+        TokenConditioned(**settings)
+    with pytest.raises(ValueError, match=r"`ridge=nan` must be finite"):
+        TokenConditioned(ridge=float("nan"))
+    smallest = TokenConditioned(features=1, ridge=1e-3, half_life=1e-3, max_waiting=1)
+    assert smallest.predict(started("a")) == [CAP] and smallest.predict([]) == []
+
+
+def test_at_least_one_token_is_expected_and_no_more_than_are_left():
+    for predictor in (PromptHistory(), SiblingMax(), TokenConditioned(features=4)):
+        assert predictor.predict(started("a", CAP - 1) + started("a", CAP)) == [1, 1]
+    history = PromptHistory()
+    history.observe(finished("a", 1, 1, 1))
+    assert history.predict(started("a")) == [1]
+
+
+def test_a_few_old_lengths_still_count():
+    """The weights of all that is left may add up to less than one."""
+    history = PromptHistory(half_life=1.0)
+    history.observe(finished("a", 40))
+    for _ in range(3):
+        history.observe(finished("b", 2))
+    assert history.predict(started("c", 10)) == pytest.approx([30])
+
+
 def test_the_oracle_looks_up_and_says_what_it_lacks(tmp_path):
     oracle = Oracle({"a-0/0": 30, "b-0/0": 500})
     assert oracle.predict(started("a", 10) + started("b", 10)) == [20, CAP - 10]

@@ -7,7 +7,7 @@ import torch
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.process_engine import ProcessEngine
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
+from lit_rlsched.scheduling.micro_group_sampling import KVCache, SlotSettings, slots_for_budget
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))
 
@@ -110,3 +110,29 @@ def test_precision_of_the_cache(tiny_policy):
     assert TransformersEngine().cache_dtype(spec) == torch.float32  # the policy's
     assert VLLMEngine().cache_dtype(spec) == torch.bfloat16
     assert VLLMEngine(dtype="float16").cache_dtype(spec) == torch.float16
+
+
+def test_an_admission_has_the_order_and_the_refill_that_were_chosen():
+    engine = SimulatedEngine()
+    for order in ("fifo", "longest_first"):
+        settings = SlotSettings(slots=4, refill="rounds")
+        admission = settings.admission(engine.kv_cache(SPEC, 4), 4, 160, order)
+        assert (admission.order, admission.refill, admission.slots) == (order, "rounds", 4)
+
+
+def test_a_budget_has_room_for_one_whole_completion():
+    """In whole blocks, and one that the engine keeps."""
+    cache = KVCache(token_bytes=4, longest=100, block=16)
+    assert cache.whole == 112
+    enough = SlotSettings(memory_budget=112 * 4)
+    assert enough.admission(cache, 8, 90, "fifo").budget.tokens == 112
+    with pytest.raises(ValueError, match=r"hold 111 tokens of cache.* 112 tokens or 448 b"):
+        SlotSettings(memory_budget=112 * 4 - 1).admission(cache, 8, 90, "fifo")
+    assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 99, 10) == 128 // 11
+    with pytest.raises(ValueError, match="less than one completion"):
+        SlotSettings(memory_budget=128 * 4 - 1).engine_slots(cache, 99, 10)
+    assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 99, 200) == 1
+    assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 3, 10) == 3
+    lease = enough.admission(cache, 8, 900, "fifo").budget.lease
+    assert lease == 113 and enough.admission(cache, 8, 90, "fifo").budget.lease == 16
+    assert slots_for_budget(100, 10, 10) == 1 and slots_for_budget(199, 10, 10) == 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
+from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner, check_bounds
 
 KINDS = ("short", "long")
 sizes = st.integers(0, 4).map(lambda n: 2**n)
@@ -190,3 +190,50 @@ def test_a_size_that_has_worked_is_not_excluded():
     planner.observe("short", 0)
     assert not planner.exclude(2, 1) and (planner.minimum, planner.maximum) == (1, 8)
     assert planner.exclude(4, 1) and planner.maximum == 2 and planner.size("short") == 2
+
+
+def test_an_engine_is_started_with_the_size_of_the_next_round():
+    planner, started = TensorParallelPlanner(2, 8), []
+    assert planner.restart("short", 2, started.append) is None
+    assert started == [2]
+
+
+def test_an_engine_that_does_not_start_gets_a_size_that_works():
+    planner, started = TensorParallelPlanner(2, 8), []
+    planner.observe("short", 12)
+
+    def start(size):
+        started.append(size)
+        if size > 2:
+            raise RuntimeError("no memory")
+
+    said = planner.restart("short", 2, start)
+    assert started == [4, 2] and planner.size("short") == planner.maximum == 2
+    assert "`tensor_parallel_size=4`" in said and "no memory" in said and "goes on with 2" in said
+    assert planner.restart("short", 2, start) is None
+
+
+def test_an_error_of_a_size_that_has_worked_is_raised():
+    planner = TensorParallelPlanner(2, 8)
+    planner.observe("long", 0)
+
+    def start(size):
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        planner.restart("long", 1, start)
+    assert planner.maximum == 8 and planner.minimum == 1
+
+
+def test_bounds_leave_a_size_between_them():
+    for minimum, maximum in ((1, 1), (2, 8), (4, None)):
+        check_bounds(minimum, maximum)
+    with pytest.raises(ValueError, match=r"`ParallelismPlanner\(maximum=2, minimum=4\)`"):
+        check_bounds(4, 2)
+    with pytest.raises(ValueError, match="`minimum=3`: must be a power of two"):
+        check_bounds(3, 8)
+    with pytest.raises(ValueError, match="`maximum=6`: must be a power of two"):
+        check_bounds(2, 6)
+    for size in (0, -2, 2.0, True):
+        with pytest.raises(ValueError, match="must be a power of two"):
+            check_bounds(size, None)

@@ -382,3 +382,9 @@ def test_settling_is_a_partition(kinds, random, update, patient):
     if rule.done(state):
         first = [g for g in of_value if patient or g.complete][:update]
         assert sorted(names(useful)) == sorted(names(first))
+
+
+def test_a_long_round_is_logged():
+    rule = TailRound(2, 2)
+    assert rule.metrics(lost(2)) == {"tail_batching/long_round": 1.0}
+    assert rule.metrics(fresh(3)) == {"tail_batching/long_round": 0.0}

@@ -1,0 +1,63 @@
+import math
+
+import pytest
+
+from lit_rlsched.scheduling.sorted_batching import SortedRound, SortedSettings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "off_policy"}, r"`SortedBatching\(mode='off_policy'\)` is unknown"),
+        ({"pool_rounds": 0}, r"`SortedBatching\(pool_rounds=0\)`: must be a whole number, 1 or"),
+        ({"pool_rounds": 1.5}, r"`SortedBatching\(pool_rounds=1.5\)`"),
+        ({"update_prompts": 0}, r"`SortedBatching\(update_prompts=0\)`: must be a whole number, 1"),
+        (
+            {"mode": "partial", "max_staleness": 0},
+            r"`SortedBatching\(max_staleness=0\)`: must be a whole number, 1 or more\. For tokens",
+        ),
+        ({"oversubscribe": 0.99}, r"`SortedBatching\(oversubscribe=0.99\)`: must be 1 or more"),
+        ({"oversubscribe": math.inf}, r"`SortedBatching\(oversubscribe=inf\)`: must be 1 or more"),
+        ({"max_staleness": 1}, r"\(max_staleness=1, mode='on_policy'\)`.* leave `max_staleness`"),
+        ({"mask_stale_tokens": True}, r"\(mask_stale_tokens=True, mode='on_policy'\)`.* leave"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SortedSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pool_rounds": 1, "update_prompts": 1},
+        {"oversubscribe": 1},
+        {"mode": "partial"},
+        {"mode": "partial", "max_staleness": 1, "mask_stale_tokens": True},
+    ],
+)
+def test_settings_at_their_bounds(settings):
+    SortedSettings(**settings)
+
+
+def test_the_rule_is_the_settings():
+    rule = SortedSettings(pool_rounds=3).rule(4, 2, "completion")
+    assert (rule.update_prompts, rule.pool_prompts, rule.num_generations) == (4, 12, 2)
+    assert (rule.unit, rule.max_staleness, rule.most_prompts()) == ("completion", 0, 12)
+    settings = SortedSettings(2, 6, "partial", max_staleness=3, oversubscribe=1.5)
+    rule = settings.rule(8, 2, "group")
+    assert (rule.update_prompts, rule.pool_prompts, rule.most_prompts()) == (6, 16, 9)
+    assert (rule.unit, rule.max_staleness) == ("group", 3)
+    assert SortedSettings(update_prompts=32).rule(8, 2, "group").update_prompts == 32
+    with pytest.raises(ValueError, match=r"`SortedBatching\(update_prompts=33\)` is more than"):
+        SortedSettings(update_prompts=33).rule(8, 2, "group")
+
+
+def test_a_pool_must_be_there():
+    rule = SortedRound(2, 6, 4)
+    rule.check_enough(6)
+    with pytest.raises(ValueError, match="6 prompts at a time, and `train_data` holds 5"):
+        rule.check_enough(5)
+    with pytest.raises(ValueError, match="`prompts_per_round=2` is more than `train_data` holds"):
+        rule.check_enough(1)
