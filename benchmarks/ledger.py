@@ -208,14 +208,7 @@ def _in_process(side: Callable[..., Any], *args: Any) -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = results.parser("ledger", __doc__)
-    parser.add_argument(
-        "--cases",
-        nargs="*",
-        default=list(CASES),
-        choices=CASES,
-        metavar="CASE",
-        help="cases to run",
-    )
+    results.add_cases(parser, CASES)
     parser.add_argument(
         "--tokenizer", default="examples/countdown/model", help="folder of the tokenizer"
     )

@@ -108,14 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = results.parser("precision", __doc__)
     parser.add_argument("--model", default="examples/countdown/model", help="folder of the model")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="seeds of the rounds")
-    parser.add_argument(
-        "--cases",
-        nargs="*",
-        default=list(CASES),
-        choices=CASES,
-        metavar="CASE",
-        help="cases to run",
-    )
+    results.add_cases(parser, CASES)
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     options = results.parse(parser, arguments)
     if options.one:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
@@ -47,6 +47,18 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         f"python -m benchmarks run {name}",
         description=doc,
         formatter_class=_HelpFormatter,
+    )
+
+
+def add_cases(parser: argparse.ArgumentParser, cases: Collection[str]) -> None:
+    """Add the option `--cases`, which by default is all of them."""
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=list(cases),
+        choices=cases,
+        metavar="CASE",
+        help="cases to run",
     )
 
 
