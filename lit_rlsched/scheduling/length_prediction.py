@@ -110,7 +110,8 @@ class PromptHistory(LengthPredictor):
         weights, tokens = self._histogram[:, self._histogram[0] > 0]
         ratios = np.array([self.ratio(sample.group.prompt.uid) for sample in samples])
         lengths = ratios[:, None] * (tokens / weights)  # [N, bins in use]
-        alive = weights * (lengths > drawn(samples)[:, None])
+        # a length of exactly `drawn` tokens may be rounded up
+        alive = weights * (lengths > drawn(samples)[:, None] * (1 + 1e-9))
         seen = alive.sum(1)
         totals = (alive * np.minimum(lengths, caps[:, None])).sum(1)
         expected = np.where(seen > 0, totals / np.where(seen > 0, seen, 1.0), caps)
