@@ -23,7 +23,7 @@ from benchmarks import models, results
 from benchmarks.common import ENVIRONMENT
 
 WEIGHTS_GIB = 1_720_574_976 * 2 / 2**30
-"""Bytes of Qwen3-1.7B's parameters in bfloat16."""
+"""GiB of Qwen3-1.7B's parameters in bfloat16."""
 
 
 def make_model(folder: str, layers: int, kv_heads: int, head_dim: int) -> None:
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = results.parser("memory", __doc__)
     parser.add_argument("--slots", type=int, default=8, help="number of slots in the first table")
     parser.add_argument(
-        "--generations", type=int, default=32, help="number of slots in the second table"
+        "--generations", type=int, default=32, help="completions per prompt in the second table"
     )
     parser.add_argument(
         "--limit", type=int, default=1024, help="tokens per completion in the second table"

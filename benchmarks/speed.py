@@ -41,7 +41,7 @@ from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 
 PROBE = 16
-"""Maximum number of tokens per completion."""
+"""Tokens that are drawn before lengths are predicted."""
 
 
 def prompts_of(recording: str) -> list[list[Prompt]]:

@@ -38,7 +38,7 @@ class Shape:
     sigma: float
     limit: int
     completions: int
-    """Prompts per round."""
+    """Completions per round."""
     slots: tuple[int, ...]
 
     def stretch(self, recorded: Rounds) -> list[list[Group]]:
@@ -129,7 +129,7 @@ def table(name: str, rounds: Rounds, slots: int, probe_tokens: Sequence[int]) ->
 
 
 def rank_correlation(replayed: Replayed) -> float:
-    """Return the figures of the second half of the rounds."""
+    """Return the mean rank correlation of the second half of the rounds."""
     values = [m["length_prediction/rank_correlation"] for m in replayed.metrics]
     return float(np.mean(values[len(values) // 2 :]))
 

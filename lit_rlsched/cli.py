@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_rlsched import callbacks, engines
+from lit_rlsched import engines
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.callbacks import (
     CompletionWriter,
@@ -39,10 +39,9 @@ from lit_rlsched.interrupts import listening
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.platforms import require_posix
 
-# Both packages import their classes on first use; the parser finds imported classes by short name.
-for _package in (callbacks, engines):
-    for _name in _package.__all__:
-        getattr(_package, _name)
+# The package imports its classes on first use; the parser finds imported classes by short name.
+for _name in engines.__all__:
+    getattr(engines, _name)
 
 C = TypeVar("C", bound=Callback)
 

@@ -78,9 +78,10 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
 
 
 def _refuse_best(config: Namespace) -> None:
-    files = [
-        str(f) for folder in _checkpoint_folders(config) for f in sorted(folder.glob("*.ckpt"))
-    ]
+    folders = [*_checkpoint_folders(config)]
+    if config.trainer.default_root_dir is not None:
+        folders.append(Path(config.trainer.default_root_dir) / "checkpoints")
+    files = sorted({str(f) for folder in folders for f in folder.glob("*.ckpt")})
     found = f"These exist: {', '.join(files)}" if files else "No callback has saved one yet"
     raise ValueError(
         "`--ckpt_path=best`: only the process that trains knows which checkpoint is the best. Give "

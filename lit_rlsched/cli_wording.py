@@ -75,11 +75,11 @@ def _unknown_class(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
     expected, given = match[1], match[2].strip()
-    if "Literal" in expected:
-        choices = re.findall(r"'([^']*)'", expected)
+    choices = re.findall(r"'([^']*)'", expected) if "Literal" in expected else []
+    if choices:
         use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         return f"`{key}={given}`: {use}.{_did_you_mean(given, choices)}"
-    types = re.findall(r"<class '(\w+)'>", expected)
+    types = re.findall(r"<class '(\w+)'>", expected) or [expected]
     return f"`{key}={given}`: must be {' or '.join(_TYPES.get(t, t) for t in types)}."
 
 

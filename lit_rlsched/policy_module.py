@@ -174,7 +174,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
             model.gradient_checkpointing_enable()
             model.train()  # required by checkpointing; dropout is off
         if hp.lora_rank:
-            self.model = add_lora(self.model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+            self.model = add_lora(model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
         elif self.needs_reference:
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
 

@@ -162,11 +162,12 @@ def _warn_of_broken(
         return
     why = " ".join(str(error).partition(". Use another")[0] + "." for error in broken.values())
     last = _last_round(folders, broken)
-    if last is None:
-        lost = "All later rounds are"
+    if last is not None and last < rounds:
+        lost = "No round is lost."
     else:
-        lost = f"Rounds {rounds} to {last} are" if last >= rounds else "No round is"
-    rank_zero_warn(f"{why} The run {instead} instead. {lost} lost and will be drawn again.")
+        which = "All later rounds" if last is None else f"Rounds {rounds} to {last}"
+        lost = f"{which} are lost and will be drawn again."
+    rank_zero_warn(f"{why} The run {instead} instead. {lost}")
 
 
 def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:

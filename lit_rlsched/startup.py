@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +61,9 @@ class Startup:
             chat_template_kwargs=data.chat_template_kwargs,
         )
         self._check_micro_batch_tokens()
-        scored = self.prompts.all
-        if not (data.has_rewards and self._trainer.predicting):
-            scored = self.prompts.without("predict")
+        unscored = () if data.has_rewards and self._trainer.predicting else ("predict",)
+        held_out = (ps for stage, ps in self.prompts.held_out.items() if stage not in unscored)
+        scored = chain(self.prompts.train, *held_out)
         data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in scored)
         schedule = data.schedule
         if train := self.prompts.train:

@@ -38,6 +38,7 @@ from lit_rlsched.rewards.functions import reasoning_gym_reward
         ({"num_iterations": 0}, r"`num_iterations=0`"),
         ({"max_completion_length": 0}, r"`max_completion_length=0`"),
         ({"temperature": 0.0}, r"`temperature=0.0`: use more than 0"),
+        ({"val_temperature": 0.0}, r"`val_temperature=0.0`: use more than 0"),
         ({"top_p": 1.5}, r"`top_p=1.5`"),
         ({"reward_weights": [1.0, 2.0]}, r"reward_weights"),
         ({"reward_timeout": 0.0}, r"timeout"),

@@ -86,7 +86,7 @@ SETTINGS = {
 
 @pytest.mark.mostly_slow("400-plain", "400-lora in bf16-mixed", "400-reference")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("tokens", [400, pytest.param(1600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [400, 1600])
 def test_a_step_takes_what_was_estimated(plan, settings, tokens):
     planned = ledger(plan(**settings, micro_batch_tokens=tokens))
     trainer, module, _ = plan(**settings, micro_batch_tokens=tokens)
@@ -263,7 +263,6 @@ def test_a_memory_that_is_too_small_says_what_helps(plan):
     assert "Not even the weights fit" in said
 
 
-@pytest.mark.slow
 def test_the_columns_add_up_and_align(plan):
     lines = report(ledger(plan())).splitlines()
     assert "rollout      update  how it follows" in lines[0]

@@ -19,7 +19,6 @@ TOUCHED = (
         "lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._batches_that_stepped"
     ),
     Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
-    Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_kwargs(subcommand)"),
     Touch("lightning.pytorch.cli", "LightningCLI._parser(subcommand)"),
     Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_parser(klass, subcommand)"),
     Touch("lightning.pytorch.trainer.trainer", "Trainer._signal_connector"),

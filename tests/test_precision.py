@@ -199,9 +199,7 @@ def test_loading_follows_the_precision():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_vllm_decodes_with_adapters_on_a_half_base(fit, tiny_model, precision):
     """Weights merged in float32, rounded once: the probe after each sync passes."""
     module = GRPOModule(tiny_model, lora_rank=4, learning_rate=1e-2)

@@ -27,7 +27,7 @@ class Setting:
         return self.device == "cuda"
 
     def pick(self, on_gpu: T, on_cpu: T) -> T:
-        """Whether this is a rehearsal: the same code with smaller limits."""
+        """Return the value for a GPU, or the one for the rehearsal on a CPU."""
         return on_gpu if self.on_gpu else on_cpu
 
     def path(self, name: str) -> Path:

@@ -5,7 +5,6 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks import pictures
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.callbacks.completions_table import CompletionsTable, drop_rows
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
@@ -91,7 +90,7 @@ class RolloutLogger(RolloutCallback):
         if self.save_trace:
             _save_trace(round, folder / "traces")
         if (round.number + 1) % self.pictures_every_n_rounds == 0:
-            pictures.publish(pictures.draw(self.curve), trainer)
+            self._draw(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the `val/` metrics; those of step 0 are the baseline."""
@@ -102,8 +101,13 @@ class RolloutLogger(RolloutCallback):
         """Stop the clock and draw the pictures."""
         self.curve.stop()
         if _writes(trainer):
-            pictures.publish(pictures.draw(self.curve), trainer)
+            self._draw(trainer)
         self.curve.last = None
+
+    def _draw(self, trainer: Trainer) -> None:
+        from lit_rlsched.callbacks import pictures  # imports matplotlib
+
+        pictures.publish(pictures.draw(self.curve), trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unlock the folder."""

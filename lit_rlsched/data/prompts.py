@@ -25,11 +25,6 @@ class PromptSets:
         """Every prompt, those of `train` first."""
         return [*self.train, *(p for prompts in self.held_out.values() for p in prompts)]
 
-    def without(self, stage: str) -> list[Prompt]:
-        """Every prompt except those of one stage."""
-        rest = {name: prompts for name, prompts in self.held_out.items() if name != stage}
-        return PromptSets(self.train, rest).all
-
     @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt."""

@@ -35,7 +35,13 @@ def prepare(worker: Any) -> bool:
     runner = worker.model_runner
     by_position = hasattr(runner, "req_states")
     if not by_position:
-        runner.kept_noise = KeptNoise(runner.input_batch)
+        batch = getattr(runner, "input_batch", None)
+        if not hasattr(batch, "generators"):
+            raise RuntimeError(
+                f"`VLLMEngine` does not know vLLM's model runner `{type(runner).__name__}`. "
+                "Install a version of vLLM that lit_rlsched allows."
+            )
+        runner.kept_noise = KeptNoise(batch)
     return by_position
 
 

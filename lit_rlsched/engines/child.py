@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from lit_rlsched.engines.base import EngineBroken, EngineDied, EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import EngineBroken, EngineDied, RolloutEngine
 from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.scheduling.hangs import AnswerTimeouts, RunningClock
 from lit_rlsched.scheduling.trace import Step
@@ -69,6 +69,21 @@ class Watch:
             last = now
 
 
+def pickled_engine(engine: RolloutEngine) -> bytes:
+    """Pickle an engine for its process.
+
+    Raises:
+        TypeError: the engine cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(engine)
+    except Exception as error:
+        raise TypeError(
+            f"`{type(engine).__name__}` cannot be sent to another process: {error}. Let it open "
+            "what cannot be pickled in `start`."
+        ) from error
+
+
 class Child:
     """An engine's process, which answers messages over a pipe.
 
@@ -92,22 +107,6 @@ class Child:
         )
         self.connection, self.process = self._child.connection, self._child.process
         self._watch = Watch(self._kill_hanging)
-
-    def start(self, engine: RolloutEngine, spec: EngineSpec) -> tuple[int | None, int | None]:
-        """Start an engine in the process; return its `kv_block` and `kv_capacity`.
-
-        Raises:
-            TypeError: the engine cannot be pickled.
-            Exception: see `call`.
-        """
-        try:
-            pickled = cloudpickle.dumps(engine)
-        except Exception as error:
-            raise TypeError(
-                f"`{type(engine).__name__}` cannot be sent to another process: {error}. Let it "
-                "open what cannot be pickled in `start`."
-            ) from error
-        return self.call("start", pickled, spec)
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
         """Send a message and return its answer.

@@ -18,7 +18,7 @@ from lit_rlsched.engines.base import (
     Sizes,
     give_back,
 )
-from lit_rlsched.engines.child import Child
+from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.platforms import require_posix
@@ -129,10 +129,11 @@ class ProcessEngine(RolloutEngine):
 
     def _launch(self) -> None:
         assert self._spec is not None
+        engine = pickled_engine(self.engine)
         give_back(self._spec.device)  # the trainer may have used the GPU since
         self._timeouts.starts()
         self._child = Child(self._timeouts)
-        self.kv_block, self.kv_capacity = self._child.start(self.engine, self._spec)
+        self.kv_block, self.kv_capacity = self._child.call("start", engine, self._spec)
         if self._weights is not None:
             self._child.call("engine", "sync_weights", *self._weights)
 

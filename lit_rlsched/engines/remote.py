@@ -61,11 +61,12 @@ class RemoteWorker(Worker):
         return bool(self._requests)
 
     def start_trace(self) -> RolloutTrace:
+        trace = super().start_trace()
         self.ahead_steps = 0
         if self.engine.child is not self._known:  # the process died between rounds
             self._set_up()
         self._tell("start_trace")
-        return super().start_trace()
+        return trace
 
     def start_round(self, take_turns: bool, ahead: bool) -> None:
         self._take_turns, self._ahead = take_turns, ahead

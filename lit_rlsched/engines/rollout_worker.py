@@ -98,8 +98,9 @@ class RolloutWorker(Worker):
         return bool(self._drawn) or len(self.admission) > 0
 
     def start_trace(self) -> RolloutTrace:
+        trace = super().start_trace()
         self._stats = self.engine.stats()
-        return super().start_trace()
+        return trace
 
     def start_round(self, take_turns: bool, ahead: bool) -> None:
         self.admission.take_turns = take_turns

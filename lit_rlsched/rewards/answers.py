@@ -195,11 +195,8 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
 
 
 def _check_plain(entry: Entry) -> None:
-    characters = 0
-    for piece in json.JSONEncoder().iterencode(entry):
-        characters += len(piece)
-        if characters > MAX_COLUMN_CHARACTERS:
-            raise ValueError(f"more than {MAX_COLUMN_CHARACTERS} characters as JSON")
+    if len(json.dumps(entry, ensure_ascii=False)) > MAX_COLUMN_CHARACTERS:
+        raise ValueError(f"more than {MAX_COLUMN_CHARACTERS} characters as JSON")
 
 
 def score_entry(task: str, answer: str | None, entry: Entry) -> float:

@@ -30,7 +30,7 @@ MESSAGES: dict[str, list[type]] = {
     "begun": [float],
     "score": [int, int, float],
 }
-"""Kind of a worker's message -> types of its first fields."""
+"""Kind of a worker's message -> types of its fields. A score has more: `Result.received`."""
 
 
 class BadMessage(Exception):
@@ -86,7 +86,8 @@ def parse_message(data: bytes) -> tuple[str, list[Any]]:
         raise BadMessage(f"JSON that is not a list: {message!r:.80}")
     kind = message.pop(0)
     types = MESSAGES.get(kind) if type(kind) is str else None
-    if types is None or [*map(type, message[: len(types)])] != types:
+    checked = message[:3] if kind == "score" else message
+    if types is None or [*map(type, checked)] != types:
         raise BadMessage(f"an unknown message: {[kind, *message]!r:.80}")
     return kind, message
 

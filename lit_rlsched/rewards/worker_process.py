@@ -85,8 +85,7 @@ class WorkerProcess:
         try:
             limit_blocking(self.connection, PIPE_TIMEOUT)
         except OSError:
-            self._child.kill_group()
-            self._child.close()
+            self.kill()
             raise
         self._send(
             {

@@ -52,10 +52,10 @@ class RolloutSession:
             give_back(spec.device)
             engine.start(spec)
             worker = engine.make_worker(admission())
+            self.controller = RolloutController(worker, scorer, **controller)
         except BaseException:
             engine.close()  # it may have started in part
             raise
-        self.controller = RolloutController(worker, scorer, **controller)
 
     @property
     def trace(self) -> RolloutTrace:

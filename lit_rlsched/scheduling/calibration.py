@@ -58,7 +58,7 @@ class CalibratedPredictor:
         """Whether the history answers in place of the predictor."""
         self.invalid = 0
         """Predictions that the history replaced: not positive numbers, or too few or too many."""
-        self._asked: dict[tuple[str, int], tuple[int, float, float]] = {}
+        self._asked: dict[str, tuple[int, float, float]] = {}
         self._finished: list[Sample] = []
         self._invalid = 0
         self._warned = False
@@ -86,8 +86,8 @@ class CalibratedPredictor:
         from_history = np.array(self.history.predict(samples))
         expected = within_limit(samples, self._valid(self.predictor.predict(samples), from_history))
         for sample, *pair in zip(samples, expected.tolist(), from_history.tolist(), strict=True):
-            if self.revises or _key(sample) not in self._asked:
-                self._asked[_key(sample)] = (len(sample.completion.token_ids), pair[0], pair[1])
+            if self.revises or sample.id not in self._asked:
+                self._asked[sample.id] = (len(sample.completion.token_ids), pair[0], pair[1])
         return (from_history if self.fallback else expected).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
@@ -99,7 +99,7 @@ class CalibratedPredictor:
 
         Both learn in the order of the groups, whichever completion finished first.
         """
-        finished = sorted(self._finished, key=_key)
+        finished = sorted(self._finished, key=lambda s: (s.group.id, s.completion.index))
         pairs = [pair for sample in finished if (pair := self._compare(sample))]
         self.invalid += self._invalid
         self.start_round()
@@ -117,7 +117,7 @@ class CalibratedPredictor:
 
     def _compare(self, sample: Sample) -> tuple[float, float, float, int, bool] | None:
         """What predictor and history predicted, what came, what was drawn before, if capped."""
-        if (asked := self._asked.pop(_key(sample), None)) is None:
+        if (asked := self._asked.pop(sample.id, None)) is None:
             return None
         have, expected, from_history = asked
         remaining = len(sample.completion.token_ids) - have
@@ -208,10 +208,6 @@ class CalibratedPredictor:
             f"{history:.3f} and {history_error:.3g}.",
             stacklevel=3,
         )
-
-
-def _key(sample: Sample) -> tuple[str, int]:
-    return sample.group.id, sample.completion.index
 
 
 def _calibration(

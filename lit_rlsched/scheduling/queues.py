@@ -75,8 +75,10 @@ class WaitingQueue:
 
     def _enter(self, request: Request, arrival: int) -> None:
         entry = _Entry(KEYS[self._order](request), arrival, request.id)
-        self._requests[request.id], self._entries[request.id] = request, entry
-        heapq.heappush(self._heap, entry)
+        self._requests[request.id] = request
+        if self._entries.get(request.id) != entry:
+            self._entries[request.id] = entry
+            heapq.heappush(self._heap, entry)
 
     def _remove(self, request_id: str) -> Request:
         del self._entries[request_id]

@@ -109,6 +109,11 @@ class Oracle(LengthPredictor):
     """
 
     def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
+        if isinstance(trace, str | Path) and not Path(trace).exists():
+            raise ValueError(
+                f"`Oracle(trace={str(trace)!r})`: there is no such file or folder. Give the path "
+                "of a trace."
+            )
         recorded = TraceLengths(trace).lengths if isinstance(trace, str | Path) else trace
         if not isinstance(recorded, Mapping) or not recorded:
             raise ValueError(

@@ -34,6 +34,7 @@ class Parts:
         self._part_tokens = part_tokens
         self._taken: set[str] = set()
         self._pending: list[Group] = []
+        self._tokens = 0  # of `_pending`
 
     def ready(self, final_groups: Sequence[Group]) -> Iterator[list[Group]]:
         """Yield the parts that have become ready; more scores may arrive between two of them.
@@ -48,7 +49,7 @@ class Parts:
                 return  # later groups may belong to its part
             self._taken.add(group.id)
             self._pending.append(group)
-            tokens = sum(len(Sample(g, c)) for g in self._pending for c in g.completions)
-            if len(self._taken) >= self._first and tokens >= self._part_tokens:
-                part, self._pending = self._pending, []
+            self._tokens += sum(len(Sample(group, c)) for c in group.completions)
+            if len(self._taken) >= self._first and self._tokens >= self._part_tokens:
+                part, self._pending, self._tokens = self._pending, [], 0
                 yield part

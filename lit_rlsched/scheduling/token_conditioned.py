@@ -72,7 +72,7 @@ class TokenConditioned(LengthPredictor):
         self._moment = np.zeros(self.size)
         self._came, self._predicted = 0.0, 0.0
         self._weights: np.ndarray | None = None
-        self._waiting: dict[tuple[str, int], tuple[int, float, np.ndarray]] = {}
+        self._waiting: dict[str, tuple[int, float, np.ndarray]] = {}
 
     def bind(self, decode: Callable[[list[int]], str]) -> None:
         if hasattr(self._tokens, "bind"):
@@ -90,9 +90,8 @@ class TokenConditioned(LengthPredictor):
         for sample, tokens, features in zip(
             samples, raw.tolist(), x.astype(np.float32), strict=True
         ):
-            key = (sample.group.id, sample.completion.index)
-            self._waiting.pop(key, None)  # move it to the end
-            self._waiting[key] = (len(sample.completion.token_ids), tokens, features.copy())
+            self._waiting.pop(sample.id, None)  # move it to the end
+            self._waiting[sample.id] = (len(sample.completion.token_ids), tokens, features.copy())
         while len(self._waiting) > self.max_waiting:
             del self._waiting[next(iter(self._waiting))]
         return within_limit(samples, expected).tolist()
@@ -102,7 +101,7 @@ class TokenConditioned(LengthPredictor):
         self.history.observe(samples)
         pairs = []
         for sample in samples:
-            asked = self._waiting.pop((sample.group.id, sample.completion.index), None)
+            asked = self._waiting.pop(sample.id, None)
             # a restarted completion may be shorter than at its prediction
             if asked is not None and len(sample.completion.token_ids) > asked[0]:
                 pairs.append((len(sample.completion.token_ids) - asked[0], *asked[1:]))

@@ -43,6 +43,10 @@ class _Trial:
     """Of its prefixes, `[C + 1]`."""
 
     @property
+    def temperature(self) -> float:
+        return self.sample.group.sampling.temperature
+
+    @property
     def prompt_ids(self) -> Sequence[int]:
         return self.sample.group.prompt.token_ids
 
@@ -180,7 +184,7 @@ def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _score(policy: nn.Module, batch: Sequence[_Trial]) -> None:
-    temperature = batch[0].sample.group.sampling.temperature
+    temperature = batch[0].temperature
     logprobs, _ = completion_logprobs(policy, *_tensors(policy, batch), temperature=temperature)
     for trial, of_trial in zip(batch, logprobs.double().cpu(), strict=True):
         trial.logprobs = of_trial[: trial.tokens]
@@ -188,7 +192,7 @@ def _score(policy: nn.Module, batch: Sequence[_Trial]) -> None:
 
 def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial]) -> None:
     """Accept a prefix of each draft and draw a token after it."""
-    temperature = batch[0].sample.group.sampling.temperature
+    temperature = batch[0].temperature
     distributions = partial(vocabulary_logprobs, policy, temperature=temperature)
     tensors = _tensors(policy, batch)
     new = completion_states(policy, *tensors)

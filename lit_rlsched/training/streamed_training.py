@@ -17,7 +17,6 @@ class GradientStream:
 
     `divisor` is that of `OptimizerStep`. `meanwhile` is called between two parts, to serve the
     reward workers.
-
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class WeightSync:
 
     After each sync, `probe` prompts are decoded at `temperature` to check the weights; without
     them there is no check. The engine was started with `spec`, whose `dtype` is the trainer's.
-
     """
 
     def __init__(

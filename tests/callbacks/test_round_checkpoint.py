@@ -108,7 +108,7 @@ class Stop(RolloutCallback):
 PLACES = ["rollout", "before the first step", "before the second step"]
 
 
-@pytest.mark.slow
+@pytest.mark.mostly_slow("before the second step")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_was_stopped_loses_no_round_and_counts_no_step_twice(fit, tmp_path, place):
     def train(stop, ckpt_path=None):

@@ -330,7 +330,7 @@ def test_oversubscribe_limits_what_decodes(fit):
 # Stopping and going on.
 
 
-@pytest.mark.slow
+@pytest.mark.mostly_slow("partial")
 @modes
 def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
     def run(epochs, folder, ckpt_path=None):

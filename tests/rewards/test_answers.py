@@ -15,6 +15,7 @@ from lit_rlsched.rewards import RewardScheduler, ScoredJob
 from lit_rlsched.rewards.algebra import polynomials
 from lit_rlsched.rewards.answers import (
     REVIEWED,
+    _check_plain,
     checked_entry,
     import_reasoning_gym,
     score_entry,
@@ -153,7 +154,7 @@ def test_no_random_answer_is_run_where_theirs_evaluates(audited, rows, answers: 
 
 
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.lists(STRINGS, min_size=20, max_size=20))
 def test_no_random_answer_is_run(audited, rows, answers: list[str]) -> None:
     check_silent(audited, sorted(REVIEWED), answers, rows)
@@ -285,6 +286,10 @@ def test_where_ours_are_stricter() -> None:
 def test_rows_that_are_refused(task: Any, metadata: Any, answer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         checked_entry(task, metadata, answer, "")
+
+
+def test_characters_are_counted_and_not_their_escapes() -> None:
+    _check_plain({"question": "\u6570" * 250_000})
 
 
 @pytest.mark.parametrize(

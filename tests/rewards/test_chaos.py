@@ -15,6 +15,7 @@ from harness import alive, collect, score, submit, wait_until
 
 from lit_rlsched.rewards import RewardScheduler, pool
 from lit_rlsched.rewards import worker_process as process
+from lit_rlsched.rewards.jobs import BadMessage, parse_message
 
 GOOD = ["a" * n for n in range(1, 11)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits and /proc")
@@ -275,6 +276,12 @@ def test_a_message_out_of_order_costs_the_completion_that_ran(message: str) -> N
         text: [float(len(text))] for text in ("a", "bb", "ccc", "dddd")
     }
     assert counters.pop("rewards/forge/crashes") == 1 and not any(counters.values())
+
+
+@pytest.mark.parametrize("message", ['["ready", []]', '["loading", 0, 5]', '["begun", 1.0, 2]'])
+def test_a_message_with_more_fields_than_its_kind_has(message: str) -> None:
+    with pytest.raises(BadMessage, match="an unknown message"):
+        parse_message(message.encode())
 
 
 def test_a_message_that_claims_to_be_huge_is_not_read() -> None:

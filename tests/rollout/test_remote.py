@@ -196,9 +196,9 @@ def impatient(there, monkeypatch):
     ("name", "slots", "how"),
     [
         ("full", 4, signal.SIGKILL),
-        pytest.param("tail", 18, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("partial", 4, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("full", 18, signal.SIGSTOP, marks=pytest.mark.slow),
+        ("tail", 18, signal.SIGKILL),
+        ("partial", 4, signal.SIGKILL),
+        ("full", 18, signal.SIGSTOP),
         ("partial", 4, signal.SIGSTOP),
     ],
 )

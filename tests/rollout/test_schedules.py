@@ -161,9 +161,9 @@ def test_a_prompt_is_computed_once_a_group(bench):
 @pytest.mark.parametrize(
     ("contexts", "order", "predictor", "probe"),
     [
-        pytest.param(1, "fifo", None, 0, marks=pytest.mark.slow),
+        (1, "fifo", None, 0),
         (3, "fifo", None, 0),
-        pytest.param(3, "planned", TokenConditioned, 6, marks=pytest.mark.slow),
+        (3, "planned", TokenConditioned, 6),
     ],
 )
 def test_a_memory_budget_is_never_overdrawn(

@@ -573,7 +573,11 @@ def test_a_round_ends_with_the_step_that_has_enough(case):
                 assert max(ended_at(r, g)) >= r.trace.decode_steps
 
 
-@given(cases(patience=PATIENCE, slots=1000, key="id"))
+@given(
+    st.floats(1, 3).flatmap(
+        lambda ratio: cases(completion_ratio=ratio, patience=PATIENCE, slots=1000, key="id")
+    )
+)
 def test_the_first_completions_of_a_prompt_are_kept(case):
     r = Run(case).round()
     launched = range(case.rule.launched(case.size))

@@ -211,7 +211,7 @@ def test_old_completions_count_less():
 def test_what_waits_is_bounded_and_what_was_drawn_anew_is_not_learned_from():
     predictor = TokenConditioned(features=8, max_waiting=3)
     predictor.predict([started(f"p{i}", 5)[0] for i in range(5)])
-    assert [key[0] for key in predictor._waiting] == ["p2-0", "p3-0", "p4-0"]
+    assert [*predictor._waiting] == ["p2-0/0", "p3-0/0", "p4-0/0"]
     before = predictor.state_dict()["gram"]
     predictor.observe(finished("p0", 20) + finished("p4", 4))  # forgotten; shorter than when asked
     assert torch.equal(predictor.state_dict()["gram"], before)
