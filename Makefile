@@ -29,8 +29,8 @@ install: $(VENV)/.installed  ## Make .venv and install everything into it
 $(VENV)/.installed: pyproject.toml requirements/cpu.txt
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(BUILD),cpu)
-	$(BIN)/pip install -q "torch==2.13.0+cpu" $(TORCH_CPU)
-	$(BIN)/pip install -q --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install -q --no-compile "torch==2.13.0+cpu" $(TORCH_CPU)
+	$(BIN)/pip install -q --no-compile --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install -q --no-deps -e .
 else ifeq ($(BUILD),cuda)
 	$(BIN)/pip install -q -e ".[vllm,$(EXTRAS)]"

@@ -65,9 +65,14 @@ def pytest_unconfigure() -> None:
     unfreeze()
 
 
+LONGEST = ("test_fault_sweep", "test_resume", "test_on_cpu", "test_vllm_parallel")
+"""They begin first, so that none is left for a single worker at the end."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the parameters that `mostly_slow` does not list as slow."""
+    """Mark the parameters that `mostly_slow` does not list as slow; put the longest tests first."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     listed, found = set(), set()
     for item in items:
         if mark := item.get_closest_marker("mostly_slow"):

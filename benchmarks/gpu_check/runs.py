@@ -143,7 +143,7 @@ def fit_then_test(setting: Setting, found: Findings) -> None:
 
 def resume(setting: Setting, found: Findings) -> None:
     """Check a run that is killed by SIGKILL and resumed against one that is not."""
-    rounds = 4
+    rounds = setting.pick(4, 2)
     whole, killed = setting.path("whole"), setting.path("killed")
     subprocess.run(command(arguments(setting, whole, rounds, "32-true")), check=True)
     begun = command(arguments(setting, killed, rounds, "32-true"))
