@@ -35,6 +35,12 @@ def check_count(owner: str, name: str, value: object, least: int, why: str = "")
         raise ValueError(message.rstrip())
 
 
+def check_range(owner: str, name: str, value: object, inside: bool, allowed: str) -> None:
+    """Refuse a value that is not `inside` the range that `allowed` says in words."""
+    if not inside:
+        raise ValueError(f"`{owner}({name}={value!r})`: use {allowed}.")
+
+
 def check_choice(owner: str, name: str, value: object, choices: Collection[str]) -> None:
     """Refuse a value that is not one of `choices`; for `owner` and `name` see `check_count`."""
     if value not in choices:

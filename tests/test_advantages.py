@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -208,7 +208,16 @@ def test_standard_deviation_by_hand() -> None:
     torch.testing.assert_close(standard_deviation(rewards), expected)
 
 
+@pytest.mark.parametrize("rule", [*RULES, "reinforce++"])
+@pytest.mark.parametrize("reward", [0.1, 1e15 / 3, 0.375e150])
+def test_equal_rewards_are_no_advantage(rule: str, reward: float) -> None:
+    advantage = {**RULES, "reinforce++": batch_normalized}[rule]
+    rewards = torch.tensor([[reward] * 3, [reward, NAN, reward]], dtype=torch.float64)
+    assert not advantage(rewards).any()
+
+
 @given(groups(nan=True), st.sampled_from([1e150, 1e200, 1e300]))
+@example(torch.full((1, 3), 0.375, dtype=torch.float64), 1e150)
 def test_the_spread_does_not_overflow(rewards: Tensor, unit: float) -> None:
     torch.testing.assert_close(
         standard_deviation(rewards * unit), standard_deviation(rewards) * unit

@@ -216,6 +216,8 @@ def test_a_model_that_is_not_there(fit, model):
             lambda: DownSampling(4, early_stop=True, reward_range=(0, float("inf"))),
             r"reward_range=\(0, inf\)\)`",
         ),
+        (lambda: DownSampling(4, min_length_ratio=0), r"without `early_stop=True`: they have no"),
+        (lambda: DownSampling(4, reward_range=(0, 2)), r"without `early_stop=True`: they have no"),
         (lambda: DownSampling(4, min_length_ratio=1.5), r"min_length_ratio=1.5\)`: use 0"),
         (
             lambda: DynamicSampling(max_num_gen_batches=1),

@@ -90,6 +90,12 @@ class DownSampling(RolloutCallback):
             )
         if not 0 <= min_length_ratio <= 1:
             raise ValueError(f"`DownSampling({min_length_ratio=})`: use 0 (no guard) to 1.")
+        unused = (*reward_range, min_length_ratio) != (0.0, 1.0, 0.9)
+        if unused and not early_stop:
+            raise ValueError(
+                f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
+                "they have no effect. Set it, or leave them out."
+            )
         self.keep = keep
         self.rule: Rule = rule
         self.advantage_scope = advantage_scope

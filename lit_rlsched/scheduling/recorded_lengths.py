@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_rlsched.scheduling.length_prediction import LengthPredictor, drawn, within_limit
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import check_finite, check_range
 from lit_rlsched.types import Request, Sample, stable_hash
 
 
@@ -34,8 +34,8 @@ class LogNormalLengths:
         key: Literal["id", "seed"] = "id",
     ) -> None:
         check_finite(locals())
-        if median <= 0 or sigma < 0:
-            raise ValueError(f"got median={median}, sigma={sigma}: they must be > 0 and >= 0")
+        check_range("LogNormalLengths", "median", median, median > 0, "more than 0")
+        check_range("LogNormalLengths", "sigma", sigma, sigma >= 0, "0 or more")
         self.median, self.sigma, self.seed, self.key = median, sigma, seed, key
 
     def __call__(self, request: Request) -> int:

@@ -12,7 +12,7 @@ from lit_rlsched.scheduling.length_prediction import (
     tensor,
     within_limit,
 )
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import check_count, check_finite, check_range
 from lit_rlsched.types import Sample
 
 
@@ -54,11 +54,10 @@ class TokenConditioned(LengthPredictor):
         max_waiting: int = 16_384,
     ) -> None:
         check_finite(locals())
-        if features < 1 or ridge <= 0 or half_life <= 0 or max_waiting < 1:
-            raise ValueError(
-                f"got features={features}, ridge={ridge}, half_life={half_life}, "
-                f"max_waiting={max_waiting}: they must be >= 1, > 0, > 0 and >= 1"
-            )
+        check_count("TokenConditioned", "features", features, 1)
+        check_range("TokenConditioned", "ridge", ridge, ridge > 0, "more than 0")
+        check_range("TokenConditioned", "half_life", half_life, half_life > 0, "more than 0")
+        check_count("TokenConditioned", "max_waiting", max_waiting, 1)
         self.ridge, self.half_life, self.max_waiting = ridge, half_life, max_waiting
         self.history = history or PromptHistory()
         self._tokens: Any = HashedTokens(features)

@@ -66,7 +66,7 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
     """
     _check_groups(rewards)
     scaled, unit = _scaled(rewards)
-    advantages = scaled - scaled.nanmean(dim=1, keepdim=True)
+    advantages = _deviations(scaled)
     if scale_rewards == "group":
         advantages = advantages / (_nanstd(scaled) + STD_EPSILON / unit)
     elif scale_rewards == "batch":
@@ -97,7 +97,8 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
     scaled, unit = _scaled(rewards)
     others = (~scaled.isnan()).sum(dim=1, keepdim=True) - 1
     # A single score gives 0 / 0 = NaN, so advantage 0.
-    advantages = scaled - (scaled.nansum(dim=1, keepdim=True) - scaled) / others
+    above = _above_lowest(scaled)
+    advantages = above - (above.nansum(dim=1, keepdim=True) - above) / others
     if normalize:
         # Each group's advantages sum to zero, so there is no mean to subtract.
         spread = _nanstd(advantages.reshape(1, -1)) + STD_EPSILON / unit
@@ -112,8 +113,9 @@ def batch_normalized(rewards: Tensor) -> Tensor:
     so an advantage depends on its composition; a group may have a single completion.
     """
     scaled, unit = _scaled(rewards)
-    spread = _nanstd(scaled.reshape(1, -1)) + STD_EPSILON / unit
-    return _zero_where_unscored((scaled - scaled.nanmean()) / spread).to(rewards.dtype)
+    batch = scaled.reshape(1, -1)
+    advantages = _deviations(batch) / (_nanstd(batch) + STD_EPSILON / unit)
+    return _zero_where_unscored(advantages).reshape(rewards.shape).to(rewards.dtype)
 
 
 def standard_deviation(rewards: Tensor) -> Tensor:
@@ -148,12 +150,24 @@ def _check_groups(rewards: Tensor) -> None:
         )
 
 
+def _deviations(values: Tensor) -> Tensor:
+    above = _above_lowest(values)
+    return above - above.nanmean(dim=1, keepdim=True)
+
+
+def _above_lowest(values: Tensor) -> Tensor:
+    # equal rewards then have exactly no advantage, however large; their mean would be rounded
+    if not values.numel():
+        return values
+    return values - values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+
+
 def _nanstd(values: Tensor, least: int = 0) -> Tensor:
     """Bessel-corrected standard deviation of each row, ignoring NaN: `[P, G]` to `[P, 1]`.
 
     `least` is the minimum divisor.
     """
-    deviations = values - values.nanmean(dim=1, keepdim=True)
+    deviations = _deviations(values)
     count = (~values.isnan()).sum(dim=1, keepdim=True)
     variance = deviations.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=least)
     return variance.sqrt()

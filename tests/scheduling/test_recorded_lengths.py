@@ -50,7 +50,8 @@ def test_log_normal_lengths_at_the_ends(monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"median": 0}, {"median": -1}, {"sigma": -0.1}])
 def test_lengths_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ValueError, match=r"they must be > 0 and >= 0"):
+    name = next(iter(settings))
+    with pytest.raises(ValueError, match=rf"`LogNormalLengths\({name}=.*\)`: use .*0"):
         LogNormalLengths(**settings)
     with pytest.raises(ValueError, match="`sigma=nan` must be finite"):
         LogNormalLengths(sigma=math.nan)
