@@ -15,7 +15,8 @@ ifndef BUILD
 BUILD  := $(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
-SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5 --dist worksteal  # slow tests often wait
+# Slow tests often wait, and the longest come first.
+SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5 --dist load --maxschedchunk 2
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 

@@ -72,7 +72,7 @@ LONGEST = ("test_fault_sweep", "test_resume", "test_on_cpu", "test_vllm_parallel
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the parameters that `mostly_slow` does not list as slow; put the longest tests first."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     listed, found = set(), set()
     for item in items:
         if mark := item.get_closest_marker("mostly_slow"):
