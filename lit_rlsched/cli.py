@@ -1,4 +1,4 @@
-"""The command line: `lit-rlsched fit | validate | test | predict | estimate`."""
+"""The command line: `lit-rlsched fit | validate | test | predict | estimate | export`."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_rlsched import engines
+from lit_rlsched import cli_export, engines
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.callbacks import (
     CompletionWriter,
@@ -100,6 +100,13 @@ class RolloutCLI(LightningCLI):
                 "trainer.enable_model_summary": False,
             }
         )
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        # for `--help` alone: `main` runs it before Lightning asks for a module and data
+        listed = parser._subcommands_action
+        assert listed is not None
+        listed.add_subcommand("export", cli_export.export_parser(), help=cli_export.summary())
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -232,6 +239,9 @@ def main(args: ArgsType = None) -> None:
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
         require_posix("`lit-rlsched`")
+        if isinstance(given, list) and given[:1] == ["export"]:
+            run.command = "lit-rlsched export"
+            return cli_export.main(given[1:])
         RolloutCLI(
             run,
             parser_class=Parser,

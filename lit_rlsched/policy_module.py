@@ -16,8 +16,8 @@ from lit_rlsched.checks import check_module_settings
 from lit_rlsched.evaluation_steps import EvaluationSteps
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import StepMetrics
-from lit_rlsched.policy import add_lora, load_policy
-from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.policy import add_lora, base_model, load_policy
+from lit_rlsched.precision import KeepsFloat32, load_dtype, main_dtype, to_like
 from lit_rlsched.resuming import check_resumable, check_same_weights
 from lit_rlsched.settings import check_finite
 from lit_rlsched.training.finite import check_gradient
@@ -175,6 +175,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
             model.train()  # required by checkpointing; dropout is off
         if hp.lora_rank:
             self.model = add_lora(model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+            self.register_load_state_dict_post_hook(_without_base)  # type: ignore[no-untyped-call]
         elif self.needs_reference:
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
 
@@ -359,7 +360,11 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save only the adapters if there are any, because the base never changes."""
+        assert self.model is not None
         checkpoint["shared_prefix"] = self._sharing.works
+        base = base_model(self.model).named_parameters()
+        dtype = main_dtype(p for name, p in base if "lora_" not in name)
+        checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
@@ -379,10 +384,15 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         keys = self._saved_keys()
         ours = {k: v for k, v in self.state_dict().items() if k in keys}
         check_same_weights(ours, checkpoint["state_dict"])
-        self.strict_loading = not self._hp.lora_rank
         self._sharing.works = checkpoint.get("shared_prefix")
 
     def _saved_keys(self) -> set[str]:
         if self._hp.lora_rank:
             return {name for name, p in self.named_parameters() if p.requires_grad}
         return set(self.state_dict())
+
+
+def _without_base(module: PolicyModule, keys: Any) -> None:
+    """Let a checkpoint of the adapters alone pass as complete."""
+    saved = module._saved_keys()
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]

@@ -1,7 +1,8 @@
 """The dtype of the policy's weights, buffers and adapters in each Trainer precision."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -90,6 +91,15 @@ def check_float32(policy: nn.Module, owner: str) -> None:
             )
 
 
+def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of most numbers in floating-point tensors."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    return sizes.most_common(1)[0][0]
+
+
 def trains_in_half(policy: nn.Module) -> str | None:
     """Say why training will hardly change the weights, or `None` if it will."""
     half = [p for p in policy.parameters() if p.requires_grad and p.dtype in HALF]
@@ -118,7 +128,7 @@ def _float32_tensors(
 
     Yields the name of each, the dictionary of its module that holds it, and its key there.
     """
-    names = _kept_by_transformers(model, dtype)
+    names = kept_in_float32(model, dtype)
     for path, part in model.named_modules():
         for tensors in (part._parameters, part._buffers):
             for key, tensor in tensors.items():
@@ -127,7 +137,7 @@ def _float32_tensors(
                     yield name, tensors, key
 
 
-def _kept_by_transformers(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     """Names of the tensors that are float32 in a model that transformers loads in `dtype`."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):

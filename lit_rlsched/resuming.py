@@ -27,7 +27,11 @@ def check_resumable(checkpoint: Mapping[str, Any]) -> None:
         )
 
 
-def check_same_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+def check_same_weights(
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    fix: str = f"Resume with the `model` and the `lora_*` settings it was made with, {_FIX}",
+) -> None:
     """Refuse a checkpoint of another model or adapter configuration."""
     shapes, found = ({k: v.shape for k, v in of.items()} for of in (ours, theirs))
     if shapes != found:
@@ -35,8 +39,7 @@ def check_same_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor])
         raise ValueError(
             f"The checkpoint is of another configuration: {len(different)} weights differ, the "
             f"first is {different[0]}: {found.get(different[0])} in the checkpoint, "
-            f"{shapes.get(different[0])} here. Resume with the `model` and the `lora_*` settings "
-            f"it was made with, {_FIX}"
+            f"{shapes.get(different[0])} here. {fix}"
         )
 
 

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
+from lit_rlsched.data.rows import name_of
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.hooks import fire
 from lit_rlsched.logs import log_now
@@ -213,6 +214,7 @@ class TrainingRun:
             "version": __version__,
             "settings": {name: getattr(self._data, name) for name in _SAME_ON_RESUME},
             "reward_funcs": list(self._data.rewards.names),
+            "train_data": name_of(self._data.train_data),
             **self.rounds.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),

@@ -55,6 +55,13 @@ def load_rows(spec: Rows | Any) -> list[Row]:
     return rows
 
 
+def name_of(spec: Rows | Any) -> str:
+    """Return a short name of a data set, for people: see `Rows`."""
+    if isinstance(spec, str | Path):
+        return str(spec)
+    return f"{len(spec)} rows" if isinstance(spec, list | tuple) else type(spec).__name__
+
+
 def _read(spec: str) -> list[Row]:
     path = Path(spec).expanduser()
     if path.is_dir():

@@ -1,0 +1,428 @@
+"""The exported model is the one that was trained."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, make_family
+from character_tokenizer import make_tokenizer
+from huggingface_hub import HfApi, ModelCard
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched import export as exporting
+from lit_rlsched.callbacks import ExportModel, RolloutLogger, RoundCheckpoint
+from lit_rlsched.cli import main
+from lit_rlsched.export import export
+from lit_rlsched.policy import named_weights
+from lit_rlsched.precision import to_like
+
+IDS = torch.arange(4, 64).view(3, 20)
+
+
+def logprobs(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits.float().log_softmax(-1)
+
+
+def load(folder, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoint of a module whose trained weights were changed, as a run would."""
+
+    def saved(module, precision="32-true"):
+        trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
+        module.trainer = trainer
+        module.configure_model()
+        trainer.precision_plugin.convert_module(module)
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
+        trainer.strategy.connect(module)
+        trainer.save_checkpoint(tmp_path / "some.ckpt")
+        return str(tmp_path / "some.ckpt")
+
+    return saved
+
+
+def test_a_run_is_taken_home(fit, tiny_model, sums, tmp_path, capsys):
+    """Command, card and folder, with a checkpoint that alone says what it needs."""
+    _, module, _ = fit(
+        RLOOModule(tiny_model, learning_rate=1e-2, beta=0.0),
+        [RolloutLogger(), RoundCheckpoint()],
+        {"enable_checkpointing": True, "max_epochs": 1},
+        temperature=0.9,
+        top_k=20,
+        val_data=sums[80:84],
+    )
+    out = tmp_path / "mine"
+    main(["export", "--ckpt_path", str(tmp_path), "--out", str(out)])
+    assert capsys.readouterr().out.endswith(f"The model is in `{out}`.\n")
+    torch.testing.assert_close(logprobs(load(out)), logprobs(module.model), atol=1e-5, rtol=0)
+    text = "17+4=21"
+    assert AutoTokenizer.from_pretrained(out)(text) == AutoTokenizer.from_pretrained(tiny_model)(
+        text
+    )
+    sampling = GenerationConfig.from_pretrained(out)
+    assert (sampling.do_sample, sampling.temperature, sampling.top_k) == (True, 0.9, 20)
+    assert sampling.max_new_tokens == 24 and sampling.eos_token_id == [1]
+    card = ModelCard.load(out / "README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+    assert card.data.tags == ["lit_rlsched", "reinforcement-learning", "rloo"]
+    for line in (
+        "| module | `RLOOModule`, `loss_type=rloo` |",
+        "| data | 80 rows |",
+        "| reward functions | digits |",
+        "| completions | 16 |",
+        "| optimizer steps | 1 |",
+    ):
+        assert line in card.text
+    assert re.search(r"\| `val/accuracy` \| [\d.]+ \(step 1\) \|", card.text)
+    assert re.search(r"\| transformers \| \d", card.text)
+
+
+def test_the_chat_template_comes_along(tiny_model, saved, tmp_path):
+    base = tmp_path / "base"
+    load(tiny_model).save_pretrained(base)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+    out = export(saved(GRPOModule(str(base))), str(tmp_path / "out"))
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "tiny_model_untied", "exact_model"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_all_weights_and_merged_adapters(model, rank, saved, tmp_path, request):
+    module = GRPOModule(request.getfixturevalue(model), lora_rank=rank)
+    loaded = load(export(saved(module), str(tmp_path / "out")))
+    assert loaded.dtype == torch.float32
+    # adapters are computed apart from their layer in training, merged they are rounded otherwise
+    atol = 2e-5 if rank else 0.0
+    torch.testing.assert_close(logprobs(loaded), logprobs(module.model), atol=atol, rtol=0)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    weights = dict(named_weights(module.model))
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def test_adapters_alone(tiny_model, saved, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    module = GRPOModule(tiny_model, lora_rank=4, lora_alpha=8)
+    out = export(saved(module), str(tmp_path / "out"), adapter=True)
+    assert not (out / "model.safetensors").exists()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    torch.testing.assert_close(logprobs(loaded), logprobs(module.model), atol=1e-5, rtol=0)
+    assert ModelCard.load(out / "README.md").data.library_name == "peft"
+    half = export(tmp_path / "some.ckpt", str(tmp_path / "half"), adapter=True, dtype="bf16")
+    tensors = load_file(half / "adapter_model.safetensors").values()
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("precision", "rank", "dtype"),
+    [
+        ("bf16-mixed", 0, torch.float32),
+        ("bf16-true", 0, torch.bfloat16),
+        ("bf16-mixed", 4, torch.bfloat16),
+        ("bf16-true", 4, torch.bfloat16),
+    ],
+)
+def test_the_dtype_is_that_of_training(precision, rank, dtype, tiny_model, saved, tmp_path):
+    module = GRPOModule(tiny_model, lora_rank=rank)
+    path = saved(module, precision)
+    loaded = load(export(path, str(tmp_path / "out")))
+    assert loaded.dtype == dtype == getattr(torch, str(loaded.config.dtype).split(".")[-1])
+    exact = load(export(path, str(tmp_path / "exact"), dtype="fp32"))
+    weights = dict(named_weights(module.model))
+    for name, weight in exact.named_parameters():
+        assert torch.equal(weight, weights[name].float()), name
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, weights[name].to(dtype)), name
+
+
+def test_half_precision_costs_what_rounding_costs(tiny_model, saved, tmp_path):
+    """The bound in docs/export.md: the model that decodes in bfloat16 in training has it too."""
+    module = GRPOModule(tiny_model)
+    rounded = load(export(saved(module), str(tmp_path / "out"), dtype="bfloat16"))
+    rounding = to_like(module.model, torch.empty(0, dtype=torch.bfloat16))
+    assert torch.equal(logprobs(rounded), logprobs(rounding))
+
+
+def in_family(family, saved, tmp_path):
+    base = tmp_path / "base"
+    make_family(family).save_pretrained(base)
+    make_tokenizer().save_pretrained(base)
+    module = GRPOModule(str(base))
+    path = saved(module)
+    full = load(export(path, str(tmp_path / "full")))
+    torch.testing.assert_close(logprobs(full), logprobs(module.model), atol=1e-5, rtol=0)
+    half, expected = load(export(path, str(tmp_path / "half"), dtype="bf16")), tmp_path / "twin"
+    module.model.save_pretrained(expected)  # by transformers itself
+    expected = load(expected, dtype=torch.bfloat16).state_dict()
+    assert half.state_dict().keys() == expected.keys()
+    for name, tensor in half.state_dict().items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+def test_what_transformers_keeps_in_float32(saved, tmp_path):
+    in_family("deepseek_v3", saved, tmp_path)  # a float32 buffer, and experts saved one by one
+    kept = [t for n, t in load(tmp_path / "half").named_buffers() if "correction_bias" in n]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LOOK_AHEAD) - set(NOT_TINY)))
+def test_every_family(family, saved, tmp_path):
+    in_family(family, saved, tmp_path)
+
+
+def test_dropout_of_the_base_is_not_lost(exact_model, saved, tmp_path):
+    config = load(export(saved(GRPOModule(exact_model)), str(tmp_path / "out"))).config
+    assert config.attn_pdrop == load(exact_model).config.attn_pdrop == 0.1
+
+
+# Loading as a module.
+
+
+@pytest.mark.parametrize("module", [GRPOModule, RLOOModule])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_load_from_checkpoint(module, rank, tiny_model, saved):
+    trained = module(tiny_model, lora_rank=rank)
+    path = saved(trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = module.load_from_checkpoint(path)
+    assert torch.equal(logprobs(loaded.model), logprobs(trained.model))
+
+
+def test_a_checkpoint_with_too_few_adapters_is_refused(tiny_model, saved):
+    contents = torch.load(path := saved(GRPOModule(tiny_model, lora_rank=4)))
+    contents["state_dict"].popitem()
+    torch.save(contents, path)
+    with pytest.raises(ValueError, match="1 weights differ"):
+        GRPOModule.load_from_checkpoint(path)
+
+
+# Bad input.
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main(["export", *map(str, args)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "Traceback" not in error
+    assert "tip: `lit-rlsched export --help`" in error
+    lines = error.splitlines()
+    return next(line for line in lines if line.startswith("error: "))
+
+
+def change(path, **changes):
+    contents = torch.load(path)
+    for name, values in changes.items():
+        contents[name] = contents[name] | values
+    torch.save(contents, path)
+
+
+def test_refusals(tiny_model, saved, tmp_path, capsys):
+    path, out = Path(saved(GRPOModule(tiny_model))), tmp_path / "out"
+    given = ["--ckpt_path", path, "--out", out]
+
+    def error(*args):
+        return refused(capsys, *(args or given))
+
+    assert "`out`" in error("--ckpt_path", path)
+    assert "dtype=int8`: use" in error(*given, "--dtype=int8")
+    assert "`adapter=True`" in error(*given, "--adapter=true") and not out.exists()
+    assert "lora_rank=0" in error(*given, "--adapter=true")
+    assert "nowhere.ckpt` does not exist" in error("--ckpt_path=nowhere.ckpt", "--out", out)
+    assert "no readable checkpoint" in error("--ckpt_path", tiny_model, "--out", out)
+    assert "push_to_hub='a b'" in error(*given, "--push_to_hub=a b")
+    assert "There is no option `--config`" in error(*given, "--config=x.yaml")
+    (out / "inside").mkdir(parents=True)
+    assert f"`out={out}` exists and is not an empty folder" in error()
+    (out / "inside").rmdir()
+    change(path, hyper_parameters={"model": "./moved"})
+    assert "`model=./moved`: no such folder" in error() and [*out.iterdir()] == []
+    fixed = export(str(path), str(out), model=tiny_model)
+    assert (fixed / "model.safetensors").exists()
+
+
+def test_a_base_model_of_another_shape_is_refused(exact_model, tiny_model, saved, tmp_path):
+    path = saved(GRPOModule(tiny_model))
+    with pytest.raises(ValueError, match=r"weights differ.*Name the base model of the run"):
+        export(path, str(tmp_path / "out"), model=exact_model)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_not_ours(tiny_model, saved, tmp_path, capsys):
+    path = Path(saved(GRPOModule(tiny_model)))
+    out = ["--out", tmp_path / "out"]
+    whole, bad = path.read_bytes(), tmp_path / "bad.ckpt"
+    for contents, said in (
+        (whole[: len(whole) // 2], "is damaged, or cut off"),
+        (b"anything", "is not a Lightning checkpoint"),
+        (b"", "is empty"),
+    ):
+        bad.write_bytes(contents)
+        assert said in refused(capsys, "--ckpt_path", bad, *out)
+    torch.save({"weights": torch.ones(1)}, bad)
+    assert "is not a Lightning checkpoint" in refused(capsys, "--ckpt_path", bad, *out)
+    foreign = {"state_dict": {}, "pytorch-lightning_version": "2.6", "global_step": 1}
+    torch.save(foreign | {"hyper_parameters": {"model": 3}}, bad)
+    assert "not a checkpoint of `GRPOModule`" in refused(capsys, "--ckpt_path", bad, *out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_newest_readable_checkpoint_of_a_folder(tiny_model, saved, tmp_path, monkeypatch):
+    path = Path(saved(GRPOModule(tiny_model)))
+    run = tmp_path / "runs" / "mine" / "version_0"
+    run.mkdir(parents=True)
+    path.rename(run / "old.ckpt")
+    (run / "new.ckpt").write_bytes(b"stump")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(match=r"new.ckpt` is not a Lightning checkpoint.*next older one is tried"):
+        out = export("last", "out")
+    assert (out / "model.safetensors").exists()
+
+
+# Writing.
+
+
+def test_nothing_is_left_of_an_export_that_was_stopped(tiny_model, saved, tmp_path, monkeypatch):
+    path, stopped = saved(GRPOModule(tiny_model)), tmp_path / ".out.1.export-tmp"
+    stopped.mkdir()  # by a process that was killed
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting, "model_card", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export(path, str(tmp_path / "out"))
+    assert {p.name for p in tmp_path.iterdir()} == {"some.ckpt"}
+    export(path, str(tmp_path / "out"))
+    assert {p.name for p in tmp_path.iterdir()} == {"some.ckpt", "out"}
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_push_to_hub(tiny_model, saved, tmp_path, monkeypatch):
+    path, calls = saved(GRPOModule(tiny_model)), []
+
+    def create_repo(self, repo_id, **kwargs):
+        calls.append((repo_id, kwargs))
+        return type("Url", (), {"repo_id": f"me/{repo_id}"})
+
+    def upload_folder(self, **kwargs):
+        calls.append((kwargs["repo_id"], sorted(p.name for p in kwargs["folder_path"].iterdir())))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HfApi, "create_repo", create_repo)
+        patched.setattr(HfApi, "upload_folder", upload_folder)
+        export(path, str(tmp_path / "out"), push_to_hub="mine")
+    created, (repository, files) = calls
+    assert created == ("mine", {"exist_ok": True}) and repository == "me/mine"
+    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= {*files}
+    with pytest.raises(
+        RuntimeError, match=r"is complete. Upload it with `hf upload mine .*offline"
+    ):
+        export(path, str(tmp_path / "again"), push_to_hub="mine")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+# The callback.
+
+
+def test_the_last_and_the_best_model_of_a_run(fit, sums, tmp_path):
+    folder = tmp_path / "export"
+
+    def run(epochs, ckpt_path=None):
+        best = ModelCheckpoint(
+            tmp_path / "c", monitor="val/mean@2", mode="min", save_last=True, filename="best"
+        )
+        _, module, _ = fit(
+            callbacks=[best, ExportModel()],
+            trainer={"enable_checkpointing": True, "max_epochs": epochs},
+            ckpt_path=ckpt_path,
+            val_data=sums[80:84],
+            val_num_generations=2,
+            val_greedy=False,
+        )
+        last = load(folder / "last")
+        assert GenerationConfig.from_pretrained(folder / "last").top_k == 0  # not transformers' 50
+        torch.testing.assert_close(logprobs(last), logprobs(module.model), atol=1e-5, rtol=0)
+        chosen = GRPOModule.load_from_checkpoint(best.best_model_path)
+        assert torch.equal(logprobs(load(folder / "best")), logprobs(chosen.model))
+        return (folder / "last" / "README.md").read_text()
+
+    assert "| optimizer steps | 1 |" in run(1)
+    assert "| optimizer steps | 2 |" in run(2, tmp_path / "c" / "last.ckpt")
+    assert {p.name for p in folder.iterdir()} == {"last", "best"}
+
+
+def test_an_export_that_fails_does_not_fail_the_run(fit, monkeypatch, tmp_path):
+    monkeypatch.setattr(ModelCard, "save", lambda *_: Path("/proc/no").write_text(""))
+    with pytest.warns(match="export/last` is incomplete or not uploaded"):
+        fit(callbacks=[ExportModel()], trainer={"max_epochs": 1})
+    assert not (tmp_path / "export" / "last").exists()
+
+
+def test_the_callback_refuses(fit):
+    with pytest.raises(ValueError, match="dtype='int8'`: use"):
+        ExportModel(dtype="int8")
+    with pytest.raises(Exception, match=r"`ExportModel\(adapter=True\)`.*lora_rank=0"):
+        fit(callbacks=[ExportModel(adapter=True)])
+
+
+# vLLM.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_loads_it(dtype, tiny_model, saved, tmp_path):
+    vllm = pytest.importorskip("vllm")
+    module = GRPOModule(tiny_model)
+    out = export(saved(module), str(tmp_path / "out"), dtype=dtype)
+    engine = vllm.LLM(str(out), max_model_len=64, enforce_eager=True)
+    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+    prompts = [{"prompt_token_ids": ids} for ids in IDS.tolist()]
+    answers = engine.generate(prompts, sampling, use_tqdm=False)
+    theirs = torch.tensor(
+        [
+            [
+                seen[token].logprob
+                for seen, token in zip(a.prompt_logprobs[1:], ids[1:], strict=True)
+            ]
+            for a, ids in zip(answers, IDS.tolist(), strict=True)
+        ]
+    )
+    ours = logprobs(module.model)[:, :-1].gather(-1, IDS[:, 1:, None]).squeeze(-1)
+    print(dtype, (ours - theirs).abs().max())
+    assert (ours - theirs).abs().max() < {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+
+
+def test_the_help_lists_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "\n    export" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["export", "--help"])
+    assert stop.value.code == 0 and "--ckpt_path" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_callback_in_yaml(capsys):
+    root = Path(__file__).parents[1]
+    given = f"--config={root}/configs/quickstart.yaml"
+    with pytest.raises(SystemExit):
+        main(["fit", given, "--trainer.callbacks+=ExportModel", "--print_config=skip_default"])
+    assert "lit_rlsched.callbacks.ExportModel" in capsys.readouterr().out
