@@ -32,6 +32,7 @@ $(VENV)/.installed: pyproject.toml requirements/cpu.txt
 ifeq ($(BUILD),cpu)
 	$(BIN)/pip install -q --no-compile "torch==2.13.0+cpu" $(TORCH_CPU)
 	$(BIN)/pip install -q --no-compile --no-deps -r requirements/cpu.txt
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # pip compiles on one core
 	$(BIN)/pip install -q --no-deps -e .
 else ifeq ($(BUILD),cuda)
 	$(BIN)/pip install -q -e ".[vllm,$(EXTRAS)]"
