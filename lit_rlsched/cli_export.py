@@ -8,7 +8,12 @@ def export_parser() -> Parser:
     """Return the parser of `lit-rlsched export`: the arguments of `export.export`."""
     parser = Parser(prog="lit-rlsched export", description=summary())
     parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
-    parser.add_function_arguments(export, as_group=False, fail_untyped=False)
+    parser.add_function_arguments(export, as_group=False, fail_untyped=False, skip={"adapter"})
+    parser.add_argument(  # a bool from the signature would need `--adapter=true`
+        "--adapter",
+        action="store_true",
+        help="Write the LoRA adapters as a PEFT folder instead of merging them into the base.",
+    )
     return parser
 
 

@@ -121,7 +121,8 @@ def test_adapters_alone(tiny_model, saved, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     module = GRPOModule(tiny_model, lora_rank=4, lora_alpha=8)
-    out = export(saved(module), str(tmp_path / "out"), adapter=True)
+    out = tmp_path / "out"
+    main(["export", "--ckpt_path", saved(module), "--out", str(out), "--adapter"])
     assert not (out / "model.safetensors").exists()
     loaded = AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logprobs(loaded), logprobs(module.model), atol=1e-5, rtol=0)
@@ -246,8 +247,8 @@ def test_refusals(tiny_model, saved, tmp_path, capsys):
 
     assert "`out`" in error("--ckpt_path", path)
     assert "dtype=int8`: use" in error(*given, "--dtype=int8")
-    assert "`adapter=True`" in error(*given, "--adapter=true") and not out.exists()
-    assert "lora_rank=0" in error(*given, "--adapter=true")
+    assert "`adapter=True`" in error(*given, "--adapter") and not out.exists()
+    assert "lora_rank=0" in error(*given, "--adapter")
     assert "nowhere.ckpt` does not exist" in error("--ckpt_path=nowhere.ckpt", "--out", out)
     assert "no readable checkpoint" in error("--ckpt_path", tiny_model, "--out", out)
     assert "push_to_hub='a b'" in error(*given, "--push_to_hub=a b")
