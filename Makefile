@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-EXTRAS := lora,tasks,wandb,judge,dev
+EXTRAS := lora,tasks,wandb,judge,dev,docs
 TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
@@ -20,7 +20,7 @@ SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5 --
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart gpu-check test test-slow test-all test-next mutants audit dist smoke lint types
+.PHONY: help install quickstart docs gpu-check test test-slow test-all test-next mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,7 +45,11 @@ quickstart: install  ## Train the quick task with GRPO; replaces earlier results
 	rm -rf runs/quickstart
 	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
 
-gpu-check: install  ## Run the checks of docs/gpu.md on an NVIDIA GPU (half an hour); DEVICE=cpu tries them without one
+docs: install  ## Build the documentation into docs/_build; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "Open docs/_build/index.html"
+
+gpu-check: install  ## Run the checks of docs/howto/gpu.md on an NVIDIA GPU (half an hour); DEVICE=cpu tries them without one
 	$(BIN)/python -m benchmarks run gpu-check --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(if $(MODEL),--model $(MODEL))
 
 lint: install  ## Check style with ruff

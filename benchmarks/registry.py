@@ -96,7 +96,7 @@ BENCHMARKS = {
     ),
     "restart": Benchmark("seconds to restart vLLM with another size", 2, RANDOM, on="2 cores"),
     "gpu-check": Benchmark(
-        "checks on an NVIDIA GPU (docs/gpu.md)",
+        "checks on an NVIDIA GPU (docs/howto/gpu.md)",
         30,
         RANDOM,
         on="1 H100 (a plan)",

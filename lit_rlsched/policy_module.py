@@ -74,7 +74,8 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights,
             checkpoints hold only the adapters, and the base is the reference model. Adapters are
-            float32; in `bf16-mixed` and `bf16-true` the base is bfloat16 (`docs/precision.md`).
+            float32; in `bf16-mixed` and `bf16-true` the base is bfloat16
+            (`docs/explanation/precision.md`).
         lora_alpha: LoRA's scale.
         lora_target_modules: Layers that get adapters, as in peft.
         loss_type: Ratio and normalisation of the loss; see `losses.policy_loss`.
@@ -95,7 +96,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
             the same loss and gradients up to rounding. The default does so where it saves time and
             the model supports it; the first such completions are encoded both ways, and sharing is
             switched off with a warning if the results differ. `True` refuses a model that does not
-            support it (`docs/repetition.md`).
+            support it (`docs/explanation/repetition.md`).
     """
 
     kl_in_loss = True

@@ -33,7 +33,7 @@ class KeepsFloat32(nn.Module):
 
     `Trainer(precision="bf16-true")` casts every tensor of a module. With this base class before
     `LightningModule`, LoRA adapters and the tensors that transformers loads in float32 stay in
-    float32, for every policy in the module (`docs/precision.md`).
+    float32, for every policy in the module (`docs/explanation/precision.md`).
 
     Example:
         >>> class Policy(KeepsFloat32, LightningModule): ...

@@ -135,7 +135,7 @@ def check_pairs(names: Collection[str]) -> None:
 
 
 def pairs_as_markdown() -> str:
-    """The table of pairs in `docs/architecture.md`."""
+    """The table of pairs in `docs/explanation/architecture.md`."""
     lines = ["| callback | with | |", "|---|---|---|"]
     refused = {pair: f"**refused**. {why}" for pair, why in REFUSED.items()}
     for (first, second), note in (refused | CHANGED).items():

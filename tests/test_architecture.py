@@ -1,4 +1,4 @@
-"""docs/architecture.md is what the code is."""
+"""docs/explanation/architecture.md is what the code is."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ from lit_rlsched import callbacks
 from lit_rlsched.schedule import CHANGED, REFUSED, RunFacts, check_pairs, pairs_as_markdown
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/architecture.md").read_text()
+PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
 
 
 def section(name: str) -> str:

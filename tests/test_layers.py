@@ -1,4 +1,4 @@
-"""What may import what: the layers of docs/architecture.md, read from the code."""
+"""What may import what: the layers of docs/explanation/architecture.md, read from the code."""
 
 import ast
 import subprocess

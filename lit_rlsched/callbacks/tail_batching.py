@@ -31,8 +31,8 @@ class TailBatching(RolloutCallback):
     again under a newer policy, and a completion that was long may then be short. With
     `completion_ratio` short completions are favoured directly, inside each prompt.
     `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length` measure the bias from
-    below. With `reuse_drafts` nothing is drawn again; `docs/rollpacker.md` describes what bias
-    remains.
+    below. With `reuse_drafts` nothing is drawn again; `docs/explanation/rollpacker.md` describes
+    what bias remains.
 
     Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (deferred prompts),
     `rollout/discarded_tokens`, `rollout/useful_token_share` and `rollout/score_wait_seconds`; a

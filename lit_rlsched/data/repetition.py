@@ -1,6 +1,6 @@
 """One prompt, many completions: a prompt is repeated as a reference, never as text or tokens.
 
-`docs/repetition.md` follows a prompt from the data to the update.
+`docs/explanation/repetition.md` follows a prompt from the data to the update.
 """
 
 from collections.abc import Sequence

@@ -59,7 +59,7 @@ class RewardScheduler:
             holds more, child processes and shared memory included, is killed. None: half of the
             machine's memory, divided among the workers. Linux only.
         env_vars: Names of environment variables that all workers see, besides those that Python
-            and its packages need (`docs/rewards.md` lists them).
+            and its packages need (`docs/howto/rewards.md` lists them).
 
     Example:
         >>> from lit_rlsched.rewards.functions import countdown_reward

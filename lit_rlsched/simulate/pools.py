@@ -32,7 +32,7 @@ def recommend_slots(
     later, so a number of slots that idles too much rules out all smaller numbers that would idle
     too much in as many steps. Otherwise more slots may also end later, and bisection finds a number
     that keeps to the target while one more slot does not. At most as many slots as completions are
-    considered. See `docs/sorted_rl.md` for a number that is safe for any pool.
+    considered. See `docs/explanation/sorted_rl.md` for a number that is safe for any pool.
 
     Args:
         lengths: Tokens of each completion in the order of the pool, from a schedule that trains on

@@ -1,6 +1,6 @@
 """Verify drafts under a newer policy by block verification, instead of decoding them again.
 
-The method, its cost and its exactness are described in `docs/rollpacker.md`.
+The method, its cost and its exactness are described in `docs/explanation/rollpacker.md`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

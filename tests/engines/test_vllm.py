@@ -61,7 +61,7 @@ def test_refuses_what_would_draw_or_record_something_else(
 
 
 def test_the_documentation_lists_what_is_passed_on() -> None:
-    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
     text = page.partition("**`engine_kwargs`**")[2].partition("Every other one")[0]
     assert set(re.findall(r"`(\w+)`", text)) == set(PASSED_ON)
     assert len(PASSED_ON) == len(set(PASSED_ON))

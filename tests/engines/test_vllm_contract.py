@@ -65,7 +65,7 @@ def test_every_allowed_release_has_what_the_engine_touches() -> None:
 
 
 def test_so_has_the_newest_release_beyond() -> None:
-    """Where it has not: put the problems here, and into docs/gpu.md, before the range is raised."""
+    """If not: put the problems here, and into docs/howto/gpu.md, before the range is raised."""
     beyond = newest_beyond(RECORD["released"].split(), requirement().specifier)
     assert beyond == [*RECORD["beyond"]], "run `python tests/vllm_contract.py`"
     assert misfits(RECORD, touches(), beyond) == []

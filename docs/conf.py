@@ -1,0 +1,38 @@
+"""Sphinx builds the documentation with these settings: `make docs`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+import lit_rlsched
+
+project = "lit_rlsched"
+copyright = "the authors of lit_rlsched"  # noqa: A001
+release = lit_rlsched.__version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "reference",
+    "llms_txt",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"lit_rlsched {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+
+default_role = "code"  # docstrings write `code` as Markdown does
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # those of Lightning have links into its own site
+
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3.11", "inventories/python.inv"),
+}
+copybutton_prompt_text = r"\$ "

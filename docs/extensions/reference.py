@@ -1,0 +1,98 @@
+"""Sphinx extension that writes the reference from the code.
+
+A line `<!-- settings: MODULE -->`, `<!-- api: MODULE -->` or `<!-- commands -->` of a page is
+replaced by the settings or the documentation of the public names of a module, or by the options of
+the command line.
+"""
+
+import inspect
+import re
+from argparse import ArgumentParser
+from importlib import import_module
+from typing import Any
+
+import jsonargparse
+from sphinx.application import Sphinx
+from sphinx.util.typing import stringify_annotation
+
+from lit_rlsched import cli
+
+
+def public(module: str) -> dict[str, Any]:
+    """Return the objects in `__all__` of a module that have documentation of their own."""
+    home = import_module(module)
+    return {name: getattr(home, name) for name in home.__all__ if not name.startswith("_")}
+
+
+def settings(module: str) -> str:
+    """Return a section for each class of a module, with an entry for each constructor argument."""
+    sections = []
+    for name, cls in public(module).items():
+        parser = jsonargparse.ArgumentParser()
+        parser.add_class_arguments(cls, fail_untyped=False)
+        actions = [a for a in parser._actions if not a.dest.endswith("help")]
+        entries = [entry(name, action) for action in actions]
+        first = inspect.getdoc(cls).partition("\n")[0]
+        nothing = "" if entries else "\nIt has no settings.\n"
+        sections.append(f"### {name}\n\n{first}\n{nothing}\n" + "\n".join(entries))
+    return "\n".join(sections)
+
+
+def entry(owner: str, action: Any) -> str:
+    """Return one setting: name, type, default and the description from the docstring."""
+    kind = readable(getattr(action, "_typehint", None) or action.type)
+    default = "required" if action.required else f"`{action.default!r}`"
+    return (
+        f"````{{confval}} {owner}.{action.dest}\n:type: `{kind}`\n:default: {default}\n\n"
+        f"{str(action.help).replace('%%', '%')}\n````\n"
+    )
+
+
+def readable(annotation: Any) -> str:
+    """Return a type without the modules of its names."""
+    return re.sub(r"~?\b(?:\w+\.)+(\w+)", r"\1", stringify_annotation(annotation))
+
+
+def api(module: str) -> str:
+    """Return `autodoc` directives for the public names of a module."""
+    lines = []
+    for name, value in public(module).items():
+        kind = "class" if inspect.isclass(value) else "function"
+        lines += [f".. auto{kind}:: {value.__module__}.{name}", "   :members:"]
+        lines += ["   :show-inheritance:", ""] if kind == "class" else [""]
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def commands() -> str:
+    """Return what each command does, and its options except those of `model`, `data`, `trainer`."""
+    parser = jsonargparse.capture_parser(lambda: cli.main([]))
+    (action,) = (a for a in parser._actions if hasattr(a, "_name_parser_map"))
+    return "\n".join(command(name, sub) for name, sub in action._name_parser_map.items())
+
+
+def command(name: str, parser: ArgumentParser) -> str:
+    """Return the section of one command."""
+    lines = [f"## lit-rlsched {name}", "", str(parser.description), ""]
+    for option in parser._actions:
+        group = option.dest.partition(".")[0]
+        if option.option_strings and group not in ("model", "data", "trainer"):
+            names = ", ".join(f"`{string}`" for string in option.option_strings)
+            lines.append(f"{names}\n: {option.help or ''}\n")
+    return "\n".join(lines)
+
+
+def expand(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace the marked lines of a page."""
+    makers = {"settings": settings, "api": api, "commands": commands}
+    source[0] = re.sub(
+        r"^<!-- (settings|api|commands)(?:: ([\w.]+))? -->$",
+        lambda match: makers[match[1]](*filter(None, [match[2]])),
+        source[0],
+        flags=re.MULTILINE,
+    )
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the extension."""
+    app.connect("source-read", expand)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,112 @@
+"""Write the JSON Schema of configuration files: `python scripts/config_schema.py`.
+
+jsonargparse derives it from the parser of `lit-rlsched`. What is added here: classes may be named
+without their module, `KEY+` appends to a list, overlays need not repeat required settings, and a
+reward function may be an object.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import capture_parser
+from jsonargparse._completions_jsonschema import ParserJsonschema, anyof_schema
+from jsonargparse._typehints import get_all_subclass_paths
+from jsonargparse._util import import_object
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import loggers
+
+import lit_rlsched
+from lit_rlsched import callbacks, cli, engines, rewards
+
+FILE = Path(__file__).parents[1] / "docs/schema/lit-rlsched.schema.json"
+PUBLIC = (lit_rlsched, callbacks, engines, rewards, lightning_callbacks, loggers)
+"""Packages whose classes a configuration may name without their module, or by `PACKAGE.NAME`."""
+JUDGES = ("lit_rlsched.rewards.JudgeReward", "lit_rlsched.rewards.EngineJudgeReward")
+
+
+class ConfigSchema(ParserJsonschema):
+    """JSON Schema that describes the arguments of the classes that configurations mostly name."""
+
+    def subclass_def(self, class_type: Any, action: Any) -> dict[str, Any]:
+        """Accept a known class with its arguments, or any other class by its import path."""
+        known = [path for path in subclasses(class_type) if is_described(path)]
+        return self.objects(known, action)
+
+    def callable_schema(self, typehint: Any, action: Any) -> dict[str, Any]:
+        """Accept a function by its import path, or an object that can be called."""
+        return self.objects(JUDGES if action.dest == "reward_funcs" else [], action)
+
+    def objects(self, paths: Any, action: Any) -> dict[str, Any]:
+        described = [self.class_path_schema(path, action) for path in paths]
+        for schema in described:
+            schema["properties"]["class_path"] = {"enum": names(schema.pop("path"))}
+        taken = [name for s in described for name in s["properties"]["class_path"]["enum"]]
+        other = self.unknown_class_path_schema()
+        other["properties"]["class_path"] |= {"pattern": r"\w\.\w", "not": {"enum": taken}}
+        return anyof_schema([{"type": "string"}, *described, other])
+
+    def class_path_schema(self, class_path: str, action: Any) -> dict[str, Any]:
+        return super().class_path_schema(class_path, action) | {"path": class_path}
+
+
+def subclasses(class_type: Any) -> list[str]:
+    try:
+        return get_all_subclass_paths(class_type)
+    except TypeError:  # a metaclass
+        return []
+
+
+def is_described(path: str) -> bool:
+    """Return whether the arguments of a class stand in the schema."""
+    cls = import_object(path)
+    lightning = cls.__module__.startswith("lightning.")
+    listed = any(cls.__name__ in package.__all__ for package in PUBLIC)
+    helper = cls.__module__.startswith(("lit_rlsched.data", "lit_rlsched.scheduling"))
+    return listed or (helper and not lightning and not cls.__name__.startswith("_"))
+
+
+def names(path: str) -> list[str]:
+    """Return all that a configuration may write as the class path of a class."""
+    cls = import_object(path)
+    packages = [p.__name__ for p in PUBLIC if cls.__name__ in p.__all__]
+    homes = [cls.__module__, *packages]
+    return [cls.__name__, *dict.fromkeys(f"{home}.{cls.__name__}" for home in homes)]
+
+
+def add_append_keys(schema: dict[str, Any]) -> None:
+    """Let `KEY+` append to the list `KEY` in an object and the objects below it."""
+    for key, value in list(schema.get("properties", {}).items()):
+        if any(option.get("type") == "array" for option in (value, *value.get("anyOf", []))):
+            schema["properties"][f"{key}+"] = value
+        add_append_keys(value)
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the schema of a file for `lit-rlsched COMMAND --config`."""
+    parser = capture_parser(lambda: cli.main([]))
+    whole = ConfigSchema().generate(parser)
+    commands = whole["properties"].pop("subcommand")["enum"]
+    settings: dict[str, Any] = {}
+    for command in commands:  # a file may serve several
+        settings = whole["properties"][command]["properties"] | settings
+    schema = {
+        "$schema": whole["$schema"],
+        "title": "Configuration of lit-rlsched",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": settings,
+        "$defs": whole["$defs"],
+    }
+    for part in ("model", "data", "trainer"):  # an overlay sets a part of them
+        settings[part].pop("required", None)
+        add_append_keys(settings[part])
+    for choice in schema["$defs"]["PolicyModule"]["anyOf"]:
+        choice.pop("required", None)
+        choice.get("properties", {}).get("init_args", {}).pop("required", None)
+    return schema
+
+
+if __name__ == "__main__":
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(json.dumps(config_schema(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,156 @@
+"""Links of the documentation, its code blocks and its configuration files."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from bs4 import BeautifulSoup
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from mdit_py_plugins.anchors.index import slugify
+from sybil import Document
+from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+from lit_rlsched.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
+HOSTS = {
+    "arxiv.org",
+    "docs.nvidia.com",
+    "docs.vllm.ai",
+    "github.com",
+    "keepachangelog.com",
+    "mutmut.readthedocs.io",
+    "semver.org",
+}
+"""Hosts that pages may link to; add one after you have looked at the page it serves."""
+
+
+def tokens(path: Path) -> list[Token]:
+    parsed = MarkdownIt("commonmark").enable("table").parse(path.read_text())
+    return [part for token in parsed for part in (token, *(token.children or ()))]
+
+
+def links(path: Path) -> list[str]:
+    return [str(t.attrs.get("href") or t.attrs["src"]) for t in tokens(path) if is_link(t)]
+
+
+def is_link(token: Token) -> bool:
+    return token.type in ("link_open", "image")
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of the headings, as GitHub and MyST make them."""
+    parsed = MarkdownIt("commonmark").parse(path.read_text())
+    titles = [parsed[i + 1] for i, token in enumerate(parsed) if token.type == "heading_open"]
+    return {slugify("".join(c.content for c in title.children or ())) for title in titles}
+
+
+def problem(page: Path, link: str) -> str | None:
+    """What is wrong with a link, if anything."""
+    url = urlsplit(link)
+    if url.scheme:
+        if url.scheme != "https" or url.hostname not in HOSTS:
+            return "an unknown host"
+        wanted = r"/(abs|pdf|html)/\d{4}\.\d{4,5}(v\d+)?"
+        if url.hostname == "arxiv.org" and not re.fullmatch(wanted, url.path):
+            return "not an arXiv identifier"
+        return None
+    target = page.parent / url.path if url.path else page
+    if not target.exists():
+        return "no such file"
+    generated = target.parent.name == "reference"
+    if url.fragment and not generated and url.fragment not in anchors(target):
+        return "no such heading"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    problems = {link: why for link in links(page) if (why := problem(page, link))}
+    assert not problems
+
+
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [
+        ("http://github.com/a", "an unknown host"),
+        ("https://example.org", "an unknown host"),
+        ("https://arxiv.org/abs/25090.21009", "not an arXiv identifier"),
+        ("docs/nothing.md", "no such file"),
+        ("CONTRIBUTING.md#add-nothing", "no such heading"),
+        ("CONTRIBUTING.md#add-a-schedule", None),
+        ("https://arxiv.org/abs/2509.21009", None),
+    ],
+)
+def test_a_dead_link_is_found(link: str, why: str | None) -> None:
+    assert problem(ROOT / "README.md", link) == why
+
+
+def test_pages_that_are_named_exist() -> None:
+    """Docstrings, messages and tests name pages by their path."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md"), ROOT / "Makefile"]
+    for folder in ("lit_rlsched", "benchmarks", "tests"):
+        files += (ROOT / folder).rglob("*.py")
+    pattern = re.compile(r"\bdocs/[\w/]+\.(?:md|png)")
+    named = {name for file in files for name in pattern.findall(file.read_text())}
+    assert len(named) > 8
+    assert not [name for name in named - {"docs/nothing.md"} if not (ROOT / name).exists()]
+
+
+PYTHON = [page for page in PAGES if "```python" in page.read_text()]
+YAML = {
+    f"{page.relative_to(ROOT)}-{number}": block
+    for page in PAGES
+    for number, block in enumerate(t.content for t in tokens(page) if t.info == "yaml")
+}
+"""Blocks of YAML, by page and number."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those after a comment `<!-- skip: next -->`."""
+    monkeypatch.chdir(tmp_path)
+    for example in Document.parse(str(page), PythonCodeBlockParser(), SkipParser()).examples():
+        example.evaluate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_blocks_are_accepted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Complete configurations alone, overlays after the quick task's configuration."""
+    (tmp_path / "my_rewards.py").write_text("def accuracy(completions, **columns): return [0.0]")
+    (tmp_path / "block.yaml").write_text(YAML[name])
+    monkeypatch.syspath_prepend(tmp_path)
+    complete = {"train_data", "reward_funcs"} <= yaml.safe_load(YAML[name]).get("data", {}).keys()
+    base = [] if complete else ["-c", str(ROOT / "configs/quickstart.yaml")]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *base, "-c", str(tmp_path / "block.yaml"), "--print_config=skip_default"])
+    assert stop.value.code == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_site(tmp_path: Path) -> None:
+    """It builds without a warning; every page has a title, navigation and its pictures."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert built.returncode == 0, built.stderr[-4000:]
+    listed = (tmp_path / "llms.txt").read_text()
+    for page in ROOT.glob("docs/*/*.md"):
+        path = page.relative_to(ROOT / "docs").with_suffix(".html")
+        html = BeautifulSoup((tmp_path / path).read_text(), "html.parser")
+        assert html.title and html.h1 and html.select_one(".sidebar-tree a.current"), path
+        for picture in html.find_all("img"):
+            assert (tmp_path / path.parent / str(picture["src"])).exists(), path
+        assert f"]({path}): " in listed
+    settings = (tmp_path / "reference/settings.html").read_text()
+    for name in ("RolloutDataModule.seed", "GRPOModule.lora_rank", "TailBatching.prompt_ratio"):
+        assert f'id="confval-{name}"' in settings
