@@ -8,7 +8,8 @@ from sphinx.application import Sphinx
 
 def first_sentence(page: nodes.document) -> str:
     """Return the first sentence of a page's first paragraph."""
-    paragraph = next(iter(page.findall(nodes.paragraph)), None)
+    found = (p for p in page.findall(nodes.paragraph) if isinstance(p.parent, nodes.section))
+    paragraph = next(found, None)
     text = "" if paragraph is None else " ".join(paragraph.astext().split())
     return text.partition(". ")[0].rstrip(".:")
 

@@ -60,8 +60,9 @@ class VLLMEngine(RolloutEngine):
             CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`, which override ours. Only those that
             change where and how fast tokens are drawn, but not which, are accepted;
-            `docs/howto/gpu.md` lists them. With others, such as speculative decoding, quantization or logits
-            processors, vLLM would draw or record something else than the policy that is trained.
+            `docs/howto/gpu.md` lists them. With others, such as speculative decoding, quantization
+            or logits processors, vLLM would draw or record something else than the policy that is
+            trained.
         tensor_parallel_size: Number of processes that the model is split over, on this machine. A
             new value of the attribute takes effect at the next `start`.
 

@@ -2,7 +2,8 @@
 
 A row of `input_ids` is then a prompt followed by completions that do not see each other: the model
 gets a 4-D attention mask, and positions that continue from the prompt for each completion.
-`micro_batches.share_prompts` decides which completions share a row. See `docs/explanation/repetition.md`.
+`micro_batches.share_prompts` decides which completions share a row. See
+`docs/explanation/repetition.md`.
 """
 
 import inspect
