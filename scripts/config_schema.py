@@ -84,7 +84,7 @@ def add_append_keys(schema: dict[str, Any]) -> None:
 
 def config_schema() -> dict[str, Any]:
     """Return the schema of a file for `lit-rlsched COMMAND --config`."""
-    parser = capture_parser(lambda: cli.main([]))
+    parser = capture_parser(cli.main)
     whole = ConfigSchema().generate(parser)
     commands = whole["properties"].pop("subcommand")["enum"]
     settings: dict[str, Any] = {}

@@ -58,14 +58,14 @@ def api(module: str) -> str:
     lines = []
     for name, value in public(module).items():
         kind = "class" if inspect.isclass(value) else "function"
-        lines += [f".. auto{kind}:: {value.__module__}.{name}", "   :members:"]
-        lines += ["   :show-inheritance:", ""] if kind == "class" else [""]
+        lines += [f".. auto{kind}:: {value.__module__}.{name}"]
+        lines += ["   :members:", "   :show-inheritance:", ""] if kind == "class" else [""]
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
 
 def commands() -> str:
     """Return what each command does, and its options except those of `model`, `data`, `trainer`."""
-    parser = jsonargparse.capture_parser(lambda: cli.main([]))
+    parser = jsonargparse.capture_parser(cli.main)
     (action,) = (a for a in parser._actions if hasattr(a, "_name_parser_map"))
     return "\n".join(command(name, sub) for name, sub in action._name_parser_map.items())
 

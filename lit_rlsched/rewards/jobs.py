@@ -119,9 +119,9 @@ class ScoredJob(NamedTuple):
 
     job_id: Hashable
     scores: list[float | None]
-    """None: the function returned None or NaN, or failed."""
+    """None where the function returned None or NaN, or failed."""
     failures: list[str | None]
-    """`raised: ...`, `timeout: ...`, or another of `FAILURE_KINDS`."""
+    """Why a function gave no score, beginning with one of `FAILURE_KINDS`; None if it gave one."""
     seconds: list[float | None]
     """Duration of each call; None if it never ended."""
     extra: dict[str, Any]
