@@ -86,10 +86,10 @@ def config_schema() -> dict[str, Any]:
     """Return the schema of a file for `lit-rlsched COMMAND --config`."""
     parser = capture_parser(cli.main)
     whole = ConfigSchema().generate(parser)
-    commands = whole["properties"].pop("subcommand")["enum"]
     settings: dict[str, Any] = {}
-    for command in commands:  # a file may serve several
-        settings = whole["properties"][command]["properties"] | settings
+    for command in map(whole["properties"].get, whole["properties"]["subcommand"]["enum"]):
+        if "trainer" in command["properties"]:  # a file may serve several commands
+            settings = command["properties"] | settings
     schema = {
         "$schema": whole["$schema"],
         "title": "Configuration of lit-rlsched",
