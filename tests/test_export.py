@@ -155,7 +155,7 @@ def test_the_dtype_is_that_of_training(precision, rank, dtype, tiny_model, saved
 
 
 def test_half_precision_costs_what_rounding_costs(tiny_model, saved, tmp_path):
-    """The bound in docs/howto/export.md: the model that decodes in bfloat16 in training has it too."""
+    """The bound of docs/howto/export.md: the model that decodes in bfloat16 has it too."""
     module = GRPOModule(tiny_model)
     rounded = load(export(saved(module), str(tmp_path / "out"), dtype="bfloat16"))
     rounding = to_like(module.model, torch.empty(0, dtype=torch.bfloat16))
