@@ -28,6 +28,11 @@ JUDGES = ("lit_rlsched.rewards.JudgeReward", "lit_rlsched.rewards.EngineJudgeRew
 class ConfigSchema(ParserJsonschema):
     """JSON Schema that describes the arguments of the classes that configurations mostly name."""
 
+    def class_ref(self, class_type: Any, action: Any, subclass: bool) -> dict[str, Any]:
+        """Accept anything for a class of another library."""
+        ours = class_type.__module__.startswith(("lit_rlsched", "lightning"))
+        return super().class_ref(class_type, action, subclass) if ours else {}
+
     def subclass_def(self, class_type: Any, action: Any) -> dict[str, Any]:
         """Accept a known class with its arguments, or any other class by its import path."""
         known = [path for path in subclasses(class_type) if is_described(path)]
@@ -82,6 +87,18 @@ def add_append_keys(schema: dict[str, Any]) -> None:
         add_append_keys(value)
 
 
+def drop_machine_paths(schema: Any) -> None:
+    """Remove defaults that are absolute paths: they are those of this machine."""
+    if isinstance(schema, dict):
+        if isinstance(default := schema.get("default"), str) and Path(default).is_absolute():
+            del schema["default"]
+        for value in schema.values():
+            drop_machine_paths(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            drop_machine_paths(value)
+
+
 def config_schema() -> dict[str, Any]:
     """Return the schema of a file for `lit-rlsched COMMAND --config`."""
     parser = capture_parser(cli.main)
@@ -104,6 +121,7 @@ def config_schema() -> dict[str, Any]:
     for choice in schema["$defs"]["PolicyModule"]["anyOf"]:
         choice.pop("required", None)
         choice.get("properties", {}).get("init_args", {}).pop("required", None)
+    drop_machine_paths(schema)
     return schema
 
 
