@@ -107,7 +107,7 @@ class CalibratedPredictor:
         self.history.observe(finished)
         metrics = {"length_prediction/invalid": float(self.invalid)}
         if pairs:
-            expected, from_history, remaining, have, capped = np.array(pairs, dtype=float).T
+            expected, from_history, remaining, have, capped = np.array(pairs).T
             for name, predicted in (("", expected), ("history_", from_history)):
                 for key, value in _calibration(predicted, remaining, have, capped > 0).items():
                     metrics[f"length_prediction/{name}{key}"] = value
@@ -169,7 +169,7 @@ class CalibratedPredictor:
                 predictions = predictions.detach().double().cpu()
             values = np.array(predictions, dtype=float)
         except (TypeError, ValueError):
-            values = np.empty(0)
+            values = np.zeros(0)
         if values.shape != otherwise.shape:
             values = np.full(len(otherwise), np.nan)
         wrong = np.isnan(values) | (values < 0)

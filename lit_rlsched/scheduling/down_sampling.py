@@ -103,7 +103,7 @@ RULES: dict[Rule, Callable[..., np.ndarray]] = {
 
 
 def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
-    """The rewards as float64, NaN where missing; perhaps the caller's own array: do not write."""
+    """The rewards as float64, NaN where missing."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim not in (1, 2):
         raise ValueError(
@@ -112,8 +112,7 @@ def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
     n = values.shape[-1]
     if not 1 <= keep <= n:
         raise ValueError(f"`keep={keep}` of {n} rewards in a group: use 1 to {n}.")
-    infinite = np.isinf(values)
-    return np.where(infinite, np.nan, values) if infinite.any() else values
+    return np.where(np.isinf(values), np.nan, values)
 
 
 def _sort(values: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -123,7 +122,7 @@ def _sort(values: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.nda
         Indices `[..., n]`, sorted values `[..., n]`, and the number of scored completions beyond
         `keep` `[..., 1]`.
     """
-    order = np.argsort(values, axis=-1, kind="stable")
+    order = np.argsort(values, kind="stable")
     scored = np.count_nonzero(~np.isnan(values), axis=-1)[..., None]
     return order, np.take_along_axis(values, order, axis=-1), np.maximum(scored - keep, 0)
 
@@ -152,5 +151,5 @@ def _starts(ordered: np.ndarray) -> np.ndarray:
 
 def _ascending(indices: np.ndarray, unscored: np.ndarray) -> np.ndarray:
     last = np.iinfo(np.int64).max
-    indices = np.sort(np.where(unscored, last, indices), axis=-1)
+    indices = np.sort(np.where(unscored, last, indices))
     return np.where(indices == last, -1, indices)

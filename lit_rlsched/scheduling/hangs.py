@@ -57,7 +57,7 @@ class AnswerTimeouts:
         seconds = sorted(self._seconds.get(kind, ()))
         if not seconds:
             return least
-        percentile = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+        percentile = seconds[int(0.99 * len(seconds))]
         growth = max(1.0, size / self._largest[kind]) if self._largest[kind] else 1.0
         return max(least, self.factor * percentile * growth)
 

@@ -29,7 +29,7 @@ class HashedTokens:
         at = {name: i for i, name in enumerate(groups)}
         ids, owners, _ = _flat([group.prompt.token_ids for group in groups.values()])
         # long prompts must not dominate
-        scale = np.bincount(owners, minlength=len(groups)).clip(1) ** -0.5
+        scale = np.bincount(owners).clip(1) ** -0.5
         prompts = np.zeros((len(groups), self.size))
         self._add(prompts, owners, 1, ids, scale[owners])
         keys, pair_owners = _pairs(ids, owners)
@@ -56,7 +56,7 @@ class HashedTokens:
         bits = splitmix64(keys + splitmix64(np.atleast_1d(salt).astype(np.uint64)))
         signs = 1.0 - 2.0 * (bits >> np.uint64(63))
         columns = (bits % np.uint64(self.size)).astype(np.int64)
-        np.add.at(features.reshape(-1), owners * self.size + columns, signs * values)
+        np.add.at(features.ravel(), owners * self.size + columns, signs * values)
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

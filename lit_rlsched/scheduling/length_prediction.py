@@ -49,12 +49,12 @@ class LengthPredictor(ABC):
 
 def drawn(samples: Sequence[Sample]) -> np.ndarray:
     """Number of drawn tokens of each completion, `[N]`."""
-    return np.array([len(sample.completion.token_ids) for sample in samples], dtype=float)
+    return np.array([len(sample.completion.token_ids) for sample in samples])
 
 
 def within_limit(samples: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
     """Clip predictions `[N]` to between 1 and the tokens that each completion may still draw."""
-    caps = np.array([s.group.sampling.max_completion_length for s in samples], dtype=float)
+    caps = np.array([s.group.sampling.max_completion_length for s in samples])
     return np.clip(tokens, 1.0, np.maximum(caps - drawn(samples), 1.0))
 
 
@@ -101,11 +101,13 @@ class PromptHistory(LengthPredictor):
 
     def ratio(self, uid: str) -> float:
         """Mean length of a prompt's completions over the run's mean; 1 for an unknown prompt."""
-        weight, total = self._prompts.get(uid, (0.0, 0.0))
-        return (total + self.shrinkage) / (weight + self.shrinkage) if weight else 1.0
+        if uid not in self._prompts:
+            return 1.0
+        weight, total = self._prompts[uid]
+        return (total + self.shrinkage) / (weight + self.shrinkage)
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
-        caps = np.array([s.group.sampling.max_completion_length for s in samples], dtype=float)
+        caps = np.array([s.group.sampling.max_completion_length for s in samples])
         weights, tokens = self._histogram[:, self._histogram[0] > 0]
         ratios = np.array([self.ratio(sample.group.prompt.uid) for sample in samples])
         lengths = ratios[:, None] * (tokens / weights)  # [N, bins in use]
@@ -136,7 +138,7 @@ class PromptHistory(LengthPredictor):
 
     def state_dict(self) -> dict[str, Any]:
         """The histogram and the ratios; the prompts observed last come last."""
-        ratios = np.array(list(self._prompts.values()), dtype=float).reshape(-1, 2)
+        ratios = np.array(list(self._prompts.values())).reshape(len(self._prompts), 2)
         return {
             "histogram": tensor(self._histogram),
             "uids": list(self._prompts),

@@ -124,7 +124,7 @@ class Oracle(LengthPredictor):
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
         """Look the lengths up; NaN for a completion that is not in the trace."""
-        totals = np.array([self.lengths.get(sample.id, np.nan) for sample in samples], dtype=float)
+        totals = np.array([self.lengths.get(sample.id, np.nan) for sample in samples])
         return within_limit(samples, totals - drawn(samples)).tolist()
 
 

@@ -7,6 +7,8 @@ import numpy as np
 from lit_rlsched.types import Sample
 
 BATCH = 32
+MAX_TOKENS = 512
+"""Maximum number of tokens that are read of a text, even where the encoder could read more."""
 SCALE = 8.0
 """Norm of a sample's features: about that of as many hashed tokens as a usual probe has."""
 
@@ -38,9 +40,8 @@ class SampleEncoder:
             ) from error
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        limits = [self._tokenizer.model_max_length, 512]
-        limits.append(getattr(self._model.config, "max_position_embeddings", 512))
-        self._max_length = min(limits)
+        positions = getattr(self._model.config, "max_position_embeddings", MAX_TOKENS)
+        self._max_length = min(self._tokenizer.model_max_length, positions, MAX_TOKENS)
         self.size: int = self._model.config.hidden_size
         self._decode: Callable[[list[int]], str] | None = None
 
@@ -70,4 +71,4 @@ class SampleEncoder:
         with torch.no_grad():
             states = self._model(**batch).last_hidden_state
         hidden = (states * mask).sum(1)  # a sum is enough: it is normalised
-        return (SCALE * torch.nn.functional.normalize(hidden, dim=-1)).double().numpy()
+        return (SCALE * torch.nn.functional.normalize(hidden)).double().numpy()

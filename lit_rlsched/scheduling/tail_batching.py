@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from lit_rlsched.scheduling.racing import RacingRound
 from lit_rlsched.scheduling.round_rule import RoundState
@@ -66,7 +65,7 @@ class TailRound(RacingRound):
 
     def _take_places(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
         if self._due(state.planned):  # a long round has no quotas
-            return list(islice(groups, self.update_prompts))
+            return list(groups)
         return super()._take_places(groups, state)
 
     def _racing(self, pool: Iterable[Group]) -> list[Group]:

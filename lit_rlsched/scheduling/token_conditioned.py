@@ -82,7 +82,7 @@ class TokenConditioned(LengthPredictor):
             return []
         x = np.concatenate([self._tokens(samples), self._scalars(samples)], axis=1)
         if self._gram[-1, -1]:
-            raw = np.exp(np.clip(x @ self._solved(), 0.0, 20.0))
+            raw = self._fitted(x)
             expected = raw * (self._came / self._predicted)
         else:
             raw, expected = np.full(len(samples), np.nan), np.array(self.history.predict(samples))
@@ -106,14 +106,14 @@ class TokenConditioned(LengthPredictor):
                 pairs.append((len(sample.completion.token_ids) - asked[0], *asked[1:]))
         if not pairs:
             return
-        came, raw = np.array([p[:2] for p in pairs], dtype=float).T
+        came, raw = np.array([p[:2] for p in pairs]).T
         x = np.stack([p[2] for p in pairs]).astype(float)
         keep = 0.5 ** (len(pairs) / self.half_life)
         self._gram = self._gram * keep + x.T @ x
         self._moment = self._moment * keep + x.T @ np.log(came)
         self._weights = None
         if np.isnan(raw).any():  # predicted by the history: use the fitted values
-            raw = np.where(np.isnan(raw), np.exp(np.clip(x @ self._solved(), 0.0, 20.0)), raw)
+            raw = np.where(np.isnan(raw), self._fitted(x), raw)
         self._came = self._came * keep + float(came.sum())
         self._predicted = self._predicted * keep + float(raw.sum())
 
@@ -147,7 +147,7 @@ class TokenConditioned(LengthPredictor):
         """Log-probs, lengths, the prompt's ratio and a constant `[N, 7]`, each of size about 1."""
         x = np.zeros((len(samples), 7))
         for sample, vector in zip(samples, x, strict=True):
-            logprobs = np.nan_to_num(sample.completion.logprobs, nan=0.0, neginf=-10.0).clip(-10, 0)
+            logprobs = np.nan_to_num(sample.completion.logprobs).clip(-10, 0)
             if len(logprobs):
                 vector[:3] = -logprobs.mean(), -logprobs[-8:].mean(), -logprobs.min() / 5
             vector[3] = np.log1p(len(sample.completion.token_ids)) / 5
@@ -155,6 +155,10 @@ class TokenConditioned(LengthPredictor):
             vector[5] = np.log(self.history.ratio(sample.group.prompt.uid))
             vector[6] = 1.0
         return x
+
+    def _fitted(self, x: np.ndarray) -> np.ndarray:
+        """The regression's values for features `[N, size]`, before smearing."""
+        return np.exp(np.clip(x @ self._solved(), 0.0, 20.0))
 
     def _solved(self) -> np.ndarray:
         """Weights of the regression; the constant is not penalised."""

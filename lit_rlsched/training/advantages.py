@@ -121,7 +121,7 @@ def batch_normalized(rewards: Tensor) -> Tensor:
 def standard_deviation(rewards: Tensor) -> Tensor:
     """Bessel-corrected standard deviation of each row `[P]`; 0 for fewer than two scores."""
     scaled, unit = _scaled(rewards)
-    return (_nanstd(scaled, least=1) * unit).squeeze(1)
+    return (_nanstd(scaled) * unit).squeeze(1)
 
 
 def _scaled(rewards: Tensor) -> tuple[Tensor, float]:
@@ -162,12 +162,9 @@ def _above_lowest(values: Tensor) -> Tensor:
     return values - values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
 
 
-def _nanstd(values: Tensor, least: int = 0) -> Tensor:
-    """Bessel-corrected standard deviation of each row, ignoring NaN: `[P, G]` to `[P, 1]`.
-
-    `least` is the minimum divisor.
-    """
+def _nanstd(values: Tensor) -> Tensor:
+    """Bessel-corrected standard deviation of each row `[P, 1]`; 0 for fewer than two values."""
     deviations = _deviations(values)
     count = (~values.isnan()).sum(dim=1, keepdim=True)
-    variance = deviations.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=least)
+    variance = deviations.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
     return variance.sqrt()

@@ -226,11 +226,10 @@ def rollout_correction(
     weight = ratio.clamp(max=cap) if remedy == "truncate" else ratio.masked_fill(above, 0.0)
 
     prefix = "sampling/importance_sampling_ratio"
-    counted = mask.expand_as(difference) if level == "token" else mask.any(dim=1, keepdim=True)
     metrics = {
-        f"{prefix}/min": _minimum(ratio, counted),
+        f"{prefix}/min": _minimum(ratio, mask),
         f"{prefix}/mean": _token_mean(ratio, mask),
-        f"{prefix}/max": -_minimum(-ratio, counted),
+        f"{prefix}/max": -_minimum(-ratio, mask),
         f"{prefix}/clipped_fraction": _token_mean(above, mask),
         "sampling/sampling_logp_difference/mean": _token_mean(difference.abs(), scored),
         "sampling/sampling_logp_difference/max": -_minimum(-difference.abs(), scored),
