@@ -140,12 +140,13 @@ def test_combine_rewards() -> None:
 
 
 def test_kl_in_reward_counts_the_completion_only() -> None:
-    rewards = torch.tensor([1.0, NAN])
-    logp = torch.tensor([[-1.0, -2.0, NAN], [-1.0, 0.0, 0.0]])
-    ref_logp = torch.tensor([[-2.0, -4.0, 7.0], [-1.0, 0.0, 0.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    rewards = torch.tensor([1.0, NAN, 2.0])
+    logp = torch.tensor([[-1.0, -2.0, NAN], [-1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
+    ref_logp = torch.tensor([[-2.0, -4.0, 7.0], [-1.0, 0.0, 0.0], [-0.5, 9.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]])
     penalised = kl_in_reward(rewards, logp, ref_logp, mask, beta=0.5)
-    torch.testing.assert_close(penalised, torch.tensor([1.0 - 0.5 * 3.0, NAN]), equal_nan=True)
+    expected = torch.tensor([1.0 - 0.5 * 3.0, NAN, 2.0 + 0.5 * 0.5])
+    torch.testing.assert_close(penalised, expected, equal_nan=True)
 
 
 def test_batch_normalized_by_hand() -> None:
@@ -258,3 +259,10 @@ def test_equal_rewards_have_no_advantage_but_a_small_difference_has_little(rule:
 def test_no_rewards_at_all() -> None:
     assert standard_deviation(torch.zeros(0, 3)).shape == (0,)
     assert group_relative(torch.zeros(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "reinforce++"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_advantages_have_the_precision_of_the_rewards(rule: str, dtype: torch.dtype) -> None:
+    rewards = torch.tensor([[0.0, 1.0]], dtype=dtype)
+    assert RULES.get(rule, batch_normalized)(rewards).dtype == dtype

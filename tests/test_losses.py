@@ -149,6 +149,18 @@ def test_clip_metrics_by_hand() -> None:
     assert sequence["policy_loss"].item() == pytest.approx(-(1.2 * 2 + 1) / 3)
 
 
+def test_a_sequence_of_one_token_has_clip_ratios() -> None:
+    high = off_policy(tensor([1.5, NAN], [1.0, 1.0]), [1.0, 1.0]).metrics
+    assert high["clip_ratio/high_max"].item() == 1
+    low = off_policy(tensor([1.0, NAN], [0.5, 0.5]), [-1.0, -1.0]).metrics
+    assert low["clip_ratio/low_min"].item() == 0
+
+
+def test_the_metrics_of_the_rollout_correction_stand_beside_the_others() -> None:
+    metrics = policy_loss(**random_batch(), beta=0.1).metrics
+    assert {"clip_ratio/region_mean", f"{RATIO}/mean", "kl", "policy_loss"} <= metrics.keys()
+
+
 def test_a_ratio_at_its_bound_is_not_clipped() -> None:
     on_policy = off_policy(tensor([1.0], [1.0]), [1.0, -1.0], epsilon=0.0).metrics
     assert on_policy["clip_ratio/region_mean"].item() == 0
@@ -237,6 +249,14 @@ def test_rollout_correction_by_hand(mode: Any, weights: list[list[float]], clipp
     assert metrics[f"{difference}/max"].item() == pytest.approx(log(4))
 
 
+@pytest.mark.parametrize(("mode", "ratio"), [("token_mask", 2.0), ("sequence_mask", 4.0)])
+def test_ratios_of_padding_are_not_counted(mode: Any, ratio: float) -> None:
+    old, mask = tensor([-1.0, -1.0, 0.0], [0.0, 0.0, 0.0]), tensor([1, 1, 0], [0, 0, 0]).bool()
+    _, metrics = rollout_correction(old, old - log(2), mask, mode, 9.0)
+    for name in ("min", "mean", "max"):
+        assert metrics[f"{RATIO}/{name}"].item() == pytest.approx(ratio), name
+
+
 @every_loss
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
 def test_rollout_correction_weighs_the_sequence(loss_type: str, mode: str) -> None:
@@ -318,6 +338,13 @@ def test_any_cut_into_micro_batches_is_the_same_step(
             tokens = sum(weight for *_, weight in parts) or 1.0
             combined = sum(v * w for v, (*_, w) in zip(values, parts, strict=True)) / tokens
         torch.testing.assert_close(torch.as_tensor(combined, dtype=value.dtype), value, msg=name)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_bnpo_is_the_mean_over_the_tokens(tokens: int) -> None:
+    logp = -torch.ones(1, tokens).double()
+    output = policy_loss(logp, tensor(2.0), torch.ones(1, tokens), loss_type="bnpo")
+    assert output.loss.item() == pytest.approx(-2.0)
 
 
 def test_bnpo_weighs_micro_batches_by_their_sequences() -> None:

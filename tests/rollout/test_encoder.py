@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, BloomConfig, BloomModel, PreTrainedTokenizerFast
 
 from lit_rlsched.scheduling.sample_encoder import SCALE, SampleEncoder
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
@@ -56,6 +56,32 @@ def test_features_are_the_mean_of_the_hidden_states_whatever_the_padding(encoder
         with torch.no_grad():
             mean = bert(input_ids=ids).last_hidden_state[0].mean(0).numpy()
         np.testing.assert_allclose(features, SCALE * mean / np.linalg.norm(mean), atol=1e-4)
+
+
+def saved(folder, model, encoder_path, **special):
+    """The model, with the tokenizer of the tiny BERT and other special tokens."""
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(encoder_path).backend_tokenizer
+    special = {"unk_token": "[UNK]", **(special or {"pad_token": "[PAD]"})}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return SampleEncoder(str(folder))
+
+
+def test_an_encoder_saved_in_half_precision_computes_in_single(encoder_path, tmp_path):
+    half = BertModel.from_pretrained(encoder_path).to(torch.bfloat16)
+    assert saved(tmp_path, half, encoder_path)._model.dtype == torch.float32
+
+
+def test_an_encoder_without_a_padding_token_pads_with_the_end_token(encoder_path, tmp_path):
+    encoder = saved(tmp_path, BertModel.from_pretrained(encoder_path), encoder_path, eos_token="z")
+    encoder.bind(decode)
+    short, _ = encoder([sample("ab", "c"), sample("hello ", "world")])
+    np.testing.assert_allclose(short, encoder([sample("ab", "c")])[0], atol=1e-5)
+
+
+def test_an_encoder_without_a_limit_reads_512_tokens(encoder_path, tmp_path):
+    config = BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
+    assert saved(tmp_path, BloomModel(config), encoder_path)._max_length == 512
 
 
 def test_a_long_text_loses_its_beginning(encoder_path):

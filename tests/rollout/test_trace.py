@@ -66,6 +66,7 @@ def test_gradients_overlap_with_the_steps_they_are_computed_in():
 def test_an_empty_trace():
     assert RolloutTrace(4).bubble_ratio == 0.0
     assert RolloutTrace(4).seconds == 0.0
+    assert RolloutTrace(4).slots == 4
 
 
 def test_gradients_of_a_round_that_decoded_nothing():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.calibration import CalibratedPredictor, _ranks
 from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
@@ -91,6 +91,51 @@ def test_cap_coverage_counts_the_capped_among_as_many_longest():
     assert calibrated.end_round()["length_prediction/cap_coverage"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize(("second", "coverage"), [(85, 0.5), (89, 1.0)])
+def test_cap_coverage_of_two(second, coverage):
+    lengths = [CAP, 10, CAP, 20, 30, 40]
+    calibrated = CalibratedPredictor(Told([90, 87, second, 3, 1, 2]))
+    samples = asked(lengths)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, lengths))
+    assert calibrated.end_round()["length_prediction/cap_coverage"] == coverage
+
+
+def test_cap_coverage_is_of_whole_completions_not_of_what_comes():
+    calibrated = CalibratedPredictor(Told([40, 60]))
+    samples = asked([CAP], 1, drawn=50) + asked([10], 2)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, [CAP, 10]))
+    assert calibrated.end_round()["length_prediction/cap_coverage"] == 1.0
+
+
+def test_ranks_by_hand():
+    assert _ranks(np.array([10.0, 30.0, 20.0, 20.0])).tolist() == [1, 4, 2.5, 2.5]
+
+
+def test_equal_lengths_have_no_rank_correlation():
+    calibrated = CalibratedPredictor(Told([10, 20]))
+    samples = asked([0, 0])
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, [30, 30]))
+    assert calibrated.end_round()["length_prediction/rank_correlation"] == 0.0
+
+
+def test_a_completion_that_was_restarted_is_not_measured():
+    calibrated = CalibratedPredictor(Told([5]))
+    samples = asked([10], drawn=10)
+    calibrated.expect(samples)
+    calibrated.observe(finish(samples, [10]))
+    assert "length_prediction/mae" not in calibrated.end_round()
+
+
+def test_a_predictor_gets_the_function_that_decodes():
+    told = Told()
+    told.bind = lambda decode: setattr(told, "decode", decode)
+    CalibratedPredictor(told).bind(str)
+    assert told.decode is str
+
+
 def test_the_first_prediction_counts_and_only_once():
     calibrated = CalibratedPredictor(Told([10, 40], [70, 70]))
     samples = asked([20, 50], drawn=10)
@@ -137,6 +182,15 @@ def test_nonsense_is_replaced_by_the_history_and_counted():
     assert calibrated.expect(samples) == expected  # a wrong shape
     assert calibrated.end_round()["length_prediction/invalid"] == 14
     assert calibrated.expect([]) == []
+
+
+def test_nonsense_of_several_calls_is_counted_and_said_once():
+    calibrated = CalibratedPredictor(Told(*[{"no": "numbers"}] * 3))
+    with pytest.warns(UserWarning, match="`Told.predict` returned") as seen:
+        for number in range(3):
+            assert calibrated.expect(asked([0], number)) == [CAP]
+    assert len(seen) == 1
+    assert calibrated.end_round()["length_prediction/invalid"] == 3
 
 
 LENGTHS = [int(n) for n in np.linspace(5, 95, 64)]
@@ -211,6 +265,24 @@ def test_who_is_replaced(own, error, replaced):
         calibrated._average(1000, figures)
         calibrated._average(1000, figures)
     assert calibrated.fallback == replaced and len(seen) == replaced
+
+
+@pytest.mark.parametrize(("own", "error"), [(-0.05, 1.0), (0.05, 90.0), (0.02, 7.5)])
+def test_at_a_margin_nothing_is_replaced(own, error):
+    """`MARGIN` is 0.05 and `ERROR` 1.5; the history has a correlation of 0 and an error of 5."""
+    names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
+    figures = {f"length_prediction/{n}": v for n, v in zip(names, (own, 0, error, 5), strict=True)}
+    calibrated = CalibratedPredictor(Told())
+    calibrated._average(1000, figures)
+    assert not calibrated.fallback
+
+
+def test_a_predictor_that_is_only_as_good_is_not_used_again():
+    names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
+    calibrated = CalibratedPredictor(Told())
+    calibrated.fallback = True
+    calibrated._average(1000, {f"length_prediction/{name}": 0.5 for name in names})
+    assert calibrated.fallback
 
 
 def test_a_history_cannot_stand_in_for_its_own_predictor():
@@ -380,3 +452,4 @@ def test_what_is_lost_of_the_average():
     ((*said,),) = average(calibrated, 300, 0.1, 0.7, 20.0, 2.0)
     expected = [f"{own:.3f}", f"{error:.3g}", f"{history:.3f}", f"{other:.3g}"]
     assert said == expected and calibrated.fallback
+    assert calibrated.state_dict()["averages"][0] == pytest.approx(fade + 300)

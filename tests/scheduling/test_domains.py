@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.domains import check_domains, quotas
-from lit_rlsched.types import Prompt
+from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 weights = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 
@@ -74,3 +76,63 @@ def test_a_prompt_without_a_share_is_named():
         check_domains(prompts(x=5, y=5, z=1), {"y": 2, "x": 3}, waiting=0)
     with pytest.raises(ValueError, match=r"needs a column `domain` .* the prompt odd has none"):
         check_domains([*prompts(x=5), Prompt("odd", "?", (1,))], {"x": 3}, waiting=0)
+
+
+def race():
+    """Three of x and one of y win; five of x and two of y race."""
+    return TailRound(4, 1, 1.5, shares={"x": 0.75, "y": 0.25})
+
+
+def groups(names, deferred=0):
+    """Scored groups; the first letter of a name is the domain."""
+    return [
+        Group(
+            f"{name}@0",
+            Prompt(name, "?", (1,), {"domain": name[0]}),
+            Sampling(8),
+            [Completion(0, [5], [-1.0], [(0, 1)], "stop", scores=[1.0])],
+            deferred,
+        )
+        for name in names.split()
+    ]
+
+
+def uids(groups):
+    return " ".join(g.prompt.uid for g in groups)
+
+
+def test_each_domain_draws_what_it_lacks():
+    rule = race()
+    assert rule.most_prompts() == 7 and rule.draws([]) == [("x", 5), ("y", 2)]
+    assert rule.draws(groups("x0 x1 x2 y0")) == [("x", 2), ("y", 1)]
+
+
+def test_domains_take_turns():
+    planned = race().plan(groups("x0 x1 x2 x3 x4 x5 y0 y1 y2"))
+    assert uids(planned) == "x0 x1 y0 x2 x3 x4 y1"  # 1/5 2/5 1/2 3/5 4/5 1 1
+
+
+def test_each_domain_has_its_own_winners():
+    rule, planned = race(), groups("x0 x1 x2 x3 y0 y1")
+    state = RoundState(planned, 6, planned[:4], 4, patient=True, final=4)
+    assert not rule.done(state) and uids(rule.final_groups(state)) == "x0 x1 x2"
+    state = RoundState(planned, 6, planned[:5], 5, patient=True, final=5)
+    assert rule.done(state) and uids(rule.final_groups(state)) == "x0 x1 x2 y0"
+    trained, left = rule.settle(planned, state)
+    assert (uids(trained), uids(left)) == ("x0 x1 x2 y0", "x3 y1")
+
+
+def test_a_long_round_trains_on_losers_of_any_domain():
+    rule, lost = race(), groups("y0 y1 y2 x0 x1", deferred=1)
+    planned = rule.plan(lost)
+    assert uids(planned) == "y0 y1 y2 x0" and rule.draws(lost) == []
+    state = RoundState(planned, 4, planned, 4, patient=True, final=4)
+    assert rule.done(state) and uids(rule.final_groups(state)) == "y0 y1 y2 x0"
+    assert uids(rule.settle(planned, state)[0]) == "y0 y1 y2 x0"
+
+
+def test_a_race_checks_its_domains_and_a_race_without_shares_has_none():
+    race().check_domains(prompts(x=8, y=5))
+    with pytest.raises(ValueError, match="hold 8 prompts of 'x' at once, 5 of them in a short"):
+        race().check_domains(prompts(x=7, y=5))
+    TailRound(4, 1, 1.5).check_domains([Prompt("odd", "?", (1,))])

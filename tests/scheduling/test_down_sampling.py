@@ -171,6 +171,7 @@ def test_rules_by_hand():
         assert rule([[1, NAN], [NAN, NAN], [2, 1]], 2).tolist() == [[0, -1], [-1, -1], [0, 1]]
         assert rule(np.zeros((0, 4)), 2).shape == (0, 2)
     assert max_reward([1, 2, 2, NAN, 2], 2).tolist() == [1, 2]
+    assert max_variance([0, 1, 10, NAN], 2).tolist() == [0, 2]
 
 
 def test_of_equal_variances_the_most_balanced_is_taken():
@@ -190,6 +191,11 @@ def test_tensors(rule, dtype):
     before = rewards.clone()
     assert (rule(rewards, 2) == rule(rewards.tolist(), 2)).all()
     assert torch.equal(rewards, before)
+
+
+def test_half_precision_is_not_computed_with():
+    rewards = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float16)
+    assert (max_variance(rewards, 8) == max_variance(rewards.astype(float), 8)).all()
 
 
 def test_random_is_uniform_over_the_scored():

@@ -21,6 +21,7 @@ NAN = math.nan
         ([0.0, 1.3e-8], False),  # a deviation of 0.92e-8
         ([0.0, 1.5e-8], True),  # of 1.06e-8
         ([0.0, 1e-8 * math.sqrt(2)], True),  # of 1e-8
+        ([-1e-8, 0.0, 1e-8], True),  # exactly of 1e-8
         ([-1e300, 1e300], True),
     ],
 )
@@ -29,5 +30,6 @@ def test_who_has_an_advantage_over_whom(rewards, tells):
 
 
 @pytest.mark.filterwarnings("error")
-def test_large_rewards_are_no_reason_to_warn():
+def test_neither_large_rewards_nor_a_single_one_are_a_reason_to_warn():
     assert informative([-1e308, 1e308])
+    assert not informative([1.0])

@@ -58,6 +58,11 @@ def test_it_remembers_so_much_and_no_more(before, now):
     assert timeouts.limit("decode") == max(120.0, 20.0 * now)
 
 
+def test_what_is_older_than_the_window_is_forgotten():
+    timeouts = observed(*[("decode", 500.0, 0)] * WINDOW, *[("decode", 50.0, 0)] * WINDOW)
+    assert timeouts.limit("decode") == 1000.0
+
+
 @given(st.lists(SECONDS), st.floats(0.1, 10))
 def test_a_clock_that_stops_with_the_process(ticks, tick):
     clock = RunningClock(tick)

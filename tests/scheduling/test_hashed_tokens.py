@@ -66,6 +66,12 @@ def test_completions_of_one_prompt_share_its_features():
     assert HashedTokens(64)([*both[::-1], both[1]])[1].tolist() == alone[0].tolist()
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_empty_prompt_among_others_has_no_features():
+    empty, other = HashedTokens(8)([sample([], [], "a"), sample([1], [], "b")])
+    assert not empty.any() and np.abs(other).sum() == 1
+
+
 @pytest.mark.parametrize("samples", [[], [sample([], [])]])
 def test_nothing_has_no_features(samples):
     assert not HashedTokens(8)(samples).any()

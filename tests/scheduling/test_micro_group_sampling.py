@@ -22,6 +22,8 @@ def test_the_default_order_needs_a_prediction():
     assert SlotSettings().resolved_order(predicted=True, early=True) == "shortest_first"
     assert SlotSettings(order="longest_first").resolved_order(True, early=True) == "longest_first"
     assert SlotSettings(order="planned").resolved_order(predicted=True) == "planned"
+    for order in ("fifo", "least_attained"):
+        assert SlotSettings(order=order).resolved_order(predicted=False) == order
     with pytest.raises(ValueError, match="LengthPrediction"):
         SlotSettings(order="planned").resolved_order(predicted=False)
 
@@ -83,7 +85,7 @@ def test_a_budget_is_the_smaller_of_the_users_and_the_engines(capacity, tokens):
     engine = SimulatedEngine(kv_block=1, kv_capacity=capacity)
     admission = admission_of(SlotSettings(memory_budget=1600), engine)
     assert admission.budget.tokens == tokens
-    assert admission.budget.lease == 20
+    assert admission.budget.lease == 20 and admission.budget.block == 1
 
 
 def test_a_budget_for_fixed_slots():
@@ -93,11 +95,23 @@ def test_a_budget_for_fixed_slots():
 
 
 @pytest.mark.parametrize("settings", [SlotSettings(slots=8), SlotSettings(memory_budget=6400)])
-@pytest.mark.parametrize(("capacity", "advice"), [(450, "Use `slots=2`"), (150, "Not even one")])
+@pytest.mark.parametrize(
+    ("capacity", "advice"), [(450, r"\. Use `slots=2`, a"), (150, r"\. Not even one fits\. Use a")]
+)
 def test_more_than_the_engine_has_room_for(settings, capacity, advice):
     engine = SimulatedEngine(kv_block=None, kv_capacity=capacity)
     with pytest.raises(ValueError, match=advice):
         admission_of(settings, engine)
+
+
+def test_what_slots_need_and_what_the_engine_has():
+    """8 slots of 200 tokens of 2**20 bytes; 1600 tokens are enough, and 1599 are not."""
+    settings, cache = SlotSettings(slots=8), KVCache(2**20, 200, capacity=1600)
+    assert settings.admission(cache, 8, 160, "fifo").slots == 8
+    with pytest.raises(ValueError, match=r"need 1\.56 GiB .* the engine has 0\.781 GiB\. Use"):
+        settings.admission(replace(cache, capacity=800), 8, 160, "fifo")
+    with pytest.raises(ValueError, match="Use `slots=7`"):
+        settings.admission(replace(cache, capacity=1599), 8, 160, "fifo")
 
 
 def test_nobody_who_asks_for_nothing_is_refused():
@@ -133,6 +147,7 @@ def test_a_budget_has_room_for_one_whole_completion():
         SlotSettings(memory_budget=128 * 4 - 1).engine_slots(cache, 99, 10)
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 99, 200) == 1
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 3, 10) == 3
+    assert enough.admission(cache, 8, 90, "fifo").budget.block == 16
     lease = enough.admission(cache, 8, 900, "fifo").budget.lease
     assert lease == 113 and enough.admission(cache, 8, 90, "fifo").budget.lease == 16
     assert slots_for_budget(100, 10, 10) == 1 and slots_for_budget(199, 10, 10) == 1

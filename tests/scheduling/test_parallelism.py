@@ -67,6 +67,11 @@ def test_a_halving_that_was_wrong_is_tried_half_as_often():
     assert gaps == [10, 18, 34, 66]
 
 
+def test_after_a_halving_the_average_starts_at_zero():
+    """3 preemptions in the next round make it 1.5, and 2 are more than 1.05 times that."""
+    assert play(TensorParallelPlanner(2, 2), "short", 0, 0, 0, 0, 3, 2) == [2, 2, 2, 1, 1, 2]
+
+
 def test_a_halving_that_was_right_counts_no_more():
     planner = TensorParallelPlanner(2, 2)
     assert play(planner, "long", *[0] * 10) == [2, 2, 2, 1, 1, 1, 1, 1, 1, 1]
@@ -100,7 +105,7 @@ def test_sizes_are_powers_of_two_within_bounds_one_step_at_a_time(planner, obser
         before = {k: planner.size(k) for k in KINDS}
         planner.observe(kind, count)
         size = planner.size(kind)
-        assert size & (size - 1) == 0
+        assert type(size) is int and size & (size - 1) == 0
         assert planner.minimum <= size <= planner.maximum
         assert size in (before[kind] // 2, before[kind], before[kind] * 2)
         assert all(planner.size(k) == before[k] for k in KINDS if k != kind)
@@ -190,6 +195,12 @@ def test_a_size_that_has_worked_is_not_excluded():
     planner.observe("short", 0)
     assert not planner.exclude(2, 1) and (planner.minimum, planner.maximum) == (1, 8)
     assert planner.exclude(4, 1) and planner.maximum == 2 and planner.size("short") == 2
+    assert type(planner.maximum) is int
+
+
+def test_sizes_below_one_that_fails_are_excluded():
+    planner = TensorParallelPlanner(4, 8)
+    assert planner.exclude(2, 4) and (planner.minimum, planner.maximum) == (4, 8)
 
 
 def test_an_engine_is_started_with_the_size_of_the_next_round():

@@ -115,6 +115,7 @@ def test_search_beats_swaps(seed):
     lengths = unplannable(seed)
     assert makespan(longest_first(lengths, 3), lengths) > 1000
     assert makespan(plan_makespan(lengths, 3, 1e-4), lengths) == 1000
+    assert makespan(plan_makespan(lengths, 3, 1e-320), lengths) == 1000
     halves = [length / 2 for length in lengths]
     assert makespan(plan_makespan(halves, 3, 1e-4), halves) == 500
 
@@ -136,6 +137,29 @@ def test_search_loses_a_grain_a_job(problem, grain):
     found = planning._search(longest, busy, math.inf, grain, 10**6)
     np.add.at(busy, found, longest)
     assert busy.max() <= shortest(lengths, slots, loads) + len(lengths) * grain + 1e-6
+
+
+def test_a_search_finds_only_what_is_shorter():
+    longest, busy = np.array([3, 3, 2, 2, 2]), np.zeros(2, int)
+    assert planning._search(longest, busy, 6, 0.5, 10**6) is None
+    found = planning._search(longest, busy, 7, 0.5, 10**6)
+    assert np.bincount(found, longest).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(("jobs", "work"), [(1, 502), (2, 1006)])
+def test_the_work_of_a_search_adds_up(jobs, work):
+    """500 a job, and the loads of new states: one state for the first job, two for the second."""
+    for limit, found in ((work, True), (work - 1, False)):
+        plan = planning._search(np.ones(jobs), np.zeros(2), 9.0, 1.0, limit)
+        assert (plan is not None) == found
+
+
+def test_a_plan_that_is_good_enough_is_improved_with_a_sixteenth_of_the_work(monkeypatch):
+    cells = []
+    monkeypatch.setattr(planning, "_search", lambda *args: cells.append(args[-1]))
+    for epsilon in (0.5, 1e-4):
+        plan_makespan(unplannable(0), 3, epsilon)
+    assert cells == [planning._MAX_CELLS / 16, planning._MAX_CELLS]
 
 
 def test_merged_states_bound_the_work():
@@ -172,6 +196,8 @@ def test_queues_follow_the_loads():
     assert plan_makespan([5, 4, 3], 3, loads=[4, 9, 0]) == [[1], [], [0, 2]]
     assert makespan([[1], [], [0, 2]], [5, 4, 3], [4, 9, 0]) == 9
     assert plan_makespan([1, 2], 2, loads=[0, 3]) == [[1, 0], []]
+    order = sorted(range(100), key=lambda i: (-(i % 3), i))
+    assert longest_first([i % 3 for i in range(100)], 1) == [order]
 
 
 def test_lower_bound_by_hand():
@@ -190,6 +216,12 @@ def test_lower_bound_by_hand():
     assert isinstance(lower_bound([], 3), int)
     assert isinstance(lower_bound(np.array([3, 4]), 3, [1, 0, 0]), int)
     assert isinstance(lower_bound([3, 4], 3, [1.0, 0, 0]), float)
+    assert lower_bound([2.0, 2], 2, [5.5, 0]) == 5.5
+
+
+def test_a_bound_of_floats_is_never_above_their_sum():
+    tenths = [0.1] * 100  # one by one they add up to less than 10
+    assert lower_bound(tenths, 1) <= makespan([range(100)], tenths)
 
 
 def test_corner_cases():

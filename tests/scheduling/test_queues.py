@@ -94,6 +94,18 @@ def test_a_plan_is_made_anew_once_an_eighth_has_changed(changed, replanned):
     assert queue.peek(0).id == ("15" if replanned else "0")
 
 
+def test_changes_add_up():
+    queue = planned([float(n) for n in range(20, 4, -1)], 1)
+    queue.rekey({"15": 100.0})
+    queue.rekey({"14": 90.0})
+    queue.plan([0.0])
+    assert queue.peek(0).id == "15", "two of 16"
+
+
+def test_in_a_plan_a_request_without_a_prediction_has_length_0():
+    assert planned([None, 1.0], 1).peek(0).id == "1"
+
+
 def test_new_requests_count_as_changes():
     queue = planned([float(n) for n in range(20, 5, -1)], 1)
     queue.push(request("new", 50.0))
@@ -205,3 +217,76 @@ def test_a_plan_is_for_the_slots_that_the_cache_has_room_for():
     expected = [60.0, 50.0, 40.0, 30.0, 20.0, 40.0]
     admission.push([request(i, n - 1, limit=100) for i, n in enumerate(expected)])
     assert [r for r, _ in admitted(admission)][:4] == ["0", "1", "4", "3"]
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The loads of each plan that is asked for; none is made, so slots take the shortest."""
+    seen = []
+    monkeypatch.setattr(PlannedQueue, "plan", lambda queue, loads: seen.append(loads))
+    return seen
+
+
+def test_a_plan_knows_what_runs_in_each_slot(plans):
+    admission = Admission(5, order="planned")
+    admission.push([request("a", 10.0), request("b"), request("c", 5.0)])
+    assert [r for r, _ in admitted(admission)] == ["b", "c", "a"]
+    admission.push([request("d")])
+    admitted(admission, {"a": 4, "b": 0, "c": 9})
+    assert plans == [[0.0] * 5, [0.0, 0.0, 6.0, 0.0, 0.0]]
+
+
+def test_a_plan_is_for_slots_that_requests_of_the_mean_size_fill(plans):
+    """(13 + 2) // 2 tokens and a lease of 5, so that 60 tokens hold five."""
+    admission = Admission(8, order="planned", budget=CacheBudget(60, 1, 5))
+    for _ in range(2):
+        admission.push([request("a", 8.0, prefix=4), request("b", prompt=2)])
+        admitted(admission)
+        assert plans.pop() == [0.0] * 5
+        admission.clear()
+
+
+def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
+    huge = request("huge", 1e4)  # the cache holds less than one
+    admission = Admission(8, order="planned", budget=CacheBudget(1000, 1, 5))
+    admission.push([huge])
+    admitted(admission)
+    assert plans.pop() == [0.0]
+    admission.clear()
+    admission.push([request(name) for name in "abcd"])
+    admitted(admission)
+    admission.push([huge])
+    admitted(admission, dict.fromkeys("abcd", 1))
+    assert plans.pop() == [0.0] * 4
+
+
+def test_no_plan_is_made_while_no_slot_is_free(plans):
+    admission = Admission(1, order="planned")
+    admission.push([request("a"), request("b")])
+    assert len(admitted(admission)) == 1
+    assert admitted(admission, {"a": 1}) == [] and len(plans) == 1
+
+
+def test_an_empty_cache_is_all_there_for_the_first_request():
+    admission = Admission(1, budget=CacheBudget(21, 1, 4))
+    admission.push([request("a")])
+    assert admission.pop({})[0].pause_at is None
+
+
+def test_only_what_paused_after_a_lease_goes_on_first():
+    admission = Admission(1, order="longest_first")
+    probe = replace(request("p", 2.0), pause_at=8)
+    admission.push([request("a", 5.0), probe])
+    assert admitted(admission) == [("p", 8)]
+    admission.push([replace(probe, pause_at=None)])
+    assert admitted(admission) == [("a", None)]
+
+
+def test_a_lease_counts_once():
+    admission = Admission(2, budget=CacheBudget(30, 1, 4))
+    admission.push([request("a"), request("b")])
+    assert admitted(admission) == [("a", 4), ("b", None)]
+    admission.push([request("a", prefix=4)])
+    assert admitted(admission) == [("a", None)]
+    admission.push([request("c"), request("a")])  # drawn again in another round
+    assert [r for r, _ in admitted(admission)] == ["c", "a"]

@@ -83,10 +83,17 @@ def test_the_modes_differ_in_how_old_a_token_may_be():
     assert FullRound(2).max_staleness == 0
 
 
+def test_a_full_round_defers_and_awaits_nothing():
+    rule = FullRound(3)
+    assert rule.draws([A, A]) == [(None, 1)]
+    assert not rule.is_long([A]) and not rule.awaits(NOTHING)
+    assert rule.ends_cycle([A], []) and not rule.ends_cycle([A, A], [A])
+
+
 def test_groups_are_settled_whole():
     a, b = group("a", "stop", None), group("b", "stop", "length")
     c, d = group("c", None, None), group("d", "stop", "stop")
-    trained, left = SortedRound(2, 4, 2, "group").settle([a, b, c, d], NOTHING)
+    trained, left = SortedRound(2, 4, 2).settle([a, b, c, d], NOTHING)
     assert names(trained) == [("b", [0, 1]), ("d", [0, 1])]
     assert names(left) == [("a", [0, 1]), ("c", [0, 1])]
     assert trained[0] is b and trained[1] is d

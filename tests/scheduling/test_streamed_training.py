@@ -21,6 +21,11 @@ def test_parts_are_as_large_as_a_micro_batch_in_the_order_of_decoding():
     assert names(parts.ready([a, b, c, d, e])) == ["cd"]  # `e` waits for another
 
 
+def test_the_tokens_of_each_part_are_counted_from_zero():
+    parts = Parts(Streaming(0), update_prompts=6, part_tokens=21)
+    assert names(parts.ready([group(name) for name in "abcdef"])) == ["abc", "def"]
+
+
 def test_nothing_overtakes_a_group_without_scores():
     parts = Parts(Streaming(0), 6, 10)
     late = group("b", scored=False)

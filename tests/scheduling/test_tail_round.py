@@ -349,6 +349,22 @@ def test_what_lost_keeps_as_many_completions_as_are_trained_on():
     assert len(b.completions) == 3
 
 
+def test_a_loser_may_get_back_what_was_stopped():
+    rule, state = race(update=1, size=2), state_of(ready("a"))
+    b = group("b", None, None, None)
+    state.stopped = {b.id: b.completions[:1], "a@0": []}
+    b.completions = b.completions[1:]
+    _, (left,) = rule.settle([*state.decoded, b], state)
+    assert [c.index for c in left.completions] == [0, 1]
+
+
+def test_drafts_are_kept_where_that_was_asked_for():
+    assert TailRound(2, 2).keeps_drafts is False
+    assert TailRound(2, 2, reuse_drafts=True).keeps_drafts is True
+    deferring = DeferringTailRound(2, 2, prompt_ratio=2.0, reuse_drafts=False, max_deferrals=1)
+    assert deferring.keeps_drafts is True and deferring.most_prompts() == 4
+
+
 # Everything at once.
 
 

@@ -15,6 +15,12 @@ def test_the_papers_table(anchor, limit):
     assert timeouts.of("b") == 30.0 and not timeouts.anchored("b")
 
 
+def test_a_scoring_time_below_a_second_counts():
+    timeouts = AdaptiveTimeout(1.0, 0.1, 30.0)
+    timeouts.observe("a", 0.5, correct=True)
+    assert timeouts.of("a") == 0.5
+
+
 def test_what_is_wrong_moves_nothing():
     timeouts = AdaptiveTimeout(1.5, 2.0, 30.0)
     timeouts.observe("a", 29.0, correct=False)
