@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -276,19 +277,20 @@ def test_bad_settings_are_refused():
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("setting", "value", "message"),
     [
-        {"decay": 1.01},
-        {"decay": -0.1},
-        {"shrinkage": -0.1},
-        {"half_life": 0.0},
-        {"max_prompts": 0},
-        {"decay": float("nan")},
+        ("decay", 1.01, ": use more than 0, at most 1."),
+        ("decay", -0.1, ": use more than 0, at most 1."),
+        ("shrinkage", -0.1, ": use 0 or more."),
+        ("half_life", 0.0, ": use more than 0."),
+        ("max_prompts", 0, ": must be a whole number, 1 or more."),
     ],
 )
-def test_settings_of_the_history(settings):
-    with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
-        PromptHistory(**settings)
+def test_settings_of_the_history(setting, value, message):
+    with pytest.raises(ValueError, match=re.escape(f"`PromptHistory({setting}={value})`{message}")):
+        PromptHistory(**{setting: value})
+    with pytest.raises(ValueError, match="`decay=nan` must be finite"):
+        PromptHistory(decay=float("nan"))
     history = PromptHistory(decay=1, shrinkage=0, half_life=1e-3, max_prompts=1)
     history.observe(finished("a", 10) + finished("b", 30))
     assert history.state_dict()["uids"] == ["b"]
@@ -296,11 +298,18 @@ def test_settings_of_the_history(settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"features": 0}, {"ridge": -1}, {"half_life": 0}, {"max_waiting": 0}]
+    ("setting", "value", "message"),
+    [
+        ("features", 0, ": must be a whole number, 1 or more."),
+        ("ridge", -1, ": use more than 0."),
+        ("half_life", 0, ": use more than 0."),
+        ("max_waiting", 0, ": must be a whole number, 1 or more."),
+    ],
 )
-def test_settings_of_the_regression(settings):
-    with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
-        TokenConditioned(**settings)
+def test_settings_of_the_regression(setting, value, message):
+    expected = re.escape(f"`TokenConditioned({setting}={value})`{message}")
+    with pytest.raises(ValueError, match=expected):
+        TokenConditioned(**{setting: value})
     with pytest.raises(ValueError, match=r"`ridge=nan` must be finite"):
         TokenConditioned(ridge=float("nan"))
     smallest = TokenConditioned(features=1, ridge=1e-3, half_life=1e-3, max_waiting=1)

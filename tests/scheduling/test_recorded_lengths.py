@@ -48,11 +48,14 @@ def test_log_normal_lengths_at_the_ends(monkeypatch):
         assert 1e6 < length < 1e8 if longest else length == 1
 
 
-@pytest.mark.parametrize("settings", [{"median": 0}, {"median": -1}, {"sigma": -0.1}])
-def test_lengths_that_make_no_sense_are_refused(settings):
-    name = next(iter(settings))
-    with pytest.raises(ValueError, match=rf"`LogNormalLengths\({name}=.*\)`: use .*0"):
-        LogNormalLengths(**settings)
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [("median", 0, "more than 0"), ("median", -1, "more than 0"), ("sigma", -0.1, "0 or more")],
+)
+def test_lengths_that_make_no_sense_are_refused(setting, value, allowed):
+    message = rf"`LogNormalLengths\({setting}={value}\)`: use {allowed}\."
+    with pytest.raises(ValueError, match=message):
+        LogNormalLengths(**{setting: value})
     with pytest.raises(ValueError, match="`sigma=nan` must be finite"):
         LogNormalLengths(sigma=math.nan)
 
