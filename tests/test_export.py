@@ -157,7 +157,7 @@ def test_the_dtype_is_that_of_training(precision, rank, dtype, tiny_model, saved
         assert torch.equal(weight, weights[name].to(dtype)), name
 
 
-def test_half_precision_costs_what_rounding_costs(tiny_model, saved, tmp_path):
+def test_half_precision_is_the_model_rounded(tiny_model, saved, tmp_path):
     """The bound of docs/howto/export.md: the model that decodes in bfloat16 has it too."""
     module = GRPOModule(tiny_model)
     rounded = load(export(saved(module), str(tmp_path / "out"), dtype="bfloat16"))
