@@ -32,6 +32,7 @@ from lit_rlsched.checkpoints import with_atomic_io
 from lit_rlsched.checks import check_one_process
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
 from lit_rlsched.cli_folder import SaveConfig, choose_folder, keep_together
+from lit_rlsched.cli_summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
 from lit_rlsched.gpu_setup import refuse_unseen_gpu
@@ -159,6 +160,9 @@ class RolloutCLI(LightningCLI):
             callbacks.append(RolloutProgressBar())
         if self.subcommand == "predict" and lacks(CompletionWriter):
             callbacks.append(CompletionWriter())
+        self._talks = config.get("enable_progress_bar") is not False
+        if self.subcommand == "fit" and self._talks:
+            callbacks.append(RunSummary())
         saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False
         if saves and lacks(RoundCheckpoint):
             callbacks.append(RoundCheckpoint())  # last, so that it saves the state of the others
@@ -193,13 +197,18 @@ class RolloutCLI(LightningCLI):
     def _report_stop(self) -> None:
         for callback in self._callbacks(RolloutLogger):
             callback.on_fit_end(self.trainer, self.trainer.lightning_module)
-        self.after_fit()
-        paths = [c.last_path for c in self._callbacks(RoundCheckpoint) if c.last_path is not None]
-        how = f"Resume it with `--ckpt_path {paths[-1]}`." if paths else "Nothing was saved."
+        self._print_result()
+        command = resume_command(self.trainer)
+        how = f"Resume it with `{command}`." if command else "Nothing was saved."
         print(f"The run was stopped before its end. {how}", flush=True)
 
     def after_fit(self) -> None:
-        """Print the summary of the run as the last line."""
+        """Print the result of the run and what can be done with it next."""
+        self._print_result()
+        if self._talks and (commands := next_commands(self.trainer)):
+            print("Next:", *commands, sep="\n  ", flush=True)
+
+    def _print_result(self) -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish()  # otherwise it prints when the process exits
         for callback in self._callbacks(RolloutLogger):

@@ -42,6 +42,12 @@ def folder_of(trainer: Trainer) -> Path:
     return _folders[trainer]
 
 
+def name_of(folder: Path) -> str:
+    """Return the name of the run in a folder: that of `runs/countdown/version_3` is `countdown`."""
+    path = folder.resolve()
+    return path.parent.name if path.name.startswith("version_") else path.name
+
+
 def new_folder(root: Path, kind: str = "version") -> Path:
     """Make and return the next of `root/version_0`, `root/version_1`, ..."""
     number = max((n for n, _ in _numbered(root, kind)), default=-1)

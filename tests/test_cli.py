@@ -7,6 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lit_rlsched.callbacks import (
+    AdaptiveTimeouts,
+    DownSampling,
+    DynamicSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    ParallelismPlanner,
+    RolloutLogger,
+    SortedBatching,
+    StreamedTraining,
+    TailBatching,
+)
 from lit_rlsched.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -178,10 +190,36 @@ trainer:
 """
     (tmp_path / "small.yaml").write_text(small)
     main(["fit", "-c", "configs/quickstart.yaml", "-c", str(tmp_path / "small.yaml")])
-    last = capsys.readouterr().out.splitlines()[-1]
+    out = capsys.readouterr().out
+    assert (
+        """short
+  model     examples/countdown/model, 0.45 M parameters, precision 32-true; GRPOModule with
+            loss_type dapo
+  data      Countdown, 16 prompts to train on, 4 held out
+  round     4 prompts x 8 completions of at most 64 tokens, then 1 optimizer step
+  run       2 rounds, 2 optimizer steps; validated after every round
+  engine    TransformersEngine, decodes up to 32 completions at once
+  schedule  every completion is decoded to its end, then the round is trained on
+"""
+        in out
+    )
+    written = re.search(r"\n  output    (.*?)\nbefore training: ", out, re.DOTALL)[1]
+    assert re.sub(r"\s+", " ", written) == (
+        f"{folder}: config.yaml, checkpoints, completions and pictures, metrics by CSVLogger "
+        "and WandbLogger"
+    )
+    for number in (1, 2):
+        found = re.search(rf"^round {number}/2: reward .*, held-out accuracy .* cut, .*", out, re.M)
+        assert found, out
     accuracy = r"held-out accuracy [\d.]+ -> [\d.]+"
     line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); pictures and metrics in \S+"
-    assert re.fullmatch(line, last), last
+    *_, result, following, validate, predict, export, resume = out.splitlines()
+    assert re.fullmatch(line, result) and following == "Next:", out
+    run = f"-c {folder}/config.yaml --ckpt_path {folder}/checkpoints/"
+    assert validate.startswith(f"  lit-rlsched validate {run}") and run in predict
+    assert export.startswith(f"  lit-rlsched export --ckpt_path {folder}/checkpoints/")
+    assert export.endswith(" --out my-model") and resume.startswith(f"  lit-rlsched fit {run}")
+    assert resume.endswith(" --trainer.max_epochs=4")
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
     for name in ("learning.png", "timeline.png", "lengths.png", "checkpoints/last.ckpt"):
         assert (folder / name).stat().st_size > 1000
@@ -193,3 +231,72 @@ trainer:
     (wandb,) = (folder / "wandb").glob("offline-run-*")
     assert list(wandb.glob("files/media/table/completions*.json"))
     assert list(wandb.glob("files/media/images/pictures/learning*.png"))
+    main(validate.split()[1:])
+    assert "val/accuracy" in capsys.readouterr().out
+
+
+SMALL = [
+    *("fit", "-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"),
+    *("--data.train_data.size=16", "--data.val_data.size=4", "--data.prompts_per_round=2"),
+    *("--data.num_generations=2", "--data.max_completion_length=16", "--trainer.logger=false"),
+    *("--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"),
+]
+
+
+def test_a_schedule_is_told_in_words(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    callbacks = [
+        *("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=2"),
+        *("--trainer.callbacks+=TailBatching", "--trainer.callbacks.prompt_ratio=1.5"),
+    ]
+    main([*SMALL, *callbacks, f"--trainer.default_root_dir={tmp_path}/run"])
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "engine TransformersEngine, decodes up to 2 completions at once" in said
+    assert "MicroGroupSampling: at most 2 completions decode at once TailBatching: a round" in said
+    assert "begins 1.5 times its prompts and ends when enough of them are ready; the others" in said
+
+
+def test_nothing_is_told_without_a_progress_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    quiet = "--trainer.enable_progress_bar=false"
+    main([*SMALL, quiet, f"--trainer.default_root_dir={tmp_path}/run"])
+    out = capsys.readouterr().out
+    assert "parameters" not in out and "round 1" not in out and "Next" not in out
+    assert out.splitlines()[-1].startswith("run: ")
+
+
+@pytest.mark.slow
+def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    folder = tmp_path / "run"
+    main([*SMALL, f"--trainer.default_root_dir={folder}"])
+    resume = capsys.readouterr().out.splitlines()[-1]
+    main(resume.split()[1:])
+    out = capsys.readouterr().out
+    assert (
+        "  run       2 rounds, 2 optimizer steps; validated after every round; 1 round already"
+        in out
+    )
+    assert re.search(r"^round 2/2: ", out, re.M) and " (2 rounds, 8 completions" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (MicroGroupSampling(memory_budget="2GiB", order="least_attained"), "into a cache of 2.00"),
+        (MicroGroupSampling(slots=4, refill="rounds"), "at once; all start together"),
+        (LengthPrediction(), "TokenConditioned predicts how long a completion will be"),
+        (SortedBatching(), "are drawn again under the new weights"),
+        (SortedBatching(mode="partial"), "the others go on under the new weights"),
+        (TailBatching(max_deferrals=8), "run in the next rounds, with the tokens they have"),
+        (StreamedTraining(), "gradients are computed while other completions decode"),
+        (ParallelismPlanner(), "split over more devices"),
+        (AdaptiveTimeouts(), "1.5 times as long as those of correct completions of its prompt (2 "),
+        (DownSampling(keep=4), "4 completions of each prompt are trained on, chosen by max_var"),
+        (DynamicSampling(), "a round draws at most 4 times its prompts"),
+        (RolloutLogger(), ""),
+    ],
+)
+def test_every_callback_describes_itself(callback, words):
+    assert words in callback.describe() and bool(words) == bool(callback.describe())

@@ -86,7 +86,9 @@ def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
     summary, how = stopped.stdout.splitlines()[-2:]
     assert re.match(r"short: reward .* \(1 rounds?, .*runs/short/version_0", summary), summary
     path = re.fullmatch(
-        r"The run was stopped before its end\. Resume it with `--ckpt_path (\S+)`\.", how
+        r"The run was stopped before its end\. Resume it with `lit-rlsched fit -c "
+        r"runs/short/version_0/config.yaml --ckpt_path (\S+)`\.",
+        how,
     )[1]
     state = read_checkpoint(tmp_path / path)["RolloutDataModule"]
     assert (state["num_rounds"], state["round"]) == (1, None)

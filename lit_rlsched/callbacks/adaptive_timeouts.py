@@ -56,6 +56,14 @@ class AdaptiveTimeouts(RolloutCallback):
             )
         self.timeouts = AdaptiveTimeout(scale, minimum, maximum)
 
+    def describe(self) -> str:
+        """Return the settings in words."""
+        at = self.timeouts
+        return (
+            f"a reward call may take {at.scale:g} times as long as those of correct completions of "
+            f"its prompt ({at.minimum:g} to {at.maximum:g} s)"
+        )
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the time-outs into the schedule."""
         schedule, _ = rollout_schedule(trainer, self)

@@ -1,6 +1,5 @@
 """PODS: draws many completions of a prompt and trains on the most informative ones."""
 
-import math
 from typing import Any, Literal, get_args
 
 from lightning import LightningModule, Trainer
@@ -8,7 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.down_sampling import Rule
+from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
 from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import Selection
@@ -77,34 +76,19 @@ class DownSampling(RolloutCallback):
         check_count("DownSampling", "keep", keep, 2, "A reward is compared with others.")
         check_choice("DownSampling", "rule", rule, get_args(Rule))
         check_choice("DownSampling", "advantage_scope", advantage_scope, ("selected", "full"))
-        if early_stop and rule != "max_variance":
-            raise ValueError(
-                f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
-                "variance. Use `rule='max_variance'`, or leave `early_stop` out."
-            )
-        low, high = reward_range
-        if not -math.inf < low < high < math.inf:
-            raise ValueError(
-                f"`DownSampling({reward_range=})`: give the smallest reward, then the largest, "
-                "both finite."
-            )
-        if not 0 <= min_length_ratio <= 1:
-            raise ValueError(f"`DownSampling({min_length_ratio=})`: use 0 (no guard) to 1.")
-        unused = (*reward_range, min_length_ratio) != (0.0, 1.0, 0.9)
-        if unused and not early_stop:
-            raise ValueError(
-                f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
-                "they have no effect. Set it, or leave them out."
-            )
+        check_early_stop(early_stop, rule, reward_range, min_length_ratio)
         self.keep = keep
         self.rule: Rule = rule
-        self.advantage_scope = advantage_scope
-        self.drop_uninformative = drop_uninformative
+        self.advantage_scope, self.drop_uninformative = advantage_scope, drop_uninformative
         self.early_stop = early_stop
-        self.reward_range = (float(low), float(high))
+        self.reward_range = (float(reward_range[0]), float(reward_range[1]))
         self.min_length_ratio = min_length_ratio
         self._guarded = False
         self._selection: Selection | None = None
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        return f"{self.keep} completions of each prompt are trained on, chosen by {self.rule}"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the selection into the schedule."""

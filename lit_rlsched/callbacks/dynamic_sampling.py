@@ -46,6 +46,13 @@ class DynamicSampling(RolloutCallback):
         check_count("DynamicSampling", "max_num_gen_batches", max_num_gen_batches, 2, why)
         self.max_num_gen_batches = max_num_gen_batches
 
+    def describe(self) -> str:
+        """Return the settings in words."""
+        return (
+            "prompts whose completions all have the same reward are replaced; a round draws at "
+            f"most {self.max_num_gen_batches} times its prompts"
+        )
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the bound into the schedule."""
         schedule, run = rollout_schedule(trainer, self)

@@ -63,6 +63,10 @@ class LengthPrediction(RolloutCallback):
         self.probe_tokens = probe_tokens
         self._trains = True
 
+    def describe(self) -> str:
+        """Return the predictor's name in words."""
+        return f"{type(self.predictor.predictor).__name__} predicts how long a completion will be"
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the predictor into the schedule."""
         schedule, _ = rollout_schedule(trainer, self)

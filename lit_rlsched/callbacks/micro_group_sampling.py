@@ -10,7 +10,7 @@ from lit_rlsched.scheduling.admission import Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.queues import Order
 from lit_rlsched.settings import check_choice, check_count
-from lit_rlsched.sizes import parse_bytes
+from lit_rlsched.sizes import format_bytes, parse_bytes
 
 
 class MicroGroupSampling(RolloutCallback):
@@ -82,6 +82,16 @@ class MicroGroupSampling(RolloutCallback):
             )
         budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
         self.settings = SlotSettings(slots, budget, refill, order)
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        most = f"at most {self.settings.slots} completions decode at once"
+        if self.settings.memory_budget is not None:
+            budget = format_bytes(self.settings.memory_budget)
+            most = f"as many completions decode at once as fit into a cache of {budget}"
+        if self.settings.order is not None:
+            most += f", in the order `{self.settings.order}`"
+        return most + ("; all start together" if self.settings.refill == "rounds" else "")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the settings into the schedule."""

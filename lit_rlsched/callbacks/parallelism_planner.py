@@ -55,8 +55,7 @@ class ParallelismPlanner(RolloutCallback):
 
     def __init__(self, maximum: int | None = None, minimum: int = 1) -> None:
         check_bounds(minimum, maximum)
-        self.maximum = maximum
-        self.minimum = minimum
+        self.maximum, self.minimum = maximum, minimum
         self.planner: TensorParallelPlanner | None = None
         self._restarts, self._restart_seconds = 0, 0.0
         self._kind: RoundKind = "short"
@@ -64,11 +63,14 @@ class ParallelismPlanner(RolloutCallback):
         self._resumed: dict[str, Any] | None = None
         self._engine: Any = None
 
+    def describe(self) -> str:
+        """Return what the callback does in words."""
+        return "the model is split over more devices when the key-value cache runs short"
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remember the engine's own size."""
         self._trains = stage == "fit"
-        _, run = rollout_schedule(trainer, self)
-        self._engine = run.engine
+        self._engine = rollout_schedule(trainer, self)[1].engine
         self._first_size = self._engine.tensor_parallel_size
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -124,7 +126,7 @@ class ParallelismPlanner(RolloutCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the planner's state, the number of restarts, and the engine's size."""
         planned = self._resumed or (self.planner and self.planner.state_dict())
-        size = None if self._engine is None else self._engine.tensor_parallel_size
+        size = getattr(self._engine, "tensor_parallel_size", None)  # None before `setup`
         return {"planner": planned, "restarts": self._restarts, "size": size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,6 +27,10 @@ class RolloutCallback(Callback):
 
     sets: ClassVar[str | None] = None
 
+    def describe(self) -> str:
+        """Return what the callback changes, in a few words; the CLI prints them before a run."""
+        return ""
+
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:

@@ -10,7 +10,7 @@ from lit_rlsched.callbacks.completions_table import CompletionsTable, drop_rows
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.run_curve import RunCurve
 from lit_rlsched.logs import is_partial_check
-from lit_rlsched.run_folder import folder_of, leave, occupy
+from lit_rlsched.run_folder import folder_of, leave, name_of, occupy
 from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 
@@ -92,6 +92,10 @@ class RolloutLogger(RolloutCallback):
         if (round.number + 1) % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember the metrics of the round's optimizer steps."""
+        self.curve.add_update(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the `val/` metrics; those of step 0 are the baseline."""
         if trainer.state.fn == "fit" and not is_partial_check(trainer):
@@ -107,7 +111,8 @@ class RolloutLogger(RolloutCallback):
     def _draw(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import pictures  # imports matplotlib
 
-        pictures.publish(pictures.draw(self.curve), trainer)
+        name = name_of(folder_of(trainer))
+        pictures.publish(pictures.draw(self.curve, name), trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unlock the folder."""

@@ -11,15 +11,18 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.round_line import RoundLine
 from lit_rlsched.logs import is_partial_check
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.text import percent
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
 
 SECONDS_PER_FRAME = 0.25
 """Shortest time between two updates of the rollout bar in a terminal."""
 SECONDS_PER_LINE = 2.0
-"""Shortest time between two lines about rounds in a log; the rounds between get no line."""
+"""Shortest time between two lines about rounds in a log; the rounds between get no line unless
+they were validated."""
 SECONDS_PER_ROLLOUT_LINE = 30.0
 """Shortest time between two lines about one rollout in a log."""
 
@@ -67,7 +70,14 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     """Shows how far the run is, also inside a rollout.
 
     The upper bar counts rounds or, with `max_steps`, optimizer steps. If the output is not a
-    terminal, a line is printed for each round and validation instead.
+    terminal, a line is printed for each round instead, such as ::
+
+        round 21/60: reward 0.683, 115 tokens on average, 3 % cut, 61 % idle, rollout 2.1 s,
+        update 0.9 s, loss -0.012, 2 min left
+
+    `cut` is the share of completions that reached `max_completion_length`, `idle` the share of
+    slot-time without a completion. A round that was validated has the held-out accuracy too; rounds
+    that take less than two seconds share a line.
 
     Args:
         refresh_rate: See `TQDMProgressBar`; 0 switches the callback off.
@@ -84,7 +94,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         super().__init__(refresh_rate, process_position)
         self._rollout_bar: RolloutBar | None = None
         self._figures: dict[str, float] = {}
-        self._speed: dict[str, float] = {}
+        self._line = RoundLine()
         self._printed = -math.inf
 
     @property
@@ -102,12 +112,14 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         bar.set_description(f"{bar.unit.capitalize()}s")
         bar.reset(None if total == -1 else total)
         bar.initial = bar.n = done
+        self._line.training_starts(self._share(trainer, trainer.current_epoch))
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Keep Lightning from resetting the bar for each epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Show the metrics of the step."""
+        self._line.step_ends()
         self._advance(trainer, pl_module, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,22 +127,31 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         rounds = trainer.current_epoch + 1
         self._advance(trainer, pl_module, rounds)
         last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        validated = self._line.accuracy is not None
         now = time.monotonic()
-        if last or now - self._printed >= SECONDS_PER_LINE:
-            figures = {**self.get_metrics(trainer, pl_module), **self._speed}
-            if self._rollout_bar is not None:
-                figures["seconds"] = now - self._rollout_bar.began
+        if last or validated or now - self._printed >= SECONDS_PER_LINE:
             of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
-            self._print(f"{rounds}{of} rounds", figures)
+            others = self.get_metrics(trainer, pl_module)
+            others = {k: v for k, v in others.items() if k not in self._figures}
+            share = self._share(trainer, rounds)
+            self._print(self._line.text(f"round {rounds}{of}", share, others))
             self._printed = now
+
+    def _share(self, trainer: Trainer, rounds: int) -> float:
+        """Return the share of the run that is done; NaN if it has no end."""
+        ends = [(rounds, trainer.max_epochs or -1), (trainer.global_step, trainer.max_steps)]
+        shares = [done / end for done, end in ends if end > 0]
+        return max(shares, default=math.nan)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the held-out accuracy."""
         accuracy = trainer.callback_metrics.get("val/accuracy")
         if trainer.state.fn == "fit" and accuracy is not None and not is_partial_check(trainer):
             self._figures["val/accuracy"] = float(accuracy)
-            when = f"at step {trainer.global_step}" if trainer.global_step else "before training"
-            self._print(f"validation {when}", {"val/accuracy": float(accuracy)})
+            if trainer.sanity_checking:
+                self._print(f"before training: held-out accuracy {float(accuracy):.2f}")
+            else:
+                self._line.accuracy = float(accuracy)
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -149,6 +170,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
     def on_round_start(self, trainer: Trainer, pl_module: Any, plan: list[Group]) -> None:
         """Draw a bar for the completions of the round."""
+        self._line.rollout_starts()
         position = 2 * self.process_position + 1
         self._rollout_bar = RolloutBar(
             plan, position=position, disable=self.is_disabled, bar_format=self.BAR_FORMAT
@@ -161,15 +183,16 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         if (speed := bar.advance(trainer.datamodule.session.trace)) is not None:
             if not bar.disable:
                 bar.set_postfix(speed)
-            self._print(f"  rollout {bar.n}/{bar.total}", speed)
+            idle = percent(speed["bubble"])
+            of = f"{bar.n:,} of {bar.total:,} completions"
+            self._print(f"  rollout: {of}, {speed['tok/s']:,} tokens/s, {idle} idle")
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Remove the rollout bar and remember the metrics of the round."""
         if self._rollout_bar is not None:
             self._rollout_bar.close()
         self._figures["reward"] = round.metrics["reward"]
-        rate = int(round.metrics["rollout/tokens_per_second"])
-        self._speed = {"tok/s": rate, "bubble": round.metrics["rollout/bubble_ratio"]}
+        self._line.rollout_ends(round)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print without disturbing the bars."""
@@ -178,11 +201,10 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         else:
             super().print(*args, sep=sep, **kwargs)
 
-    def _print(self, head: str, metrics: dict[str, Any]) -> None:
-        """Print metrics on a line, if no bars are drawn."""
+    def _print(self, text: str) -> None:
+        """Print a line, if no bars are drawn."""
         if self.is_disabled:
-            shown = (f"{k} {v if isinstance(v, int) else f'{v:.4g}'}" for k, v in metrics.items())
-            self.print(f"{head}: {', '.join(shown)}", flush=True)
+            self.print(text, flush=True)
 
 
 def _interactive() -> bool:

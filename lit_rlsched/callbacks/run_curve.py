@@ -1,4 +1,4 @@
-"""Rewards, validations and time of a run from its beginning."""
+"""What a run has measured in each round, its validations and its time, from its beginning."""
 
 import math
 import time
@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_rlsched.run_folder import name_of
 from lit_rlsched.training.round import Round
+
+STEP_METRICS = ("kl", "entropy")
+"""Metrics of the optimizer steps that the curve keeps, if the module logs them."""
 
 
 class RunCurve:
-    """Rewards, validations and time of a run, including the runs it was resumed from."""
+    """Rounds, validations and time of a run, including the runs it was resumed from."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, float]] = []
-        """`round`, `step` and `reward` of each round."""
+        """`round`, `step`, `reward` and `length` (mean tokens of a completion) of each round, and
+        the `STEP_METRICS` of its last optimizer step."""
         self.validations: list[dict[str, float]] = []
         """`step` and all `val/` metrics of each validation."""
         self.last: Round | None = None
@@ -36,9 +41,16 @@ class RunCurve:
         self._seconds, self._started = self.seconds, None
 
     def add_round(self, round: Round) -> None:
-        """Add a round's reward."""
-        self.last, reward = round, round.metrics["reward"]
-        self.rounds.append({"round": round.number, "step": round.version, "reward": reward})
+        """Add a round that was drawn."""
+        self.last = round
+        length = round.metrics.get("completions/mean_length", math.nan)
+        row = {"reward": round.metrics["reward"], "length": length}
+        self.rounds.append({"round": round.number, "step": round.version, **row})
+
+    def add_update(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of the last round's optimizer steps."""
+        if self.rounds:
+            self.rounds[-1] |= {k: float(metrics[k]) for k in STEP_METRICS if k in metrics}
 
     def add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the `val/` metrics, replacing an earlier validation at the same step."""
@@ -56,9 +68,7 @@ class RunCurve:
 
     def summary(self, folder: Path, took: str) -> str:
         """Return the run in one line; a run in `runs/countdown/version_3` is called `countdown`."""
-        path = folder.resolve()
-        name = path.parent.name if path.name.startswith("version_") else path.name
-        return f"{name}: {self.result()} ({took}); pictures and metrics in {folder}"
+        return f"{name_of(folder)}: {self.result()} ({took}); pictures and metrics in {folder}"
 
     def result(self) -> str:
         """Return held-out accuracy or reward, at the beginning and at the end."""
@@ -86,9 +96,11 @@ class RunCurve:
         self._seconds = state_dict["seconds"]
 
 
-def measured(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
+def measured(
+    rows: Sequence[Mapping[str, float]], name: str, at: str = "step"
+) -> list[tuple[float, float]]:
     """Return `(step, value)` of the rows in which the value is finite."""
-    return [(r["step"], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
+    return [(r[at], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
 
 
 def from_to(points: Sequence[tuple[float, float]]) -> str:

@@ -75,6 +75,14 @@ class SortedBatching(RolloutCallback):
             pool_rounds, update_prompts, mode, max_staleness, oversubscribe, mask_stale_tokens
         )
 
+    def describe(self) -> str:
+        """Return the settings in words."""
+        others = "go on" if self.settings.mode == "partial" else "are drawn again"
+        return (
+            f"{self.settings.pool_rounds} rounds' prompts are loaded, and trained on as soon as an "
+            f"update's worth of them is ready; the others {others} under the new weights"
+        )
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)

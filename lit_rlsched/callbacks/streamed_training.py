@@ -61,6 +61,10 @@ class StreamedTraining(RolloutCallback):
             )
         self.start = start
 
+    def describe(self) -> str:
+        """Return what the callback does in words."""
+        return "gradients are computed while other completions decode"
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the setting into the schedule, if partial gradients can form the update."""
         if stage != "fit":

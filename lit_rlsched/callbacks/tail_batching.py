@@ -94,6 +94,15 @@ class TailBatching(RolloutCallback):
         self.reuse_drafts = reuse_drafts or max_deferrals is not None
         self.max_deferrals = max_deferrals
 
+    def describe(self) -> str:
+        """Return the settings in words."""
+        later = "in a long round later" if self.max_deferrals is None else "in the next rounds"
+        kept = ", with the tokens they have" if self.reuse_drafts else ""
+        return (
+            f"a round begins {self.prompt_ratio:g} times its prompts and ends when enough of them "
+            f"are ready; the others run {later}{kept}"
+        )
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the rule into the schedule."""
         schedule, run = rollout_schedule(trainer, self)

@@ -5,6 +5,7 @@ prompt, and trains on `keep` of them. The rules here choose these by their rewar
 computes advantages.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,6 +15,35 @@ from numpy.typing import ArrayLike
 Rule = Literal["max_variance", "max_reward", "percentile", "random"]
 
 _ROUNDING = 1e-12  # variances that differ by less than this share of the largest count as equal
+
+
+def check_early_stop(
+    early_stop: bool, rule: Rule, reward_range: tuple[float, float], min_length_ratio: float
+) -> None:
+    """Check the arguments of `DownSampling` that concern `early_stop`.
+
+    Raises:
+        ValueError: names the argument, its value and what to use instead.
+    """
+    if early_stop and rule != "max_variance":
+        raise ValueError(
+            f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
+            "variance. Use `rule='max_variance'`, or leave `early_stop` out."
+        )
+    low, high = reward_range
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(
+            f"`DownSampling({reward_range=})`: give the smallest reward, then the largest, "
+            "both finite."
+        )
+    if not 0 <= min_length_ratio <= 1:
+        raise ValueError(f"`DownSampling({min_length_ratio=})`: use 0 (no guard) to 1.")
+    unused = (*reward_range, min_length_ratio) != (0.0, 1.0, 0.9)
+    if unused and not early_stop:
+        raise ValueError(
+            f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
+            "they have no effect. Set it, or leave them out."
+        )
 
 
 def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:

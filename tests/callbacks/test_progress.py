@@ -1,3 +1,4 @@
+import math
 import re
 import time
 from types import SimpleNamespace
@@ -8,11 +9,18 @@ from lightning import LightningDataModule, LightningModule, Trainer
 
 from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
+from lit_rlsched.callbacks.round_line import RoundLine
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.text import duration
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
-METRICS = {"reward": 0.5, "rollout/tokens_per_second": 1234.5, "rollout/bubble_ratio": 0.25}
+METRICS = {
+    "reward": 0.5,
+    "completions/mean_length": 98.4,
+    "completions/clipped_ratio": 0.03,
+    "rollout/bubble_ratio": 0.25,
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -130,21 +138,21 @@ def test_log_gets_a_line_for_each_round_and_validation(tmp_path, capsys, log, mo
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
     fit(tmp_path, RolloutProgressBar(), max_epochs=2, num_sanity_val_steps=-1)
     out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if re.match(r"\d+/\d+ rounds|validation", line)]
-    assert lines[0] == "validation before training: val/accuracy 0.75"
-    assert lines[1] == "validation at step 1: val/accuracy 0.75"
-    figures = "reward 0.5, val/accuracy 0.75, loss 1, tok/s 1234, bubble 0.25"
-    head, rest = lines[2].split(": ")
-    *shown, seconds = rest.split(", ")
-    assert (head, sorted(shown)) == ("1/2 rounds", sorted(figures.split(", ")))
-    assert re.fullmatch(r"seconds [\d.e-]+", seconds)
-    assert lines[4].startswith("2/2 rounds: ")
+    lines = [line for line in out.splitlines() if re.match(r"round \d|before training", line)]
+    figures = (
+        r"reward 0.500, held-out accuracy 0.75, 98 tokens on average, 3 % cut, 25 % idle, "
+        r"rollout [\d.]+ s, update [\d.]+ s, loss [\d.]+"
+    )
+    assert lines[0] == "before training: held-out accuracy 0.75"
+    assert re.fullmatch(rf"round 1/2: {figures}, [\d.]+ s left", lines[1]), lines[1]
+    assert re.fullmatch(rf"round 2/2: {figures}", lines[2]), lines[2]
+    assert len(lines) == 3
     assert "\r" not in out and "from the module" in out
 
 
 def test_log_of_quick_rounds_is_short(tmp_path, capsys, log):
     fit(tmp_path, RolloutProgressBar(), max_epochs=20, limit_val_batches=0)
-    rounds = re.findall(r"^(\d+)/20 rounds", capsys.readouterr().out, re.MULTILINE)
+    rounds = re.findall(r"^round (\d+)/20: ", capsys.readouterr().out, re.MULTILINE)
     assert rounds[0] == "1" and rounds[-1] == "20" and len(rounds) < 10
 
 
@@ -154,7 +162,28 @@ def test_log_of_a_long_rollout_shows_that_it_moves(tmp_path, capsys, log, monkey
     bar, trainer = RolloutProgressBar(), SimpleNamespace(datamodule=SimpleNamespace())
     Module.roll_out(SimpleNamespace(bar=bar, trainer=trainer, postfixes=[]))
     out = capsys.readouterr().out.splitlines()
-    assert out == ["  rollout 2/4: tok/s 1, bubble 0.5", "  rollout 4/4: tok/s 1, bubble 0.5"]
+    assert out == [f"  rollout: {n} of 4 completions, 1 tokens/s, 50 % idle" for n in (2, 4)]
+
+
+def test_time_left_follows_from_the_rounds_so_far(monkeypatch):
+    clock = iter((0.0, 100.0, 130.0, 200.0, 300.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    line = RoundLine()
+    line.training_starts(0.5)  # resumed
+    assert line.text("round 6/10", 0.6, {}) == "round 6/10: 7 min left"  # 4 more of 100 s
+    line.training_starts(math.nan)  # has no end
+    assert line.text("round 6", math.nan, {"loss": 0.25}) == "round 6: loss 0.25"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99.4, "99 s"), (99.6, "2 min")],
+        *[(3569, "59 min"), (3571, "1 h 0 min"), (12000, "3 h 20 min")],
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_rollout_bar_counts_what_a_stop_takes_and_a_new_prompt_brings(terminal):

@@ -299,13 +299,13 @@ def test_summary_claims_no_start_that_was_not_measured(tmp_path):
         {"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))
     ]
     assert callback.summary(trainer).startswith("run: held-out accuracy 0.89 (2 rounds")
-    figure = pictures.learning_curve(callback.curve.rounds, callback.curve.validations)
+    figure = pictures.learning_curve("run", callback.curve.rounds, callback.curve.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.89"
     callback.curve.validations = [{"step": 0, "val/accuracy": 0.42}]
     assert "run: held-out accuracy 0.42 before training, reward 0.00 -> 0.10 (2 rounds" in (
         callback.summary(trainer)
     )
-    figure = pictures.learning_curve(callback.curve.rounds, callback.curve.validations)
+    figure = pictures.learning_curve("run", callback.curve.rounds, callback.curve.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.42"
 
 
@@ -440,18 +440,36 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def test_learning_curve_shows_every_curve():
-    rounds = [{"step": i, "reward": 0.01 * i} for i in range(40)]
-    validations = [
-        {"step": s, "val/mean@4": 0.3 + s / 100, "val/greedy_accuracy": 0.4, "val/accuracy": 0.3}
-        for s in (0, 20, 40)
+def titles(figure: Figure) -> list[str]:
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_learning_curve_shows_every_curve_over_rounds():
+    rounds = [
+        {"round": i, "step": 2 * i, "reward": 0.01 * i, "length": 90, "kl": 0.1, "entropy": 1.0}
+        for i in range(40)
     ]
-    figure = pictures.learning_curve(rounds, validations)
-    accuracy, reward = figure.axes
+    validations = [
+        {"step": s, "val/mean@4": 0.3 + s / 200, "val/greedy_accuracy": 0.4, "val/accuracy": 0.3}
+        for s in (0, 40, 80)
+    ]
+    figure = pictures.learning_curve("countdown", rounds, validations)
+    assert figure.get_suptitle() == "countdown, 40 rounds"
+    assert titles(figure) == [
+        "Held-out accuracy: 0.30 -> 0.70",
+        "Mean reward of the training completions",
+        "Mean length of the training completions",
+        "KL divergence from the reference model",
+        "Entropy of the policy",
+    ]
+    accuracy, reward = figure.axes[:2]
     curves = {line.get_label(): line for line in accuracy.lines}
-    assert sorted(curves) == ["greedy", "sampled (mean@4)"]
-    assert list(curves["sampled (mean@4)"].get_xdata()) == [0, 20, 40]
-    assert accuracy.get_title(loc="left") == "Held-out accuracy: 0.30 -> 0.70"
+    assert sorted(curves) == ["4 samples of each prompt (mean@4)", "greedy decoding"]
+    assert list(curves["greedy decoding"].get_xdata()) == [0, 20, 40]  # rounds, not steps
     points, mean = reward.lines
     assert len(points.get_xdata()) == 40 and mean.get_label() == "mean of 5 rounds"
     assert mean.get_ydata()[10] == pytest.approx(0.10)
@@ -459,41 +477,100 @@ def test_learning_curve_shows_every_curve():
 
 
 def test_learning_curve_without_validation_or_with_a_round_without_reward():
-    rounds = [{"step": 0, "reward": math.nan}, {"step": 1, "reward": 0.5}]
-    (axes,) = pictures.learning_curve(rounds, [{"step": 0, "val/loss": 1.0}]).axes
+    rounds = [{"round": 0, "step": 0, "reward": math.nan}, {"round": 1, "step": 1, "reward": 0.5}]
+    (axes,) = pictures.learning_curve("run", rounds, [{"step": 0, "val/loss": 1.0}]).axes
     assert list(axes.lines[0].get_xdata()) == [1]
-    assert png(pictures.learning_curve([{"step": 0, "reward": math.nan}], []))
+    assert png(pictures.learning_curve("run", rounds[:1], []))
 
 
-def test_timeline_has_a_bar_for_each_completion():
+def test_curve_has_what_the_last_step_of_each_round_logged(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    callback.setup(trainer, None, "fit")
+    for number in range(2):
+        callback.on_round_end(trainer, None, make_round(number))
+        trainer.callback_metrics = {"kl": torch.tensor(0.5 + number), "loss": torch.tensor(1.0)}
+        callback.on_train_epoch_end(trainer, None)
+    resumed = RolloutLogger()
+    resumed.load_state_dict(callback.state_dict())
+    resumed.on_round_end(trainer, None, make_round(2))
+    assert [row.get("kl") for row in resumed.curve.rounds] == [0.5, 1.5, None]
+
+
+def bars_of(figure: Figure) -> list[list]:
+    """Boxes of the bars in the upper panel, per colour."""
+    paths = [c.get_paths() for c in figure.axes[0].collections]
+    return [[path.get_extents() for path in some] for some in paths]
+
+
+def test_timeline_has_a_bar_for_each_completion_and_says_what_is_idle():
     round = make_round(prompts=6)
     del round.groups[-1]  # its completions were aborted, so to speak: not in the round
     figure = pictures.slot_timeline(round)
-    slots, count = figure.axes
-    bars = [path.get_extents() for row in slots.collections for path in row.get_paths()]
+    bars = [bar for some in bars_of(figure) for bar in some]
     assert len(bars) == 24
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert (
-        labels[-1] == "not trained on yet (4)"
-        and sum(int(x.split("(")[1][:-1]) for x in labels) == 24
-    )
+    *finishes, idle = legend(figure)
+    assert idle == "idle slot" and finishes[-1] == "not trained on in this round (4)"
+    assert "cut at the limit of 40 tokens" in finishes[0]
+    assert sum(int(label.split("(")[1][:-1]) for label in finishes) == 24
     trace = round.trace
-    assert max(bar.x1 for bar in bars) == trace.seconds == count.get_xlim()[1]
-    title = (
-        f"24 completions, Q = 5 slots, {trace.seconds:.3g} s, bubble ratio {trace.bubble_ratio:.2f}"
+    assert max(bar.x1 for bar in bars) == trace.seconds == figure.axes[1].get_xlim()[1]
+    share = f"{trace.bubble_ratio:.0%}".replace("%", " %")
+    assert figure.get_suptitle() == (
+        f"Round 0: 24 completions decoded in 5 slots in {trace.seconds:.0f} s; "
+        f"{share} of the slot-time was idle"
     )
-    assert title in slots.get_title(loc="left")
+    assert titles(figure)[1] == f"On average {(1 - trace.bubble_ratio) * 5:.3g} of 5 slots decode"
     assert len(png(figure)) > 10_000
+
+
+def test_timeline_sorts_slots_by_when_they_fall_idle():
+    figure = pictures.slot_timeline(make_round(prompts=6))
+    last: dict[float, float] = {}
+    for bar in [bar for some in bars_of(figure) for bar in some]:
+        last[bar.y0] = max(bar.x1, last.get(bar.y0, 0))
+    ends = [last[row] for row in sorted(last)]
+    assert len(ends) == 5 and ends == sorted(ends, reverse=True)
+    assert figure.axes[0].yaxis_inverted()
 
 
 def test_timeline_shows_when_gradients_were_computed():
     round = make_round(3)
+    end = round.trace.seconds
     round.trace.worked(round.trace._origin + 1, round.trace._origin + 3)
+    round.trace.worked(round.trace._origin + end - 1, round.trace._origin + end + 4)
     figure = pictures.slot_timeline(round)
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[-1] == "the trainer computes gradients (2 s)"
-    band = figure.axes[1].patches[0]
-    assert (band.get_x(), band.get_width()) == (1, 2)
+    assert legend(figure)[-1] == "the trainer computes gradients"
+    assert titles(figure)[2] == (
+        "Streamed training: gradients are computed for 7 s, 3 s of them while completions decode"
+    )
+    (lane,) = figure.axes[2].collections
+    assert [path.get_extents().x0 for path in lane.get_paths()] == [1, end - 1]
+    assert figure.axes[2].get_xlim() == (0, end + 4)  # also after the last decode step
+
+
+def test_timeline_marks_completions_that_begin_with_a_draft():
+    round = make_round(3)
+    round.metrics["drafts/tokens"] = 30
+    drafted, rejected, whole = round.completions[:3]
+    drafted.token_ids = [5] * (len(drafted.token_ids) + 9)  # more than the trace has seen
+    rejected.token_ids = [5] * (len(rejected.token_ids) + 1)  # a token drawn by the verification
+    whole.token_ids = [5] * 7
+    columns, name = round.trace.spans, round.samples[2].id
+    rows = [row for row in zip(*columns.values(), strict=True) if row[0] != name]
+    for values, column in zip(zip(*rows, strict=True), columns.values(), strict=True):
+        column[:] = values
+    figure = pictures.slot_timeline(round)
+    assert "begins with a draft from an earlier round (1); 1 more were complete" in legend(figure)
+    (mark,) = bars_of(figure)[-1]
+    first = min(row[2] for row in rows if row[0] == round.samples[0].id)
+    assert mark.x0 == first and whole.finished
+
+
+@pytest.mark.parametrize("slots", [1, 4, 1024])
+def test_timeline_of_few_and_many_slots(slots):
+    figure = pictures.slot_timeline(make_round(prompts=max(1, slots // 4), slots=slots))
+    assert len(figure.axes[0].collections) <= 3  # not an artist for each of 1,024 bars
+    assert len(png(figure)) < 150_000
 
 
 def test_timeline_needs_a_trace():
@@ -514,26 +591,33 @@ def histogram_of(lengths: list[int], limit: int = 10**6) -> Figure:
     )
 
 
-def test_histogram_counts_all_and_marks_percentiles():
+def test_histogram_counts_all_and_marks_percentiles_and_limit():
     figure = histogram_of([*range(1, 101)], limit=100)
     (axes,) = figure.axes
     assert axes.get_xscale() == "linear"
     assert max(bar.get_y() + bar.get_height() for bar in axes.patches) >= 2
     assert sum(bar.get_height() for bar in axes.patches) == 100
-    assert [t.get_text() for t in axes.texts] == ["p50 = 50", "p90 = 90", "p99 = 99"]
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["ended by itself (99)", "cut at the limit (1)"]
+    assert legend(figure) == [
+        "cut at the limit of 100 tokens (1)",
+        "ended by itself (99)",
+        "median: 50 tokens",
+        "90 % have at most 90 tokens",
+        "99 % have at most 99 tokens",
+        "limit of 100 tokens",
+    ]
+    assert [line.get_xdata()[0] for line in axes.lines] == [50, 90, 99, 100]
+    assert axes.get_xlabel() == "length of a completion (tokens)"
     assert len(png(figure)) > 5_000
 
 
 def test_histogram_is_logarithmic_where_lengths_are_skewed():
-    (axes,) = histogram_of([10] * 89 + [200] * 5 + [1000] * 6).axes
-    assert axes.get_xscale() == "log"
-    assert [t.get_text() for t in axes.texts] == ["p50 = 10", "p90 = 200", "p99 = 1000"]
+    figure = histogram_of([10] * 89 + [200] * 5 + [1000] * 6)
+    assert figure.axes[0].get_xscale() == "log" and figure.axes[0].get_xlim()[1] < 2000
+    assert legend(figure)[-1] == "limit of 1,000,000 tokens, beyond the right edge"
 
 
 def test_histogram_of_one_length_and_of_none():
-    assert [t.get_text() for t in histogram_of([7] * 4).axes[0].texts] == ["p50, p90, p99 = 7"]
+    assert "median: 7 tokens" in legend(histogram_of([7] * 4))
     assert png(histogram_of([0, 0]))
 
 

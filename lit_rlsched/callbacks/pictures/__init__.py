@@ -1,0 +1,39 @@
+"""Pictures of a run, as matplotlib figures."""
+
+from collections.abc import Mapping
+
+from lightning import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from matplotlib.figure import Figure
+
+from lit_rlsched.callbacks.pictures.learning import learning_curve
+from lit_rlsched.callbacks.pictures.lengths import length_histogram
+from lit_rlsched.callbacks.pictures.timeline import slot_timeline
+from lit_rlsched.callbacks.run_curve import RunCurve
+from lit_rlsched.run_folder import folder_of
+
+__all__ = ["draw", "learning_curve", "length_histogram", "publish", "slot_timeline"]
+
+
+def draw(curve: RunCurve, name: str) -> dict[str, Figure]:
+    """Return all pictures that there is data for, by name; `name` is the run's."""
+    figures, last = {}, curve.last
+    if curve.rounds:
+        figures["learning"] = learning_curve(name, curve.rounds, curve.validations)
+    if last is not None:
+        figures["lengths"] = length_histogram(last)
+        if last.trace is not None and last.trace.steps["end"]:
+            figures["timeline"] = slot_timeline(last)
+    return figures
+
+
+def publish(figures: Mapping[str, Figure], trainer: Trainer) -> None:
+    """Save pictures in the run's folder, and send them to W&B and TensorBoard."""
+    for name, figure in figures.items():
+        path, step = folder_of(trainer) / f"{name}.png", trainer.global_step
+        figure.savefig(path)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image(f"pictures/{name}", [str(path)], step=step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(f"pictures/{name}", figure, step)
