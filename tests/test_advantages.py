@@ -217,6 +217,12 @@ def test_equal_rewards_are_no_advantage(rule: str, reward: float) -> None:
     assert not advantage(rewards).any()
 
 
+@pytest.mark.parametrize("rule", ["group", "none", "rloo"])
+def test_equal_rewards_are_no_advantage_whatever_other_groups_have(rule: str) -> None:
+    rewards = torch.tensor([0.1, 1e5 / 7, 7.7e9 / 3, 1e15 / 3], dtype=torch.float64)
+    assert not RULES[rule](rewards[:, None].repeat(1, 7)).any()
+
+
 @given(groups(nan=True), st.sampled_from([1e150, 1e200, 1e300]))
 @example(torch.full((1, 3), 0.375, dtype=torch.float64), 1e150)
 def test_the_spread_does_not_overflow(rewards: Tensor, unit: float) -> None:

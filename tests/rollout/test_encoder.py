@@ -84,6 +84,19 @@ def test_an_encoder_without_a_limit_reads_512_tokens(encoder_path, tmp_path):
     assert saved(tmp_path, BloomModel(config), encoder_path)._max_length == 512
 
 
+def test_an_encoder_reads_what_it_and_its_tokenizer_allow_and_512_tokens_at_most(
+    encoder_path, tmp_path
+):
+    bert = BertModel.from_pretrained(encoder_path)
+    limits = {"pad_token": "[PAD]", "model_max_length": 10}
+    assert saved(tmp_path / "short", bert, encoder_path, **limits)._max_length == 10
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertModel(
+        BertConfig(vocab_size=40, intermediate_size=16, max_position_embeddings=600, **small)
+    )
+    assert saved(tmp_path / "long", bert, encoder_path)._max_length == 512
+
+
 def test_a_long_text_loses_its_beginning(encoder_path):
     encoder = SampleEncoder(encoder_path)
     encoder.bind(decode)

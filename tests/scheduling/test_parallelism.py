@@ -69,7 +69,8 @@ def test_a_halving_that_was_wrong_is_tried_half_as_often():
 
 def test_after_a_halving_the_average_starts_at_zero():
     """3 preemptions in the next round make it 1.5, and 2 are more than 1.05 times that."""
-    assert play(TensorParallelPlanner(2, 2), "short", 0, 0, 0, 0, 3, 2) == [2, 2, 2, 1, 1, 2]
+    sizes = play(TensorParallelPlanner(2, 2), "short", 0, 0, 0, 0, 3, 2)
+    assert sizes == [2, 2, 2, 1, 1, 2] and all(type(size) is int for size in sizes)
 
 
 def test_a_halving_that_was_right_counts_no_more():

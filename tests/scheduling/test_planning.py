@@ -175,7 +175,8 @@ def test_grain_adds_up_to_half_of_epsilon(monkeypatch):
     )
     lengths = unplannable(0)
     plan_makespan(lengths, 3, 0.2)
-    assert grains == [pytest.approx(0.2 / 2 * 1000 / 12)]
+    plan_makespan(lengths, 3)
+    assert grains == pytest.approx([0.2 / 2 * 1000 / 12, 0.1 / 2 * 1000 / 12])
 
 
 @given(small)
