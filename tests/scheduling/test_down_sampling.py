@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.down_sampling import (
     RULES,
+    check_early_stop,
     max_reward,
     max_variance,
     percentile,
@@ -295,3 +296,35 @@ def test_an_infinite_reward_is_no_score(rule):
     absent = [[1.0, math.nan, 0.0, 2.0], [math.nan, 3.0, math.nan, 5.0]]
     assert rule(infinite, 3).tolist() == rule(absent, 3).tolist()
     assert rule(infinite, 3)[1].tolist() == [1, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((True, "random", (0.0, 1.0), 0.9), r"early_stop=True, rule='random'\)`: groups stop at"),
+        ((True, "max_variance", (1.0, 1.0), 0.9), r"reward_range=\(1.0, 1.0\)\)`: give the smal"),
+        ((True, "max_variance", (-math.inf, 1.0), 0.9), r"range=\(-inf, 1.0\)\)`: give"),
+        ((True, "max_variance", (0.0, math.inf), 0.9), r"range=\(0.0, inf\)\)`: give"),
+        ((True, "max_variance", (0.0, 1.0), -0.1), r"min_length_ratio=-0.1\)`: use 0"),
+        ((True, "max_variance", (0.0, 1.0), 1.1), r"min_length_ratio=1.1\)`: use 0"),
+        ((False, "random", (0.5, 1.0), 0.9), r"range=\(0.5, 1.0\), .*: they have no effect"),
+        ((False, "random", (0.0, 2.0), 0.9), r"range=\(0.0, 2.0\), .*: they have no effect"),
+        ((False, "random", (0.0, 1.0), 0.5), r"ratio=0.5\)` without .*: they have no effect"),
+    ],
+)
+def test_settings_of_an_early_stop_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=rf"`DownSampling\(.*{message}"):
+        check_early_stop(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (False, "random", (0.0, 1.0), 0.9),
+        (True, "max_variance", (0.0, 1.0), 0.9),
+        (True, "max_variance", (-2.0, -1.0), 0.0),
+        (True, "max_variance", (0.0, 5.0), 1.0),
+    ],
+)
+def test_settings_of_an_early_stop_that_go_together(arguments):
+    check_early_stop(*arguments)
