@@ -97,13 +97,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
             )
             positions = step.padding().positions
             for batch in step:
-                logp, _ = completion_logprobs(
-                    policy,
-                    batch.input_ids,
-                    batch.prompt_lengths,
-                    batch.completion_lengths,
-                    completion_rows=batch.completion_rows,
-                )
+                logp, _ = completion_logprobs(policy, **batch.logprob_inputs)
                 (-(batch.advantages[:, None] * logp).sum()).backward()
     return {
         "seconds": time.process_time() - began,

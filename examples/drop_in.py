@@ -1,13 +1,14 @@
 """Train your own LightningModule, with automatic optimization, on scheduled rollouts.
 
-`Policy` below knows nothing of rollouts. It is an ordinary module with a `training_step` that
-returns a loss and with `configure_optimizers`. The data module draws the completions and tells
+`Supervised` below is an ordinary module, which learns from demonstrations. `Policy` is the same
+module with GRPO: 3 of its lines are replaced by 4. The data module draws the completions and tells
 Lightning where each optimizer step ends; all flags of the Trainer work.
 
     python examples/drop_in.py --rounds 5
 """
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 from lightning import LightningModule, Trainer
@@ -22,40 +23,44 @@ from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.losses import policy_loss
 
 
-class Policy(LightningModule):
-    """An ordinary module with one causal language model."""
+class Supervised(LightningModule):
+    """The module as it was: it imitates demonstrations, batches of `input_ids` and `labels`."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
         self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
     def training_step(self, batch, batch_idx):
-        """Return the micro-batch's share of the loss of the optimizer step."""
-        logp, _ = completion_logprobs(
-            self.lm, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
-        )
-        loss, metrics = policy_loss(
-            logp,
-            batch.advantages,
-            batch.completion_mask,
-            old_logp=batch.old_logp,
-            rollout_logp=batch.rollout_logp,
-            step_sequences=batch.step_sequences,
-            step_tokens=batch.step_tokens,
-        )
-        self.log_dict(metrics, batch_size=1)
+        """Return the loss of a batch."""
+        loss = self.lm(**batch).loss
+        self.log("loss", loss)
         return loss
 
-    def validation_step(self, evaluated, batch_idx):
-        """Log the accuracy on held-out prompts."""
-        self.log("val/accuracy", evaluated.metrics()["accuracy"], prog_bar=True, batch_size=1)
+    def validation_step(self, batch, batch_idx):
+        """Log the loss on held-out demonstrations."""
+        self.log("val/loss", self.lm(**batch).loss)
 
     def configure_optimizers(self):
-        """Return an optimizer as in any other module."""
+        """Return an optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=3e-4, betas=(0.9, 0.95))
 
 
-def main() -> None:
+class Policy(Supervised):
+    """The same module with GRPO."""
+
+    def training_step(self, batch, batch_idx):
+        """Return the micro-batch's share of the loss of the optimizer step."""
+        logp, _ = completion_logprobs(self.lm, **batch.logprob_inputs)
+        loss, metrics = policy_loss(logp, **batch.loss_inputs)
+        self.log_dict(metrics, batch_size=1)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        """Log the accuracy on held-out prompts."""
+        self.log("val/accuracy", batch.metrics()["accuracy"], batch_size=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Train for a few rounds."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -66,7 +71,7 @@ def main() -> None:
         "--engine", choices=["vllm", "transformers"], default="vllm", help="Engine that decodes."
     )
     parser.add_argument("--rounds", type=int, default=5, help=rounds)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     data = RolloutDataModule(
         Countdown("train", size=1000),
         [countdown_reward],
@@ -96,5 +101,5 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":  # reward workers are other processes
+if __name__ == "__main__":
     main()

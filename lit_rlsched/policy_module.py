@@ -207,7 +207,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
     def needs_group(self) -> bool:
         return True
 
-    def needs_engine_logprobs(self, off_policy: bool) -> bool:
+    def needs_drawnrobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
         return bool(self._hp.old_logprobs == "engine")
@@ -248,43 +248,24 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         assert model is not None, "configure_model has not run"
-        return completion_logprobs(
-            model,
-            batch.input_ids,
-            batch.prompt_lengths,
-            batch.completion_lengths,
-            completion_rows=batch.completion_rows,
-            temperature=batch.temperature,
-            entropy=entropy,
-        )
+        return completion_logprobs(model, **batch.logprob_inputs, entropy=entropy)
 
     # Training.
 
     def loss(self, batch: MicroBatch) -> LossOutput:
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
-        old_logp: Tensor | None = batch.old_logp
-        rollout_logp: Tensor | None = None if batch.truncated_sampling else batch.rollout_logp
-        engine = self.needs_engine_logprobs(batch.off_policy)
-        if engine:
-            old_logp, rollout_logp = rollout_logp, None
-        output = policy_loss(
-            logp,
-            batch.advantages,
-            batch.completion_mask,
-            old_logp=old_logp,
-            ref_logp=batch.ref_logp,
-            rollout_logp=rollout_logp,
-            step_sequences=batch.step_sequences,
-            step_tokens=batch.step_tokens,
-            max_completion_length=batch.max_completion_length,
-            **self._loss_settings,
-        )
+        inputs = batch.loss_inputs
+        drawn = None
+        if self.needs_drawnrobs(batch.off_policy):
+            drawn = inputs["rollout_logp"]
+            inputs |= {"old_logp": drawn, "rollout_logp": None}
+        output = policy_loss(logp, **inputs, **self._loss_settings)
         assert entropy is not None
         mask = batch.completion_mask
-        if engine and old_logp is not None:  # metrics of how far the policy has moved
+        if drawn is not None:  # metrics of how far the policy has moved
             cap = self._hp.importance_sampling_clip_max
-            _, moved = rollout_correction(logp.detach(), old_logp, mask.bool(), "token_mask", cap)
+            _, moved = rollout_correction(logp.detach(), drawn, mask.bool(), "token_mask", cap)
             output.metrics.update(moved)
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
         return output

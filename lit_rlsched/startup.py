@@ -190,7 +190,6 @@ class Startup:
         return RolloutSession(
             data.engine,
             self.spec,
-            lambda: self.admission(self.spec),
             Scorer(
                 data.rewards, self.decode, schedule.timeouts, self._trainer_state, data.has_rewards
             ),
@@ -202,6 +201,7 @@ class Startup:
                 temperature=data.sampling.temperature,
                 forward_context=trainer.precision_plugin.forward_context,
             ),
+            lambda: self.admission(self.spec),
             seed=data.seed,
             lengths=schedule.lengths,
             probe_tokens=schedule.resolved_probe_tokens(data.sampling.max_completion_length),

@@ -8,7 +8,7 @@ from pathlib import Path
 SDIST = (
     *("LICENSE", "THIRD_PARTY_NOTICES.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
     *("CITATION.cff", "SECURITY.md", "Makefile", "pyproject.toml", "requirements/cpu.txt"),
-    *("configs/quickstart.yaml", "docs/explanation/reliability.md", "examples/drop_in.py"),
+    *("configs/quickstart.yaml", "docs/explanation/reliability.md", "examples/grpo_loop.py"),
     *("examples/countdown/model/model.safetensors", "tests/conftest.py", "tests/test_module.py"),
     *("lit_rlsched/module.py", "lit_rlsched/py.typed"),
     *("benchmarks/__main__.py", "benchmarks/counts.json"),

@@ -16,18 +16,8 @@ class Plain(LightningModule):
         self.lm = load_policy(model)
 
     def training_step(self, batch, batch_idx):
-        logp, _ = completion_logprobs(
-            self.lm, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
-        )
-        return policy_loss(
-            logp,
-            batch.advantages,
-            batch.completion_mask,
-            old_logp=batch.old_logp,
-            rollout_logp=batch.rollout_logp,
-            step_sequences=batch.step_sequences,
-            step_tokens=batch.step_tokens,
-        ).loss
+        logp, _ = completion_logprobs(self.lm, **batch.logprob_inputs)
+        return policy_loss(logp, **batch.loss_inputs).loss
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)

@@ -1,4 +1,5 @@
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -53,6 +54,32 @@ def test_every_config_parses(path, capsys):
     assert config["model"]["class_path"].startswith("lit_rlsched.")
     for line in path.read_text().splitlines()[:1]:
         assert line.startswith("# "), "a config says in its first line what it is"
+
+
+def test_the_config_for_gsm8k_trains_on_its_rows(tmp_path, monkeypatch, capsys):
+    """With a small model in place of Qwen3 and two rows in place of the hub's, on a CPU."""
+    import datasets
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+    solution = "She sold 48/2 = <<48/2=24>>24 for $2.\n#### 24"
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        questions = [f"{split}: how many of {n}?" for n in (48, 50)]
+        return datasets.Dataset.from_list([{"question": q, "answer": solution} for q in questions])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    small = "data.engine=TransformersEngine data.prompts_per_round=2 data.num_generations=2"
+    small += " data.max_completion_length=16 trainer.max_epochs=1 trainer.accelerator=cpu"
+    small += f" model.model=examples/countdown/model trainer.default_root_dir={tmp_path}"
+    main(["fit", "-c", "configs/qwen3_gsm8k.yaml", *(f"--{option}" for option in small.split())])
+    assert asked == [("openai/gsm8k", "main", split) for split in ("train", "test[:256]")]
+    assert "1 rounds, 4 completions" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").open()]
+    assert len(rows) == 4
+    assert all("Put the final number into" in row["prompt"] for row in rows)
+    assert {row["math_verify_reward"] for row in rows} <= {0.0, 1.0}  # None: a gold is unreadable
 
 
 def test_what_is_printed_parses_again(capsys, tmp_path):

@@ -1,31 +1,190 @@
-import os
+"""The examples run, and say what is true."""
+
+import difflib
+import inspect
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+import torch
+import yaml
+from lightning import Trainer
+from torch.utils.data import DataLoader
+
+from examples import drop_in, grpo_loop
+from examples.own_callback import PatternShare
+from examples.own_engine import PlainEngine
+from examples.own_predictor import MeanOfSize, PrintCalibration
+from examples.own_task import MakeTen, can_make_ten, makes_ten
+from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling, RolloutCallback
+from lit_rlsched.cli import main
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "examples/README.md").read_text()
+COMMANDS = re.findall(r"`(lit-rlsched .*?|python .*?)`", README)
 
 
-def run(*command):
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+
+
+class Rounds(RolloutCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.seen.append(round)
+
+
+def test_every_example_is_listed_with_its_command():
+    examples = [path for path in ROOT.glob("examples/**/*.py") if path.name != "__init__.py"]
+    for path in examples:
+        name = str(path.relative_to(ROOT))
+        assert f"]({path.relative_to(ROOT / 'examples')})" in README, name
+        said = path.read_text().replace(" \\\n       ", "")
+        assert any(command in said for command in COMMANDS if Path(name).stem in command), name
+    assert len(COMMANDS) == len(examples) + 1  # and a config
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("lit-rlsched")])
+def test_commands_parse(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*shlex.split(command)[1:], "--print_config=skip_default"])
+    assert stop.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"].endswith("GRPOModule")
+
+
+def rewards_of(capsys, *args):
+    grpo_loop.main(["--engine=transformers", *args])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"round {i}" for i in range(len(lines))]
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+def test_the_loop_is_short_and_repeats_itself(capsys):
+    assert len(inspect.getsource(grpo_loop).splitlines()) <= 100
+    small = "--rounds=2", "--prompts=2", "--generations=4"
+    first = rewards_of(capsys, *small)
+    assert first == rewards_of(capsys, *small) and len(first) == 2
 
 
 @pytest.mark.slow
-def test_drop_in():
-    shown = run("examples/drop_in.py", "--rounds", "1", "--engine", "transformers")
-    line = shown.splitlines()[-1]
+def test_the_loop_learns(capsys):
+    rewards = rewards_of(capsys)
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.1
+
+
+def test_a_foreign_module_changes_in_few_lines():
+    said = re.search(r"(\d+) of its lines are replaced by (\d+)", drop_in.__doc__)
+    changes = []
+    for name in ("training_step", "validation_step"):
+        before, after = (
+            re.sub(r'""".*?"""', "", inspect.getsource(getattr(of, name)))
+            for of in (drop_in.Supervised, drop_in.Policy)
+        )
+        changes += difflib.ndiff(before.splitlines(), after.splitlines())
+    counted = [sum(line.startswith(sign) for line in changes) for sign in "-+"]
+    assert counted == [int(number) for number in said.groups()]
+    ours = {n for n in vars(drop_in.Policy) if not n.startswith("_")}
+    assert ours == {"training_step", "validation_step"}
+
+
+def test_the_foreign_module_trains_without_rollouts_too(tiny_model, tmp_path):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    ids = torch.arange(4, 24)[None]
+    batches = DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=None)
+    module = drop_in.Supervised(tiny_model)
+    before = module.lm(input_ids=ids, labels=ids).loss
+    trainer.fit(module, batches, batches)
+    assert trainer.callback_metrics["val/loss"] < before
+
+
+def test_the_batch_has_what_its_loss_needs(fit, tiny_model):
+    trainer, _, _ = fit(drop_in.Policy(tiny_model), temperature=0.7, trainer={"max_epochs": 1})
+    assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    with pytest.warns(UserWarning, match="importance sampling is off"):
+        trainer, _, _ = fit(drop_in.Policy(tiny_model), top_p=0.5, trainer={"max_epochs": 1})
+    assert not any(name.startswith("sampling/") for name in trainer.callback_metrics)
+
+
+@pytest.mark.slow
+def test_drop_in(capsys):
+    drop_in.main(["--rounds", "1", "--engine", "transformers"])
+    line = capsys.readouterr().out.splitlines()[-1]
     pattern = r"drop_in: reward ([\d.]+), held-out accuracy ([\d.]+) after 1 optimizer steps"
     reward, accuracy = map(float, re.fullmatch(pattern, line).groups())
     assert 0.2 < reward < 0.6 and 0.2 < accuracy < 0.6
+
+
+def test_the_rows_of_the_own_task():
+    train, heldout = (
+        [tuple(row["digits"]) for row in MakeTen(split).rows()] for split in ("train", "heldout")
+    )
+    assert not {*train} & {*heldout} and len(train) == 136 and len(heldout) == 34
+    assert can_make_ten((9, 2, 1)) and (1, 1, 2) not in train + heldout
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("<answer>9+2-1</answer>", 1.0),
+        ("2+9=11-1=10 10 y\n<answer>2+9-1</answer>", 1.0),
+        ("<answer>9+1</answer>", 0.0),
+        ("<answer>9+2+1</answer>", 0.0),
+        ("<answer>9-1+2", 0.0),
+        ("<answer>9+2-1+5-5</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>" + "9+" * 100_000, 0.0),
+    ],
+)
+def test_the_reward_of_the_own_task(answer, score):
+    assert makes_ten([[{"role": "assistant", "content": answer}]], [[1, 2, 9]]) == [score]
+
+
+def test_the_own_task_trains(tmp_path, capsys):
+    small = "data.engine=TransformersEngine data.prompts_per_round=4 trainer.max_epochs=1"
+    small += " trainer.limit_val_batches=0 trainer.accelerator=cpu"
+    small += f" trainer.default_root_dir={tmp_path}/run"
+    main(["fit", "-c", "examples/own_task.yaml", *(f"--{option}" for option in small.split())])
+    assert "1 rounds, 32 completions" in capsys.readouterr().out
+
+
+def test_own_callback(fit):
+    rounds = Rounds()
+    trainer, _, _ = fit(callbacks=[rounds, PatternShare("[0-9]")], trainer={"max_epochs": 1})
+    (round,) = rounds.seen
+    starts = [c.text[:1] in tuple("0123456789") for c in round.completions]
+    assert 0 < sum(starts) < len(starts)
+    assert trainer.callback_metrics["completions/pattern_share"] == pytest.approx(fmean(starts))
+    with pytest.raises(ValueError, match=r"`PatternShare\(pattern='\('\)` is not"):
+        PatternShare("(")
+
+
+def test_own_engine(fit):
+    """It passes the check after a weight sync, and draws what TransformersEngine draws."""
+    ours, theirs = Rounds(), Rounds()
+    fit(callbacks=[ours, MicroGroupSampling(slots=3)], engine=PlainEngine())
+    fit(callbacks=[theirs])
+    for a, b in zip(ours.seen, theirs.seen, strict=True):
+        assert [c.token_ids for c in a.completions] == [c.token_ids for c in b.completions]
+
+
+def test_own_predictor(fit, sums, capsys):
+    rows = [row | {"size": len(row["answer"])} for row in sums]
+    predictor, rounds = MeanOfSize(first_guess=8), Rounds()
+    slots = MicroGroupSampling(slots=3, order="longest_first")
+    prediction = LengthPrediction(predictor, probe_tokens=0)
+    fit(callbacks=[slots, prediction, PrintCalibration(), rounds], train_data=rows)
+    printed = capsys.readouterr().out.splitlines()
+    line = r"round \d: error \d+ tokens \(history \d+\), rank correlation -?\d\.\d\d \(history .*\)"
+    assert len([text for text in printed if re.fullmatch(line, text)]) == 2
+    lengths = {1: [], 2: []}
+    for round in rounds.seen:
+        for sample in round.samples:
+            lengths[sample.group.prompt.columns["size"]].append(len(sample.completion.token_ids))
+    assert predictor.totals == {size: [len(n), sum(n)] for size, n in lengths.items()}

@@ -81,15 +81,7 @@ def make_rows(groups: Any = GROUPS, vocab: int = VOCAB) -> list[Sample]:
 
 
 def forward(model: nn.Module, batch: MicroBatch, **settings: Any) -> tuple[Tensor, Tensor | None]:
-    return completion_logprobs(
-        model,
-        batch.input_ids,
-        batch.prompt_lengths,
-        batch.completion_lengths,
-        completion_rows=batch.completion_rows,
-        temperature=batch.temperature,
-        **settings,
-    )
+    return completion_logprobs(model, **batch.logprob_inputs, **settings)
 
 
 def update(model: nn.Module, step: OptimizerStep) -> tuple[dict[int, Tensor], Tensor, Tensor]:

@@ -45,4 +45,7 @@ class RolloutCallback(Callback):
         """Called when all completions of a prompt are scored."""
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: "Round") -> None:
-        """Called when the round has its advantages, before it is trained on."""
+        """Called when the round has its advantages, before it is trained on.
+
+        The entries of `round.metrics`, to which this hook may add, are logged after it.
+        """

@@ -186,6 +186,8 @@ class HubDataset(PromptTask):
         config: Configuration, if the data set has several, e.g. `main`.
         split: Split; slices such as `train[:1000]` work.
         prompt_column: Column to use as `prompt`.
+        instructions: Text before each prompt, e.g. how to mark the answer. The prompts, which must
+            be strings, become user messages.
     """
 
     def __init__(
@@ -194,11 +196,13 @@ class HubDataset(PromptTask):
         config: str | None = None,
         split: str = "train",
         prompt_column: str = "prompt",
+        instructions: str = "",
     ) -> None:
         self.name = name
         self.config = config
         self.split = split
         self.prompt_column = prompt_column
+        self.instructions = instructions
 
     def rows(self) -> list[dict[str, Any]]:
         """Read the rows; the first call downloads them."""
@@ -212,19 +216,31 @@ class HubDataset(PromptTask):
             )
         if self.prompt_column != "prompt":
             data = data.rename_column(self.prompt_column, "prompt")
-        return data.to_list()
+        rows = data.to_list()
+        for row in rows if self.instructions else ():
+            if not isinstance(row["prompt"], str):
+                raise ValueError(
+                    f"`HubDataset(instructions=...)`: the column `{self.prompt_column}` of "
+                    f"`{self.name}` holds chat messages, not strings. Leave `instructions` out."
+                )
+            row["prompt"] = _user_message(row["prompt"], self.instructions)
+        return rows
 
 
 def _row(task: str, question: str, entry: Any, instructions: str = "") -> dict[str, Any]:
-    text = f"{instructions}\n\n{question}" if instructions else question
     return {
-        "prompt": [{"role": "user", "content": text}],
+        "prompt": _user_message(question, instructions),
         "uid": f"{task}-{stable_hash(question):016x}",
         "task": task,
         "question": question,
         "answer": entry["answer"],
         "metadata": entry["metadata"],
     }
+
+
+def _user_message(question: str, instructions: str) -> list[dict[str, str]]:
+    text = f"{instructions}\n\n{question}" if instructions else question
+    return [{"role": "user", "content": text}]
 
 
 def _split_of(*problem: object) -> Split:

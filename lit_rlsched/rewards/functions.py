@@ -133,7 +133,8 @@ def math_verify_reward(
 
     Args:
         completions: Completions, as text or chat messages; a boxed answer takes precedence.
-        answer: Gold answers. The score is None if a gold answer cannot be parsed.
+        answer: Gold answers; of a worked solution that ends in `#### 72`, as in GSM8K, only the
+            number counts. The score is None if a gold answer cannot be parsed.
         solution: Gold answers under TRL's name, used if there is no column `answer`.
         **kwargs: Ignored.
     """
@@ -146,7 +147,7 @@ def math_verify_reward(
     targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
     scores: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
-        parsed = mv.parse(str(gold), parsing_timeout=limit)
+        parsed = mv.parse(str(gold).rpartition("####")[2], parsing_timeout=limit)
         if not parsed:
             scores.append(None)
             continue

@@ -24,11 +24,11 @@ class RolloutSession:
     Args:
         engine: Engine that was not started yet.
         spec: What the engine needs to know of the run.
-        admission: Creates the admission, which decides who takes a free slot; called each time the
-            engine has started.
         scorer: Scores finished completions.
         sync: Called before every rollout, also under an unchanged version: a callback may have
             swapped weights for validation and back.
+        admission: Creates the admission, which decides who takes a free slot; called each time the
+            engine has started. By default requests take the slots in the order they come.
         **controller: Further arguments of `RolloutController`.
     """
 
@@ -36,9 +36,9 @@ class RolloutSession:
         self,
         engine: RolloutEngine,
         spec: EngineSpec,
-        admission: Callable[[], Admission],
         scorer: Scorer,
         sync: Sync = lambda version: {},
+        admission: Callable[[], Admission] | None = None,
         **controller: Any,
     ) -> None:
         self.engine = engine
@@ -46,12 +46,12 @@ class RolloutSession:
         self.scorer = scorer
         self._sync = sync
         self._synced: Mapping[str, float] = {}
-        self._admission = admission
+        self._admission = admission or (lambda: Admission(spec.slots))
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         try:
             give_back(spec.device)
             engine.start(spec)
-            worker = engine.make_worker(admission())
+            worker = engine.make_worker(self._admission())
             self.controller = RolloutController(worker, scorer, **controller)
         except BaseException:
             engine.close()  # it may have started in part

@@ -104,7 +104,13 @@ def simulated_session(
     spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing)
     scorer: Any = Unscored()
     return RolloutSession(
-        engine, spec, admission, scorer, seed=0, lengths=lengths, probe_tokens=probe_tokens
+        engine,
+        spec,
+        scorer,
+        admission=admission,
+        seed=0,
+        lengths=lengths,
+        probe_tokens=probe_tokens,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -116,6 +116,34 @@ class MicroBatch:
         self.rollout_logp = _pad([c.logprobs for c in completions])
         self.old_logp = _pad_optional([c.old_logprobs for c in completions])
         self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
+
+    @property
+    def logprob_inputs(self) -> dict[str, Any]:
+        """Arguments of `completion_logprobs`."""
+        return {
+            "input_ids": self.input_ids,
+            "prompt_lengths": self.prompt_lengths,
+            "completion_lengths": self.completion_lengths,
+            "completion_rows": self.completion_rows,
+            "temperature": self.temperature,
+        }
+
+    @property
+    def loss_inputs(self) -> dict[str, Any]:
+        """Arguments of `policy_loss`, besides `logp` and the settings of the loss.
+
+        After truncated sampling `rollout_logp` is `None`, which switches the correction off.
+        """
+        return {
+            "advantages": self.advantages,
+            "mask": self.completion_mask,
+            "old_logp": self.old_logp,
+            "ref_logp": self.ref_logp,
+            "rollout_logp": None if self.truncated_sampling else self.rollout_logp,
+            "step_sequences": self.step_sequences,
+            "step_tokens": self.step_tokens,
+            "max_completion_length": self.max_completion_length,
+        }
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         """Move every tensor, in place."""

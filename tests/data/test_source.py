@@ -77,10 +77,19 @@ def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = load_rows(HubDataset("openai/gsm8k", "main", "test[:2]", prompt_column="question"))
     assert [row["prompt"] for row in rows] == ["1+1", "2"]
+    instructed = HubDataset("openai/gsm8k", prompt_column="question", instructions="Think.")
+    assert instructed.rows()[1]["prompt"] == [{"role": "user", "content": "Think.\n\n2"}]
     for spec in ("org/name", "org/name:test"):
         with pytest.raises(ValueError, match="no column `prompt`"):
             load_rows(spec)
-    assert asked[1:] == [("org/name", None, s) for s in ("train", "test")]
+    assert asked[2:] == [("org/name", None, s) for s in ("train", "test")]
+
+
+def test_a_chat_on_the_hub_takes_no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}]}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: chats)
+    with pytest.raises(ValueError, match="`prompt` of `org/name` holds chat messages"):
+        HubDataset("org/name", instructions="Think.").rows()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from examples.own_engine import PlainEngine
 from lit_rlsched import engines
 from lit_rlsched.engines.base import EngineSpec, EngineStats, RolloutEngine
 from lit_rlsched.types import Event, Request, Sampling
@@ -26,6 +27,7 @@ DECODERS = [
     ),
     "TransformersEngine",
     "ProcessEngine",
+    pytest.param("PlainEngine", marks=pytest.mark.slow),
 ]
 """The engines that run a model; the simulation only draws lengths."""
 ALL = [*DECODERS, "SimulatedEngine"]
@@ -61,7 +63,7 @@ def bench(name: str, model: str, policy: PreTrainedModel, slots: int = SLOTS) ->
     if name == "ProcessEngine":
         engine: RolloutEngine = engines.ProcessEngine(engines.TransformersEngine())
     else:
-        engine = getattr(engines, name)()
+        engine = PlainEngine() if name == "PlainEngine" else getattr(engines, name)()
     engine.start(EngineSpec(model, slots, MAX_MODEL_LEN, (EOS,), policy=policy))
     try:
         yield Bench(engine, policy)
@@ -607,7 +609,7 @@ def test_stats_count_and_go_back_to_zero(ready: Bench) -> None:
     assert idle(ready.engine.stats())
 
 
-@every_decoder
+@pytest.mark.parametrize("shared", DECODERS[:-1], indirect=True)  # PlainEngine has no cache
 def test_a_group_computes_its_prompt_once(ready: Bench) -> None:
     prompt = LONG_PROMPT[::-1]  # nobody else's
     before = ready.engine.stats()

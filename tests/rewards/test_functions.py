@@ -86,6 +86,8 @@ def test_the_last_answer_is_found_as_the_library_finds_it() -> None:
         ("I do not know", "42", 0.0),
         ("$x+1$", "$1+x$", 1.0),
         ("42", "???", None),
+        (r"\boxed{72}", "Half of $96 is $<<96/2=48>>48, so $1,048 is left.\n#### 1,048", 0.0),
+        (r"\boxed{1048}", "Half of $96 is $<<96/2=48>>48, so $1,048 is left.\n#### 1,048", 1.0),
         ([{"role": "assistant", "content": r"\boxed{42}"}], "42", 1.0),
     ],
 )

@@ -41,7 +41,7 @@ def make_session(said, monkeypatch, device, sync=lambda version: {}):
 
     monkeypatch.setattr(module, "RolloutController", lambda *_, **__: said)
     spec = EngineSpec("", 2, 8, (), device=device)
-    return RolloutSession(Engine(), spec, lambda: None, said, sync, seed=0)
+    return RolloutSession(Engine(), spec, said, sync, seed=0)
 
 
 def test_cached_memory_is_given_back_before_the_engine_takes_its_share(said, monkeypatch):

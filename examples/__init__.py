@@ -1,0 +1,1 @@
+"""Small programs that use the package; `examples/README.md` lists them."""
