@@ -75,7 +75,7 @@ def test_the_config_for_gsm8k_trains_on_its_rows(tmp_path, monkeypatch, capsys):
     small += f" model.model=examples/countdown/model trainer.default_root_dir={tmp_path}"
     main(["fit", "-c", "configs/qwen3_gsm8k.yaml", *(f"--{option}" for option in small.split())])
     assert asked == [("openai/gsm8k", "main", split) for split in ("train", "test[:256]")]
-    assert "1 rounds, 4 completions" in capsys.readouterr().out
+    assert "1 round, 4 completions" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").open()]
     assert len(rows) == 4
     assert all("Put the final number into" in row["prompt"] for row in rows)
