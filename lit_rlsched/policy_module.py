@@ -207,7 +207,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
     def needs_group(self) -> bool:
         return True
 
-    def needs_drawnrobs(self, off_policy: bool) -> bool:
+    def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
         return bool(self._hp.old_logprobs == "engine")
@@ -257,7 +257,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
         inputs = batch.loss_inputs
         drawn = None
-        if self.needs_drawnrobs(batch.off_policy):
+        if self.needs_engine_logprobs(batch.off_policy):
             drawn = inputs["rollout_logp"]
             inputs |= {"old_logp": drawn, "rollout_logp": None}
         output = policy_loss(logp, **inputs, **self._loss_settings)
