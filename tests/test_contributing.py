@@ -34,7 +34,8 @@ def test_every_block_is_run():
 
 
 def test_what_is_named_is_there():
-    for path in re.findall(r"`((?:lit_rlsched|tests|docs(?!/_build)|requirements|examples)/[\w/.]+)`", PAGE):
+    folders = "lit_rlsched|tests|docs(?!/_build)|requirements|examples"
+    for path in re.findall(rf"`((?:{folders})/[\w/.]+)`", PAGE):
         assert (ROOT / path).exists(), path
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for page in (PAGE, (ROOT / "AGENTS.md").read_text()):
