@@ -16,7 +16,7 @@ import torch
 
 from lit_rlsched.engines.base import EngineStats, Partial, RolloutEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
-from lit_rlsched.types import Event, Request
+from lit_rlsched.types import Event, FinishReason, Request
 
 
 @dataclass
@@ -84,7 +84,7 @@ class PlainEngine(RolloutEngine):
     def _take(self, row, token, logprob):
         row.token_ids.append(token)
         row.logprobs.append(logprob)
-        reason = None
+        reason: FinishReason | None = None
         if token in self.spec.eos_token_ids:
             reason = "stop"
         elif row.length == row.request.limit:

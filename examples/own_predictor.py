@@ -22,7 +22,7 @@ class MeanOfSize(LengthPredictor):
     def __init__(self, column: str = "size", first_guess: float = 100.0):
         self.column = column
         self.first_guess = first_guess
-        self.totals = {}  # value -> [number of completions, number of tokens]
+        self.totals: dict[object, list[float]] = {}  # value -> completions, their tokens
 
     def predict(self, samples):
         """Return the number of tokens that each of the unfinished completions will still draw."""
