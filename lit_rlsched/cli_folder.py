@@ -4,8 +4,10 @@ import atexit
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -13,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_rlsched.redaction import without_secrets
 from lit_rlsched.run_folder import (
     LOCK,
     folder_with,
@@ -23,6 +26,7 @@ from lit_rlsched.run_folder import (
     occupy,
     remove_unused,
 )
+from lit_rlsched.wandb_runs import log_artifact, saved_ids
 
 
 class SaveConfig(SaveConfigCallback):
@@ -37,6 +41,17 @@ class SaveConfig(SaveConfigCallback):
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         (folder / self.config_filename).write_text(text, encoding="utf-8")
+        with TemporaryDirectory() as shared:
+            path = Path(shared, self.config_filename)
+            path.write_text(redacted(text), encoding="utf-8")
+            log_artifact(trainer, "config", "config", path)
+
+
+def redacted(text: str) -> str:
+    """Return a configuration in YAML without secrets; unchanged if it has none."""
+    settings = yaml.safe_load(text)
+    shown = without_secrets(settings)
+    return text if shown == settings else yaml.safe_dump(shown, sort_keys=False)
 
 
 def choose_folder(config: Namespace, subcommand: str) -> Path | None:
@@ -67,6 +82,8 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
     atexit.register(remove_unused, folder)
     config.trainer.default_root_dir = str(folder)
     config.trainer.logger = _loggers(config.trainer.logger, str(folder))
+    if subcommand == "fit":
+        _continue_wandb_runs(config, folder)
     return folder
 
 
@@ -75,6 +92,20 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder / "checkpoints")
+
+
+def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
+    """Let each W&B logger without an `id` continue the run of the checkpoint.
+
+    A sweep's agent names the run of each process, also if all begin with one checkpoint.
+    """
+    loggers = config.trainer.logger or []
+    wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
+    path = config.ckpt_path or (_was_requeued(folder) and newest_checkpoint(folder))
+    if wandb and path and "WANDB_RUN_ID" not in os.environ:
+        for options, run_id in zip(wandb, saved_ids(path), strict=False):
+            if options.get("id") is None and options.get("version") is None:
+                options["id"] = run_id
 
 
 def _refuse_best(config: Namespace) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning import LightningDataModule
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,15 +19,18 @@ from lit_rlsched.evaluation import EvaluationSettings
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
+from lit_rlsched.redaction import without_secrets
 from lit_rlsched.resuming import check_has_state
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.run_config import run_config
 from lit_rlsched.schedule import Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup
 from lit_rlsched.training_run import TrainingRun
 from lit_rlsched.types import Prompt, Sampling
+from lit_rlsched.wandb_runs import describe_runs, run_ids, warn_of_new_runs
 
 
 class RolloutDataModule(LightningDataModule):
@@ -188,6 +192,8 @@ class RolloutDataModule(LightningDataModule):
         stage = TrainerFn(stage).value  # messages would show the enum's name
         if stage == "fit":
             self.run.settings = FitSettings(self.trainer, self.steps_per_epoch)
+            self.run.clock.start()
+            describe_runs(self.trainer, type(self.engine).__name__)
             checks.check_group_size(self.num_generations, self.run.learner.needs_group)
             if self.run.learner.needs_engine_logprobs(off_policy=False):
                 checks.check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
@@ -196,6 +202,16 @@ class RolloutDataModule(LightningDataModule):
                 self._read("val", stage)
         else:
             self._read("val" if stage == "validate" else stage, stage)
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """Settings of the whole run, which Lightning gives to every logger; see `run_config`."""
+        settings = super().hparams_initial
+        if self.trainer is not None:
+            taken = self.trainer.lightning_module.hparams_initial  # Lightning refuses duplicates
+            config = run_config(self.trainer, self).items()
+            settings |= {name: value for name, value in config if name not in taken}
+        return AttributeDict(without_secrets(settings))
 
     def _read(self, name: str, stage: str) -> None:
         data = getattr(self, f"{name}_data")
@@ -240,6 +256,7 @@ class RolloutDataModule(LightningDataModule):
             log_now(self.trainer, self.run.end_round())
         if self.run.settings is not None:
             self.run.settings.undo()
+        self.run.clock.stop()
         self.close()
         self.has_rewards = True
         self.schedule = Schedule(FullRound(self.prompts_per_round))
@@ -261,7 +278,7 @@ class RolloutDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of the run except the weights, as primitives and tensors."""
-        return self.run.state_dict()
+        return {**self.run.state_dict(), "wandb_ids": run_ids(self.trainer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check a checkpoint against this run and keep it until the prompts are tokenised.
@@ -275,6 +292,7 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         if self.trainer.state.fn == "fit":
             self.run.load_state_dict(state)
+            warn_of_new_runs(self.trainer, state.get("wandb_ids", ()))
 
     @property
     def steps_per_epoch(self) -> int:

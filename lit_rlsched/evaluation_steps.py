@@ -47,7 +47,8 @@ class EvaluationSteps(LightningModule):
         training = trainer.state.fn == "fit"
         if training and not is_partial_check(trainer):
             # Lightning would drop the baseline, and log later values at other steps.
-            log_now(trainer, figures, step=trainer.global_step)
+            position = trainer.datamodule.run.position  # type: ignore[attr-defined]
+            log_now(trainer, position | figures, step=trainer.global_step)
         if not trainer.sanity_checking:
             headline = f"{stage}/accuracy"
             rest = {k: v for k, v in figures.items() if k != headline}

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
+from lit_rlsched.clock import Clock
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.hooks import fire
@@ -66,6 +67,8 @@ class TrainingRun:
         """Number of rounds ended."""
         self.counters: Counter[str] = Counter()
         """Totals since the run began: `num_tokens`, `num_completions`, `dropped/*`."""
+        self.clock = Clock()
+        """Time in `fit`."""
         self.advice = Advice()
         """Warnings given so far."""
         self.resumed: dict[str, Any] | None = None
@@ -116,6 +119,15 @@ class TrainingRun:
         return self.current is not None and self._cursor() >= self._steps_taken
 
     @property
+    def position(self) -> dict[str, float]:
+        """Rounds, tokens and seconds so far: x-axes on which loggers can show every metric."""
+        return {
+            "rollout/round": self.rounds_over,
+            "num_tokens": self.counters["num_tokens"],
+            "time/total": self.clock.seconds,
+        }
+
+    @property
     def rounds_over(self) -> int:
         """Number of rounds of which the Trainer has taken all its steps."""
         if self.resumed is not None:
@@ -164,7 +176,7 @@ class TrainingRun:
         for text in told:
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
-        log_now(trainer, round.metrics)
+        log_now(trainer, self.position | round.metrics)
         return round
 
     def _prepare(self, groups: list[Group]) -> RoundSettings:
@@ -218,6 +230,7 @@ class TrainingRun:
             **self.rounds.state_dict(),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
+            "seconds": self.clock.seconds,
             "advice": self.advice.state_dict(),
             "round": saved,
         }
@@ -235,6 +248,7 @@ class TrainingRun:
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
         limit = data.sampling.max_completion_length
         check_drawn(drawn, state.get("reward_funcs"), data.rewards.names, limit)
+        self.clock.before = state.get("seconds", 0.0)
         self.resumed = state
 
     def _restore(self, state: dict[str, Any]) -> None:

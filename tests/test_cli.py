@@ -23,7 +23,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.cli import main
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+CONFIGS = sorted({*(ROOT / "configs").glob("**/*.yaml")} - {ROOT / "configs/sweep.yaml"})
 
 
 def printed(capsys, *args):

@@ -23,7 +23,9 @@ BLOCKS = {
         re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)
     )
 }
-FILES = {path.name: path.read_text() for path in ROOT.glob("configs/*.yaml")}
+FILES = {
+    path.name: path.read_text() for path in ROOT.glob("configs/*.yaml") if path.stem != "sweep"
+}
 
 
 def complaints(text: str) -> list[str]:

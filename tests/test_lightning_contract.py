@@ -28,6 +28,7 @@ TOUCHED = (
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.train_step_context()"),
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.convert_module(module)"),
     Touch("lightning.pytorch.strategies.strategy", "Strategy.connect(module)"),
+    Touch("lightning.pytorch.loggers.wandb", "WandbLogger._name"),
 )
 """Everything private, and what is public but not in Lightning's reference for users."""
 

@@ -12,6 +12,7 @@ from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.export import Dtype, check_arguments, export_state
 from lit_rlsched.policy_module import PolicyModule
 from lit_rlsched.run_folder import folder_of
+from lit_rlsched.wandb_runs import log_artifact
 
 
 class ExportModel(Callback):
@@ -19,8 +20,9 @@ class ExportModel(Callback):
 
     The folders are `export/last` and `export/best` in the run's folder. The best model is that of
     the first `ModelCheckpoint` with a `monitor`; without one, only the last is exported. A resumed
-    run replaces them. A run that is stopped exports nothing: use `lit-rlsched export`. If a folder
-    cannot be written, for example because the disk is full, a warning says so.
+    run replaces them. With a `WandbLogger` they are also artifacts at W&B. A run that is stopped
+    exports nothing: use `lit-rlsched export`. If a folder cannot be written, for example because
+    the disk is full, a warning says so.
 
     With LoRA, the base is loaded once more into main memory to merge the adapters.
 
@@ -72,11 +74,13 @@ class ExportModel(Callback):
             return
         folder, best = folder_of(trainer) / "export", _best(trainer)
         last = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        self._export(last, folder / "last", folder, hub=best is None)
+        self._export(trainer, last, folder / "last", folder, hub=best is None)
         if best is not None:
-            self._export(best, folder / "best", best, hub=True)
+            self._export(trainer, best, folder / "best", best, hub=True)
 
-    def _export(self, checkpoint: Any, out: Path, source: Path, hub: bool) -> None:
+    def _export(
+        self, trainer: Trainer, checkpoint: Any, out: Path, source: Path, hub: bool
+    ) -> None:
         try:
             if isinstance(checkpoint, Path):
                 checkpoint = read_checkpoint(checkpoint)
@@ -88,6 +92,7 @@ class ExportModel(Callback):
                 dtype=self.dtype,
                 hub=self.push_to_hub if hub else None,
             )
+            log_artifact(trainer, f"export-{out.name}", "model", out)
         except (OSError, RuntimeError, CheckpointError) as error:
             rank_zero_warn(f"The model in `{out}` is incomplete or not uploaded: {error}")
         else:

@@ -53,6 +53,8 @@ class ParallelismPlanner(RolloutCallback):
         Trainer(callbacks=[ParallelismPlanner(maximum=4), TailBatching()])
     """
 
+    sets = "how many devices the model is split over"
+
     def __init__(self, maximum: int | None = None, minimum: int = 1) -> None:
         check_bounds(minimum, maximum)
         self.maximum, self.minimum = maximum, minimum
@@ -102,14 +104,12 @@ class ParallelismPlanner(RolloutCallback):
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log the size, and let the planner learn from the round's preemptions."""
         assert self.planner is not None
-        log_now(
-            trainer,
-            {
-                "parallelism/tensor_parallel_size": self._engine.tensor_parallel_size,
-                "parallelism/restarts": self._restarts,
-                "time/restart": self._restart_seconds,
-            },
-        )
+        metrics = {
+            "parallelism/tensor_parallel_size": self._engine.tensor_parallel_size,
+            "parallelism/restarts": self._restarts,
+            "time/restart": self._restart_seconds,
+        }
+        log_now(trainer, metrics)
         self.planner.observe(self._kind, int(round.metrics["rollout/preemptions"]))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning import LightningModule, Trainer
 from lightning.pytorch import Callback
 
+from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.types import Completion, Group
 
 if TYPE_CHECKING:
     from lit_rlsched.training.round import Round
 
 
-class RolloutCallback(Callback):
+class RolloutCallback(RemembersInit, Callback):
     """Base class of callbacks with hooks for rounds; override what you need.
 
     Each hook fires exactly once per round, completion or group of training, even if the run is
     resumed. Validation rollouts fire no hooks. A callback that sets a field of the schedule says in
-    `sets` what it decides; two callbacks that decide the same are refused.
+    `sets` what it decides; two callbacks that decide the same are refused. Loggers get the
+    arguments of those callbacks as part of the run's configuration.
 
     Example::
 

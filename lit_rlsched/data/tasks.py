@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import stable_hash
 
@@ -15,7 +16,7 @@ HELD_OUT_SHARE = 5
 COUNTDOWN_MIX = {2: 0.2, 3: 0.5, 4: 0.3}
 
 
-class PromptTask(ABC):
+class PromptTask(RemembersInit, ABC):
     """Makes rows: a `prompt`, optionally a `uid`, and columns for the reward functions."""
 
     @abstractmethod

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
+from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
 from lit_rlsched.types import Event, Request
@@ -119,7 +120,7 @@ class Footprint:
     """Whether its steps are forward passes of the trainer's model, whose memory can be measured."""
 
 
-class RolloutEngine(ABC):
+class RolloutEngine(RemembersInit, ABC):
     """Decodes requests step by step.
 
     The caller decides what runs: it never submits more than `slots` requests at once, and the
@@ -228,10 +229,10 @@ class RolloutEngine(ABC):
     def now(self) -> float:
         """Seconds on the engine's clock: wall time, or virtual time in a simulation."""
 
-    def sleep(self) -> None:  # noqa: B027
+    def sleep(self) -> None:
         """Release memory for the trainer while nothing decodes, if the engine can."""
 
-    def wake(self) -> None:  # noqa: B027
+    def wake(self) -> None:
         """Undo `sleep`; weights must be synced before the next request."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.settings import check_count, check_finite, check_range
 from lit_rlsched.types import Sample
 
@@ -13,7 +14,7 @@ BINS = 256
 """Bins of the length histogram, each 5 % wider than the last; the last one starts at 344,000."""
 
 
-class LengthPredictor(ABC):
+class LengthPredictor(RemembersInit, ABC):
     """Predicts how many tokens unfinished completions will still draw.
 
     Example::
@@ -33,17 +34,17 @@ class LengthPredictor(ABC):
         Predictions should lie between 1 and `max_completion_length` minus the drawn tokens.
         """
 
-    def observe(self, samples: Sequence[Sample]) -> None:  # noqa: B027
+    def observe(self, samples: Sequence[Sample]) -> None:
         """Learn from finished completions."""
 
-    def bind(self, decode: Callable[[list[int]], str]) -> None:  # noqa: B027
+    def bind(self, decode: Callable[[list[int]], str]) -> None:
         """Receive the function that decodes token ids, before the first `predict`."""
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints: primitives and tensors."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state."""
 
 

@@ -1,0 +1,241 @@
+"""What an offline run of W&B holds, read back from its file."""
+
+import os
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.loggers import WandbLogger
+
+from lit_rlsched.callbacks import ExportModel, SortedBatching
+from lit_rlsched.cli import main
+from lit_rlsched.wandb_runs import saved_ids
+
+wandb = pytest.importorskip("wandb")
+from wandb_file import offline_runs  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+SMALL = """
+seed_everything: 0
+data:
+  train_data: {class_path: Countdown, init_args: {split: train, size: 16}}
+  val_data: {class_path: Countdown, init_args: {split: heldout, size: 4}}
+  engine: TransformersEngine
+  prompts_per_round: 2
+  num_generations: 4
+  max_completion_length: 24
+  val_num_generations: 0
+trainer:
+  max_epochs: 1
+  accelerator: cpu
+  check_val_every_n_epoch: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def patch():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the tests
+        for name in [n for n in os.environ if n.startswith("SLURM") or n == "WANDB_RUN_ID"]:
+            patch.delenv(name)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def folder(patch, tmp_path_factory):
+    """A run of the command line, stopped after a round and resumed for another."""
+    folder = tmp_path_factory.mktemp("wandb")
+    patch.setenv("MY_API_KEY", "canary-1234")
+    (folder / "small.yaml").write_text(SMALL)
+    callbacks = (
+        "--trainer.callbacks=[{class_path: RolloutLogger, init_args: "
+        "{num_completions: 2, pictures_every_n_rounds: 1}}, "
+        "{class_path: SortedBatching, init_args: {pool_rounds: 2}}]"
+    )
+    run = [
+        *("fit", "-c", "configs/quickstart.yaml", "-c", str(folder / "small.yaml"), callbacks),
+        f"--trainer.default_root_dir={folder}",
+        "--data.chat_template_kwargs={secret: canary-1234}",
+    ]
+    main(run)
+    main([*run, "--ckpt_path=last", "--trainer.max_epochs=2"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    return offline_runs(folder)
+
+
+def test_a_resumed_run_keeps_its_id(folder, runs):
+    first, second = runs
+    assert first.id == second.id and first.name == second.name
+    assert [row["trainer/global_step"] for row in first.rows if "reward" in row] == [0]
+    assert [row["trainer/global_step"] for row in second.rows if "reward" in row] == [1]
+    (path,) = (folder / "checkpoints").glob("round_00002*.ckpt")
+    assert saved_ids(path) == [first.id]
+    assert saved_ids(folder / "nothing.ckpt") == saved_ids(folder / "config.yaml") == []
+
+
+def test_the_configuration_tells_schedules_apart(runs):
+    config = runs[0].config
+    assert config["schedule"]["SortedBatching"]["pool_rounds"] == 2
+    assert config["engine"] == {"class": "TransformersEngine"}
+    assert config["train_data"]["source"]["class"] == "Countdown"
+    assert config["train_data"]["rows"] == 16 and config["val_data"]["rows"] == 4
+    assert config["reward_funcs"] == {"countdown_reward": 1.0}
+    assert config["trainer"]["max_epochs"] == 1 and config["seed_everything"] == 0
+    assert config["versions"]["wandb" if "wandb" in config["versions"] else "torch"]
+    assert config["prompts_per_round"] == 2 and config["loss_type"] == "dapo"
+    assert runs[1].config["trainer"]["max_epochs"] == 2
+
+
+def test_no_secret_is_written(folder):
+    for path in folder.rglob("*"):
+        if path.is_file() and (path.suffix == ".wandb" or path.name == "hparams.yaml"):
+            assert b"canary" not in path.read_bytes(), path
+
+
+def test_name_and_tags_say_what_the_run_does(runs):
+    assert runs[0].name == "grpo-sorted_batching-model"
+    assert runs[0].tags == ["grpo", "SortedBatching", "TransformersEngine"]
+
+
+def test_rounds_tokens_and_seconds_are_axes_of_rewards_and_validations(runs):
+    first = runs[0]
+    assert {"rollout/round", "num_tokens", "time/total"} <= first.metrics.keys()
+    rewards = [row for run in runs for row in run.rows if "reward" in row]
+    validations = [row for run in runs for row in run.rows if "val/accuracy" in row]
+    assert [row["rollout/round"] for row in rewards] == [0, 1]
+    assert [row["rollout/round"] for row in validations] == [0, 1, 2]
+    for rows in (rewards, validations):
+        for axis in ("num_tokens", "time/total"):
+            values = [row[axis] for row in rows]
+            assert values == sorted(set(values)), axis
+
+
+def test_the_best_values_are_in_the_summary(runs):
+    for name in ("val/accuracy", "val/reward", "reward"):
+        values = [row[name] for row in runs[0].rows if name in row]
+        assert runs[0].summary[name] == {"max": max(values), "last": values[-1]}
+        assert runs[0].metrics[name].step_metric == "trainer/global_step"
+
+
+def test_the_configuration_file_is_an_artifact(folder, runs):
+    for run in runs:
+        (config,) = (a for a in run.artifacts if a.type == "config")
+        assert config.name == f"config-{run.id}"
+        (entry,) = config.manifest.contents
+        assert entry.path == "config.yaml"
+        copy = yaml.safe_load(Path(entry.local_path).read_text())
+        assert copy["data"]["chat_template_kwargs"] == {"secret": "[redacted]"}
+    assert "canary" in (folder / "config.yaml").read_text(), "the run needs it"
+
+
+def test_the_pictures_and_the_table_are_in_the_file(runs):
+    for run in runs:
+        shown = {name: value for row in run.rows for name, value in row.items()}
+        assert shown["completions/_type"] == "incremental-table-file"
+        for name in ("timeline", "lengths", "learning"):
+            assert shown[f"pictures/{name}/_type"] == "images/separated", name
+        assert "rewards/countdown_reward/mean" in shown
+
+
+# From Python.
+
+
+def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def logger(**settings):
+        return WandbLogger(save_dir=tmp_path, offline=True, tags=["mine"], **settings)
+
+    def run(epochs, logger, ckpt=None):
+        trainer, *_ = fit(
+            callbacks=[SortedBatching(2), ExportModel()],
+            trainer={"logger": logger, "max_epochs": epochs},
+            ckpt_path=ckpt,
+        )
+        return trainer
+
+    trainer = run(1, logger(name="named"))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    wandb.finish()
+    with pytest.warns(UserWarning, match=r"belongs to the W&B run .* use `WandbLogger\(id='"):
+        run(2, logger(), tmp_path / "a.ckpt")
+    wandb.finish()
+    named, unnamed = sorted(offline_runs(tmp_path), key=lambda run: run.name != "named")
+    assert (named.name, unnamed.name[:20]) == ("named", "grpo-sorted_batching")
+    assert named.tags == ["mine", "grpo", "SortedBatching", "TransformersEngine"]
+    (model,) = named.artifacts
+    assert (model.name, model.type) == (f"export-last-{named.id}", "model")
+    assert "config.json" in {entry.path for entry in model.manifest.contents}
+    assert saved_ids(tmp_path / "a.ckpt") == [named.id] != [unnamed.id]
+
+
+# Sweeps.
+
+
+def commands(sweep):
+    """The command of each point of a grid, as W&B's agent builds it."""
+    from wandb.sdk.launch.sweeps import utils
+
+    names = [*sweep["parameters"]]
+    for point in product(*(sweep["parameters"][name]["values"] for name in names)):
+        args = {name: {"value": value} for name, value in zip(names, point, strict=True)}
+        flags = utils.create_sweep_command_args({"args": args})["args"]
+        command = utils.create_sweep_command(sweep["command"])
+        yield [word for part in command for word in (flags if part == "${args}" else [part])]
+
+
+@pytest.fixture
+def sweep():
+    return yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
+
+
+@pytest.mark.slow
+def test_a_point_of_the_sweep_runs(sweep, patch, tmp_path, monkeypatch):
+    grid = [*commands(sweep)]
+    assert len(grid) == 12
+    name, *args = next(c for c in grid if "--config=configs/sorted_rl.yaml" in c)
+    assert name == "lit-rlsched" and args[0] == "fit"
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    quick = yaml.safe_load((tmp_path / "configs/quickstart.yaml").read_text())
+    small = yaml.safe_load(SMALL)
+    quick["data"] |= small["data"]
+    quick["trainer"] |= small["trainer"]
+    (tmp_path / "configs/quickstart.yaml").write_text(yaml.safe_dump(quick))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # W&B's service stays in the folder in which it was started
+    main(args)
+    folder = tmp_path / "runs/quickstart+wandb_online+sorted_rl/version_0"
+    (run,) = offline_runs(folder)
+    assert run.name == "grpo-sorted_batching-model"
+    assert run.config["schedule"]["SortedBatching"]["pool_rounds"] == 4
+
+
+def test_every_overlay_of_the_sweep_parses(sweep, patch, capsys):
+    for _, *args in list(commands(sweep))[::3]:
+        with pytest.raises(SystemExit) as stop:
+            main([*args, "--print_config"])
+        assert stop.value.code == 0
+        logger = yaml.safe_load(capsys.readouterr().out)["trainer"]["logger"]
+        assert logger["init_args"]["offline"] is False
+
+
+def test_a_sweep_with_an_unknown_setting_is_refused(sweep, patch, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lit-rlsched"])
+    sweep["parameters"]["data.num_generation"] = {"values": [4]}
+    _, *args = next(commands(sweep))
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "There is no option `--data.num_generation`. Did you mean `--data.num_gen" in said
