@@ -11,7 +11,7 @@ project = "lit_rlsched"
 copyright = "the authors of lit_rlsched"  # noqa: A001
 release = lit_rlsched.__version__
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
@@ -27,6 +27,7 @@ html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # the notebook is stored with its output, which a test repeats
 
 default_role = "code"  # docstrings write `code` as Markdown does
 autodoc_typehints = "description"
