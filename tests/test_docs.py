@@ -3,9 +3,12 @@
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import nbclient
+import nbformat
 import pytest
 import yaml
 from bs4 import BeautifulSoup
@@ -19,6 +22,7 @@ from lit_rlsched.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
+NOTEBOOK = ROOT / "docs/tutorials/notebook.ipynb"
 HOSTS = {
     "arxiv.org",
     "docs.nvidia.com",
@@ -31,8 +35,16 @@ HOSTS = {
 """Hosts that pages may link to; add one after you have looked at the page it serves."""
 
 
+def text(path: Path) -> str:
+    """Markdown of a page or of a notebook's cells."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
 def tokens(path: Path) -> list[Token]:
-    parsed = MarkdownIt("commonmark").enable("table").parse(path.read_text())
+    parsed = MarkdownIt("commonmark").enable("table").parse(text(path))
     return [part for token in parsed for part in (token, *(token.children or ()))]
 
 
@@ -46,7 +58,7 @@ def is_link(token: Token) -> bool:
 
 def anchors(path: Path) -> set[str]:
     """Names of the headings, as GitHub and MyST make them."""
-    parsed = MarkdownIt("commonmark").parse(path.read_text())
+    parsed = MarkdownIt("commonmark").parse(text(path))
     titles = [parsed[i + 1] for i, token in enumerate(parsed) if token.type == "heading_open"]
     return {slugify("".join(c.content for c in title.children or ())) for title in titles}
 
@@ -70,7 +82,7 @@ def problem(page: Path, link: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, NOTEBOOK], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     problems = {link: why for link in links(page) if (why := problem(page, link))}
     assert not problems
@@ -114,11 +126,38 @@ YAML = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those after a comment `<!-- skip: next -->`."""
+def test_python_blocks_run(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All but those after `<!-- skip: next -->`; a plain block after one is its output."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # pages name its model and its files
     for example in Document.parse(str(page), PythonCodeBlockParser(), SkipParser()).examples():
         example.evaluate()
+    said = capsys.readouterr().out
+    for code, output in pairwise(tokens(page)):
+        if (code.type, code.info, output.type, output.info) == ("fence", "python", "fence", ""):
+            assert output.content in said
+
+
+def printed(notebook: nbformat.NotebookNode) -> list[str]:
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    return [out.get("text", "a picture") for out in outputs]
+
+
+@pytest.mark.slow
+def test_the_notebook_gives_the_output_that_it_is_stored_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    stored = printed(notebook)
+    assert stored.count("a picture") == 2 and "torch is imported: False\n" in stored
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    assert printed(notebook) == stored
 
 
 @pytest.mark.slow
@@ -144,7 +183,7 @@ def test_the_site(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr[-4000:]
     listed = (tmp_path / "llms.txt").read_text()
-    for page in ROOT.glob("docs/*/*.md"):
+    for page in [*ROOT.glob("docs/*/*.md"), NOTEBOOK]:
         path = page.relative_to(ROOT / "docs").with_suffix(".html")
         html = BeautifulSoup((tmp_path / path).read_text(), "html.parser")
         assert html.title and html.h1 and html.select_one(".sidebar-tree a.current"), path
