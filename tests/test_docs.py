@@ -143,6 +143,19 @@ def test_python_blocks_run(
             assert output.content in said
 
 
+@pytest.mark.parametrize("name", ["own_task", "drop_in"])
+def test_tutorials_show_the_examples(name: str) -> None:
+    page, example = ROOT / f"docs/tutorials/{name}.md", ROOT / "examples" / name
+    source = example.with_suffix(".py").read_text()
+    skipped = [b for a, b in pairwise(tokens(page)) if a.content.startswith("<!-- skip")]
+    lines = [line.strip() for block in skipped for line in block.content.splitlines()]
+    assert len(lines) > 10
+    assert not [line for line in lines if line.strip(".").split("  #")[0] not in source]
+    for block in (t.content for t in tokens(page) if t.info == "yaml"):
+        shown, whole = map(yaml.safe_load, (block, example.with_suffix(".yaml").read_text()))
+        assert shown == whole
+
+
 def printed(notebook: nbformat.NotebookNode) -> list[str]:
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     return [out.get("text", "a picture") for out in outputs]
