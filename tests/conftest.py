@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-pytest_plugins = ["vllm_build", "pytester"]
+pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=60)

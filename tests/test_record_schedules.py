@@ -6,6 +6,8 @@ import pytest
 import record_schedules
 from record_schedules import compare, differences, main, make_model, record_schedule
 
+pytestmark = pytest.mark.logs("share")  # by the recorder's reward function
+
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):

@@ -103,13 +103,18 @@ class RoundRunner:
         groups = self.planner.plan(rule)
         stale = restart_stale(groups, version, rule)
         watch = prepare(groups)
-        verified = time.perf_counter()
-        drafts = watch.verify(groups, version)
-        verifying = time.perf_counter() - verified
+        drafts, verifying = DraftAudit(), 0.0
+
+        def verify(begins: Sequence[Group]) -> None:
+            nonlocal drafts, verifying
+            verified = time.perf_counter()
+            drafts += watch.verify(begins, version)
+            verifying += time.perf_counter() - verified
+
+        verify(groups)
         begun = {Sample(g, c).id: len(c.token_ids) for g in groups for c in g.completions}
 
         def another(group: Group) -> Group | None:
-            nonlocal drafts
             assert watch.is_replaced is not None
             if not watch.is_replaced(group) or len(groups) >= most:
                 return None
@@ -117,7 +122,7 @@ class RoundRunner:
             if drawn is not None:
                 groups.append(drawn)
                 stale.extend(restart_stale([drawn], version, rule))
-                drafts += watch.verify([drawn], version)
+                verify([drawn])
             return drawn
 
         most = watch.max_num_gen_batches * rule.update_prompts

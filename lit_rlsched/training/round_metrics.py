@@ -93,10 +93,9 @@ def reward_metrics(
         column = torch.tensor(scores or [float("nan")], dtype=torch.float64)
         figures[f"rewards/{name}/mean"] = float(column.mean())
         figures[f"rewards/{name}/std"] = float(standard_deviation(column.view(1, -1)))
-    std = standard_deviation(rewards)
     figures["reward"] = float(rewards.nanmean())
-    figures["reward_std"] = float(std.mean())
-    figures["frac_reward_zero_std"] = float((std < 1e-8).double().mean())
+    figures["reward_std"] = float(standard_deviation(rewards.view(1, -1)))
+    figures["frac_reward_zero_std"] = float((standard_deviation(rewards) < 1e-8).double().mean())
     figures["rewards/unscorable"] = float(len(completions) - (~rewards.isnan()).sum())
     return figures
 

@@ -92,7 +92,7 @@ class TrainingRounds:
         self._blame(huge_rewards(round, names, update.weights))
         round.metrics |= measure(round, drawn.harvest, drawn.planned, names, update)
         round.metrics |= drawn.metrics
-        round.metrics["time/score"] = time.perf_counter() - began
+        round.metrics["time/advantages"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)
         self.drafts.keep(policy, version, planner.pool)
         return round, _counts(round, drawn.harvest) + (session.failures() - before)

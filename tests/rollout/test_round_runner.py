@@ -1,0 +1,40 @@
+"""What the round runner measures."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lit_rlsched.rollout import round_runner
+from lit_rlsched.rollout.audit import DraftAudit, Harvest
+from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
+
+
+def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (
+        Group(f"{n}@0", Prompt(n, n, (1,)), Sampling(8), [Completion(0)]) for n in ("a", "b")
+    )
+    now = 0.0
+
+    def verify(groups, version):
+        nonlocal now
+        now += 10.0
+        return DraftAudit(tokens=3)
+
+    def rollout(groups, version, rule, salt, predict, feedback):
+        yield feedback.more(groups[0])
+
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(round_runner, "time", clock)
+    monkeypatch.setattr(round_runner, "settle", lambda *state: Harvest([], [], [], []))
+    controller = SimpleNamespace(state=None, end_predictions=dict)
+    session = SimpleNamespace(rollout=rollout, controller=controller, trace=None, metrics=dict)
+    planner = SimpleNamespace(
+        plan=lambda rule: [first], replacement=lambda group, groups, rule: second
+    )
+    watchers = Watchers(verify, is_replaced=lambda group: True, max_num_gen_batches=2)
+    drawn = RoundRunner(planner).run(session, FullRound(1), 0, 0, lambda groups: watchers)
+    assert drawn.planned == [first, second]
+    assert drawn.harvest.drafts.tokens == 6
+    assert drawn.metrics["time/drafts"] == 20.0
