@@ -91,6 +91,7 @@ def test_a_foreign_module_changes_in_few_lines():
     assert ours == {"training_step", "validation_step"}
 
 
+@pytest.mark.logs("val/loss")
 def test_the_foreign_module_trains_without_rollouts_too(tiny_model, tmp_path):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
@@ -152,6 +153,7 @@ def test_the_own_task_trains(tmp_path, capsys):
     assert "1 round, 32 completions" in capsys.readouterr().out
 
 
+@pytest.mark.logs("completions/pattern_share")
 def test_own_callback(fit):
     rounds = Rounds()
     trainer, _, _ = fit(callbacks=[rounds, PatternShare("[0-9]")], trainer={"max_epochs": 1})
