@@ -60,6 +60,11 @@ BENCHMARKS = {
         0.5,
         "engine, lengths",
     ),
+    "picture": Benchmark(
+        "the README's picture: the same completions under four schedules, slot by slot",
+        0.2,
+        "engine, lengths",
+    ),
     "learning": Benchmark(
         "accuracy and decode slot-steps of sorted batching's modes on the quick task",
         25,
