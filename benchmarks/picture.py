@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the picture."""
     parser = results.parser("picture", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
-    parser.add_argument("--out", default="docs/schedules.png", help="file to write")
+    parser.add_argument("--out", default="docs/images/schedules.png", help="file to write")
     options = results.parse(parser, arguments)
     lengths = draw_lengths(options.seed, 150, 1.0)[: UPDATE * UPDATES]
     lengths = [min(length, LIMIT) for length in lengths]
