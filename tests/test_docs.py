@@ -28,6 +28,7 @@ HOSTS = {
     "docs.nvidia.com",
     "docs.vllm.ai",
     "github.com",
+    "huggingface.co",
     "keepachangelog.com",
     "mutmut.readthedocs.io",
     "semver.org",

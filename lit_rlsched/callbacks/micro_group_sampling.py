@@ -39,8 +39,8 @@ class MicroGroupSampling(RolloutCallback):
             turns in rounds of `SortedBatching` that may discard tokens). `shortest_first`,
             `longest_first`: by the lengths of `LengthPrediction`. `planned`: by a plan that assigns
             predicted lengths to slots, and work stealing (the paper's two stages). By default
-            `fifo`; with `LengthPrediction` `longest_first`, or `shortest_first` if `SortedBatching`
-            is used as well.
+            `fifo`; with `LengthPrediction` `longest_first`, or `shortest_first` where rounds end
+            early (`SortedBatching`, `TailBatching`).
 
     `python -m benchmarks run steps` compares the orders on the quick task's completions with 16
     slots, as extra decode steps over the minimum: naive rounds 204 %, continuous `fifo` 13 %. With
