@@ -19,9 +19,11 @@ TOUCHED = (
         "lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._batches_that_stepped"
     ),
     Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
+    Touch("lightning.pytorch.cli", "LightningCLI._add_subcommands(parser)"),
     Touch("lightning.pytorch.cli", "LightningCLI._parser(subcommand)"),
     Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_parser(klass, subcommand)"),
     Touch("lightning.pytorch.trainer.trainer", "Trainer._signal_connector"),
+    Touch("lightning.pytorch.trainer.trainer", "Trainer._checkpoint_connector"),
     Touch("lightning.pytorch.loops.fit_loop", "_FitLoop._combined_loader"),
     Touch("lightning.fabric.utilities.cloud_io", "_is_local_file_protocol(path)"),
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.forward_context()"),

@@ -69,7 +69,7 @@ def test_so_has_the_newest_release_beyond() -> None:
     beyond = newest_beyond(RECORD["released"].split(), requirement().specifier)
     assert beyond == [*RECORD["beyond"]], "run `python tests/vllm_contract.py`"
     assert misfits(RECORD, touches(), beyond) == []
-    text = (PACKAGE.parent / "docs" / "gpu.md").read_text()
+    text = (PACKAGE.parent / "docs" / "howto" / "gpu.md").read_text()
     for newest, builds in RECORD["beyond"].items():
         assert "vllm" in builds.split()
         assert f"**vLLM {newest}**" in text
