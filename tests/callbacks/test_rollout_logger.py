@@ -613,6 +613,9 @@ def test_histogram_counts_all_and_marks_percentiles_and_limit():
 def test_histogram_is_logarithmic_where_lengths_are_skewed():
     figure = histogram_of([10] * 89 + [200] * 5 + [1000] * 6)
     assert figure.axes[0].get_xscale() == "log" and figure.axes[0].get_xlim()[1] < 2000
+    figure.draw_without_rendering()
+    ticks = {text.get_text() for text in figure.axes[0].get_xticklabels()}
+    assert {"10", "20", "50", "1,000"} <= ticks
     assert legend(figure)[-1] == "limit of 1,000,000 tokens, beyond the right edge"
 
 

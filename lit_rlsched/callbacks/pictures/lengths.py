@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from lit_rlsched.callbacks.pictures.style import (
     BLACK,
@@ -49,6 +49,7 @@ def length_histogram(round: Round) -> Figure:
         axes.yaxis.set_major_locator(whole_numbers(8))
         if skewed:
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # also within a decade
             axes.xaxis.set_major_formatter("{x:,g}")
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_xlabel("length of a completion (tokens, logarithmic scale)")

@@ -58,7 +58,8 @@ def slot_timeline(round: Round) -> Figure:
             ha="left",
             size=13,
         )
-        figure.legend(handles=legend, loc="outside lower left", ncols=2, fontsize=10.5)
+        columns = 2 if len(legend) > 3 else 3
+        figure.legend(handles=legend, loc="outside lower left", ncols=columns, fontsize=10.5)
     return figure
 
 
