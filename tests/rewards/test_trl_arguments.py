@@ -30,6 +30,7 @@ def curriculum() -> Callable:
     return curriculum
 
 
+@pytest.mark.logs("share_done")
 def test_a_function_of_trl_s_runs_with_trl_and_with_us(
     fit: Callable, tiny_model: str, tmp_path: Path
 ) -> None:
