@@ -19,12 +19,11 @@ from lit_rlsched.evaluation import EvaluationSettings
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
-from lit_rlsched.redaction import without_secrets
 from lit_rlsched.resuming import check_has_state
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.run_config import run_config
+from lit_rlsched.run_config import logged_settings
 from lit_rlsched.schedule import Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup
@@ -206,12 +205,7 @@ class RolloutDataModule(LightningDataModule):
     @property
     def hparams_initial(self) -> AttributeDict:
         """Settings of the whole run, which Lightning gives to every logger; see `run_config`."""
-        settings = super().hparams_initial
-        if self.trainer is not None:
-            taken = self.trainer.lightning_module.hparams_initial  # Lightning refuses duplicates
-            config = run_config(self.trainer, self).items()
-            settings |= {name: value for name, value in config if name not in taken}
-        return AttributeDict(without_secrets(settings))
+        return logged_settings(super().hparams_initial, self.trainer, self)
 
     def _read(self, name: str, stage: str) -> None:
         data = getattr(self, f"{name}_data")

@@ -4,13 +4,16 @@ import importlib.metadata
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.data import AttributeDict
 
 from lit_rlsched import __version__
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.init_args import RemembersInit, plain
+from lit_rlsched.redaction import without_secrets
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -51,6 +54,17 @@ def run_config(trainer: Trainer, data: "RolloutDataModule") -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def logged_settings(
+    settings: Mapping[str, Any], trainer: Trainer | None, data: "RolloutDataModule"
+) -> AttributeDict:
+    """Return settings of a data module and, with a Trainer, of its run, without secrets."""
+    config = {}
+    if trainer is not None:
+        taken = trainer.lightning_module.hparams_initial  # Lightning refuses duplicates
+        config = {n: v for n, v in run_config(trainer, data).items() if n not in taken}
+    return AttributeDict(without_secrets({**settings, **config}))
 
 
 def algorithm(module: LightningModule) -> str:

@@ -103,7 +103,7 @@ class RolloutLogger(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock and draw the pictures."""
-        self.curve.stop()
+        self.curve.clock.stop()
         if _writes(trainer):
             self._draw(trainer)
         self.curve.last = None

@@ -1,11 +1,11 @@
 """What a run has measured in each round, its validations and its time, from its beginning."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_rlsched.clock import Clock
 from lit_rlsched.run_folder import name_of
 from lit_rlsched.training.round import Round
 
@@ -24,21 +24,12 @@ class RunCurve:
         """`step` and all `val/` metrics of each validation."""
         self.last: Round | None = None
         """The last round drawn since `start`."""
-        self._seconds = 0.0
-        self._started: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Time in `fit` since the run began."""
-        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+        self.clock = Clock()
 
     def start(self) -> None:
         """Start the clock."""
-        self._started, self.last = time.monotonic(), None
-
-    def stop(self) -> None:
-        """Stop the clock."""
-        self._seconds, self._started = self.seconds, None
+        self.clock.start()
+        self.last = None
 
     def add_round(self, round: Round) -> None:
         """Add a round that was drawn."""
@@ -63,7 +54,7 @@ class RunCurve:
         rounds = int(self.rounds[-1]["round"]) + 1 if self.rounds else 0
         return (
             f"{rounds} {'round' if rounds == 1 else 'rounds'}, {completions} completions, "
-            f"{self.seconds:.0f} s"
+            f"{self.clock.seconds:.0f} s"
         )
 
     def summary(self, folder: Path, took: str) -> str:
@@ -86,14 +77,14 @@ class RunCurve:
         return {
             "rounds": [dict(r) for r in self.rounds],
             "validations": [dict(v) for v in self.validations],
-            "seconds": self.seconds,
+            "seconds": self.clock.seconds,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the curve of a resumed run."""
         self.rounds = state_dict["rounds"]
         self.validations = state_dict["validations"]
-        self._seconds = state_dict["seconds"]
+        self.clock.before = state_dict["seconds"]
 
 
 def measured(

@@ -285,7 +285,8 @@ def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
     callback.curve.validations = [
         {"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))
     ]
-    callback.curve._seconds, callback.curve._started = 213.7, None
+    callback.curve.clock.stop()
+    callback.curve.clock.before = 213.7
     assert callback.summary(trainer) == (
         "quickstart: held-out accuracy 0.39 -> 0.86 (2 rounds, 24 completions, 214 s); "
         f"pictures and metrics in {tmp_path / 'quickstart'}"
@@ -314,7 +315,8 @@ def test_summary_of_a_fast_dev_run_claims_nothing(tmp_path):
     trainer.fast_dev_run = 1
     run(callback, trainer, [0])
     callback.curve.validations = [{"step": 1, "val/accuracy": 1.0}]
-    callback.curve._seconds, callback.curve._started = 3.0, None
+    callback.curve.clock.stop()
+    callback.curve.clock.before = 3.0
     assert callback.summary(trainer) == (
         "fast_dev_run: everything ran once (1 round, 24 completions, 3 s); "
         "nothing was measured or written"
@@ -342,7 +344,7 @@ def test_time_adds_up_over_resumes(tmp_path, monkeypatch):
     now[0] += 3
     resumed.on_fit_end(trainer, None)
     now[0] += 50
-    assert resumed.curve.seconds == 10
+    assert resumed.curve.clock.seconds == 10
 
 
 # With Lightning.
@@ -409,7 +411,7 @@ def test_validations_are_kept_from_the_baseline_on_and_over_a_resume(tmp_path, n
     assert [v["step"] for v in resumed.curve.validations] == [0, 1, 2, 3]
     accuracies = [v["val/accuracy"] for v in resumed.curve.validations]
     assert accuracies == pytest.approx([0.5, 0.6, 0.7, 0.8])
-    assert resumed.curve.seconds > callback.curve.seconds > 0
+    assert resumed.curve.clock.seconds > callback.curve.clock.seconds > 0
 
 
 @pytest.mark.filterwarnings("ignore")
