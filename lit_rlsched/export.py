@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
@@ -26,6 +25,7 @@ from lit_rlsched.policy import (
 )
 from lit_rlsched.precision import kept_in_float32, main_dtype
 from lit_rlsched.resuming import check_same_weights
+from lit_rlsched.run_folder import newest_checkpoint
 
 DTYPES = {
     "float32": torch.float32,
@@ -139,7 +139,8 @@ def export_state(
             if settings["lora_rank"]:
                 weights = _merged(base, settings, weights, trained)
             _write_model(shell, weights, used, folder)
-        card = model_card(checkpoint, base, source, adapter, used, hub or out.name)
+        served = trained if adapter else used
+        card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
         card.save(folder / "README.md")
     if hub is not None:
         _upload(out, hub)
@@ -164,16 +165,13 @@ def _read(ckpt_path: str) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
     if path.is_file():
         return path, read_checkpoint(path)
-    files = sorted(path.rglob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
-    for file in files:
-        try:
-            return file, read_checkpoint(file)
-        except CheckpointError as error:
-            rank_zero_warn(f"{error} The next older one is tried.")
-    raise ValueError(
-        f"`ckpt_path={ckpt_path}`: there is no readable checkpoint in `{path.absolute()}`. Name "
-        "the file of one."
-    )
+    newest = newest_checkpoint(path, resumable=False)
+    if newest is None:
+        raise ValueError(
+            f"`ckpt_path={ckpt_path}`: there is no readable checkpoint in `{path.absolute()}`. "
+            "Name the file of one."
+        )
+    return newest, read_checkpoint(newest, verify=False)
 
 
 def _trained_dtype(checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor]) -> torch.dtype:
@@ -262,16 +260,20 @@ def _written_at_once(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{out.name}.*{_SUFFIX}"):  # of a process that was killed
         shutil.rmtree(left)
-    folder = out.with_name(f".{out.name}.{os.getpid()}{_SUFFIX}")
+    folder, old = (
+        out.with_name(f".{out.name}.{os.getpid()}.{kind}{_SUFFIX}") for kind in ("new", "old")
+    )
     folder.mkdir()
     try:
         yield folder
         for file in folder.iterdir():  # safetensors writes files that only the owner can read
             file.chmod(folder.stat().st_mode & 0o666)
-        shutil.rmtree(out, ignore_errors=True)
+        if out.exists():  # a kill in the middle of its removal would leave a part of it
+            out.rename(old)
         folder.rename(out)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for temporary in (folder, old):
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _upload(folder: Path, name: str) -> None:

@@ -25,7 +25,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
 ```bash
-vllm serve {name}
+vllm serve {name}{dtype}
 ```"""
 _USE_ADAPTER = """\
 ```python
@@ -35,8 +35,10 @@ model = AutoPeftModelForCausalLM.from_pretrained("{name}")
 ```
 
 ```bash
-vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules trained={name}
+vllm serve {base}{dtype} --enable-lora --max-lora-rank {rank} --lora-modules trained={name}
 ```"""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM allows for `--max-lora-rank`."""
 _PACKAGES = ("torch", "transformers", "lightning", "peft", "vllm")
 
 
@@ -46,6 +48,7 @@ def model_card(
     source: Path,
     adapter: bool,
     dtype: torch.dtype,
+    served: torch.dtype,
     name: str,
 ) -> ModelCard:
     """Return the card: how to use the model, and how it was trained.
@@ -55,7 +58,8 @@ def model_card(
         base: Folder or hub name of the base model.
         source: File of the checkpoint, or another path in the run's folder.
         adapter: Whether the folder holds adapters for the base.
-        dtype: Of the weights.
+        dtype: Of the weights in the folder.
+        served: Of the whole model when it is served. vLLM must be told to compute in float32.
         name: Folder or repository of the model.
     """
     settings, run = checkpoint["hyper_parameters"], folder_with(source)
@@ -67,8 +71,12 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["lit_rlsched", "reinforcement-learning", method.lower()],
     )
+    rank = settings["lora_rank"]
     use = (_USE_ADAPTER if adapter else _USE).format(
-        name=name, base=base, rank=settings["lora_rank"]
+        name=name,
+        base=base,
+        dtype=" --dtype float32" if served == torch.float32 else "",
+        rank=min((allowed for allowed in _LORA_RANKS if allowed >= rank), default=rank),
     )
     config = _text(run, "config.yaml")
     parts = [

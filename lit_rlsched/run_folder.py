@@ -141,10 +141,14 @@ def holds_run(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
-def newest_checkpoint(*folders: Path) -> Path | None:
-    """Return the newest checkpoint in these folders that a run can resume from.
+def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
+    """Return the newest readable checkpoint in these folders.
 
     A warning names newer files that cannot be read and the rounds that are lost with them.
+
+    Args:
+        folders: Folders whose checkpoints count, with their subfolders.
+        resumable: Whether a run must be able to resume from it. Otherwise its weights suffice.
     """
     files = {path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}
     broken: dict[Path, CheckpointError] = {}
@@ -154,26 +158,32 @@ def newest_checkpoint(*folders: Path) -> Path | None:
         except CheckpointError as error:
             broken[path] = error
             continue
-        if rounds is not None:
-            _warn_of_broken(broken, folders, f"resumes from `{path}`", rounds)
+        if not resumable:
+            _warn_of_broken(broken, f"`{path}` is used instead.")
             return path
-    _warn_of_broken(broken, folders, "starts from scratch", 0)
+        if rounds is not None:
+            lost = _lost_rounds(broken, folders, rounds)
+            _warn_of_broken(broken, f"The run resumes from `{path}` instead. {lost}")
+            return path
+    lost = _lost_rounds(broken, folders, 0)
+    _warn_of_broken(broken, f"The run starts from scratch instead. {lost}" if resumable else "")
     return None
 
 
-def _warn_of_broken(
-    broken: dict[Path, CheckpointError], folders: tuple[Path, ...], instead: str, rounds: int
-) -> None:
-    if not broken:
-        return
-    why = " ".join(str(error).partition(". Use another")[0] + "." for error in broken.values())
+def _warn_of_broken(broken: dict[Path, CheckpointError], instead: str) -> None:
+    if broken:
+        why = " ".join(f"{str(error).partition('. Use another')[0]}." for error in broken.values())
+        rank_zero_warn(f"{why} {instead}".rstrip())
+
+
+def _lost_rounds(
+    broken: dict[Path, CheckpointError], folders: tuple[Path, ...], rounds: int
+) -> str:
     last = _last_round(folders, broken)
     if last is not None and last < rounds:
-        lost = "No round is lost."
-    else:
-        which = "All later rounds" if last is None else f"Rounds {rounds} to {last}"
-        lost = f"{which} are lost and will be drawn again."
-    rank_zero_warn(f"{why} The run {instead} instead. {lost}")
+        return "No round is lost."
+    which = "All later rounds" if last is None else f"Rounds {rounds} to {last}"
+    return f"{which} are lost and will be drawn again."
 
 
 def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:

@@ -209,3 +209,25 @@ def fit(tmp_path: Path, tiny_model: str, digits: Callable, sums: list) -> Callab
         return trainer, module, datamodule
 
     return fit
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., str]:
+    """Save a checkpoint of a module whose trained weights were changed, as a run would."""
+    from lightning import Trainer
+
+    def saved(module, precision="32-true"):
+        trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
+        module.trainer = trainer
+        module.configure_model()
+        trainer.precision_plugin.convert_module(module)
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
+        trainer.strategy.connect(module)
+        trainer.save_checkpoint(tmp_path / "some.ckpt")
+        return str(tmp_path / "some.ckpt")
+
+    return saved

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,21 +12,17 @@ import torch
 from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, make_family
 from character_tokenizer import make_tokenizer
 from huggingface_hub import HfApi, ModelCard
-from lightning import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched import export as exporting
-from lit_rlsched.callbacks import ExportModel, RolloutLogger, RoundCheckpoint
+from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
+from lit_rlsched.checkpoints import read_checkpoint
 from lit_rlsched.cli import main
-from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.export import export
+from lit_rlsched.export import export, export_state
 from lit_rlsched.policy import named_weights
 from lit_rlsched.precision import to_like
-from lit_rlsched.types import Request, Sampling
 
 IDS = torch.arange(4, 64).view(3, 20)
 
@@ -36,27 +34,6 @@ def logprobs(model, ids=IDS):
 
 def load(folder, **kwargs):
     return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Checkpoint of a module whose trained weights were changed, as a run would."""
-
-    def saved(module, precision="32-true"):
-        trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
-        module.trainer = trainer
-        module.configure_model()
-        trainer.precision_plugin.convert_module(module)
-        noise = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
-        trainer.strategy.connect(module)
-        trainer.save_checkpoint(tmp_path / "some.ckpt")
-        return str(tmp_path / "some.ckpt")
-
-    return saved
 
 
 def test_a_run_is_taken_home(fit, tiny_model, sums, tmp_path, capsys):
@@ -129,7 +106,10 @@ def test_adapters_alone(tiny_model, saved, tmp_path):
     assert not (out / "model.safetensors").exists()
     loaded = AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logprobs(loaded), logprobs(module.model), atol=1e-5, rtol=0)
-    assert ModelCard.load(out / "README.md").data.library_name == "peft"
+    card = ModelCard.load(out / "README.md")
+    assert card.data.library_name == "peft"
+    line = f"vllm serve {tiny_model} --dtype float32 --enable-lora --max-lora-rank 8 "
+    assert f"{line}--lora-modules trained=out\n" in card.text
     half = export(tmp_path / "some.ckpt", str(tmp_path / "half"), adapter=True, dtype="bf16")
     tensors = load_file(half / "adapter_model.safetensors").values()
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
@@ -148,6 +128,8 @@ def test_the_dtype_is_that_of_training(precision, rank, dtype, tiny_model, saved
     module = GRPOModule(tiny_model, lora_rank=rank)
     path = saved(module, precision)
     loaded = load(export(path, str(tmp_path / "out")))
+    line = f"vllm serve out{' --dtype float32' * (dtype == torch.float32)}\n"
+    assert line in (tmp_path / "out" / "README.md").read_text()
     assert loaded.dtype == dtype == getattr(torch, str(loaded.config.dtype).split(".")[-1])
     exact = load(export(path, str(tmp_path / "exact"), dtype="fp32"))
     weights = dict(named_weights(module.model))
@@ -298,7 +280,7 @@ def test_the_newest_readable_checkpoint_of_a_folder(tiny_model, saved, tmp_path,
     path.rename(run / "old.ckpt")
     (run / "new.ckpt").write_bytes(b"stump")
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(match=r"new.ckpt` is not a Lightning checkpoint.*next older one is tried"):
+    with pytest.warns(match=r"new.ckpt` is not a Lightning checkpoint.*old.ckpt` is used instead"):
         out = export("last", "out")
     assert (out / "model.safetensors").exists()
 
@@ -317,6 +299,34 @@ def test_nothing_is_left_of_an_export_that_was_stopped(tiny_model, saved, tmp_pa
     export(path, str(tmp_path / "out"))
     assert {p.name for p in tmp_path.iterdir()} == {"some.ckpt", "out"}
     assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
+
+
+@pytest.mark.slow
+def test_killed_while_it_replaces_a_folder(tiny_model, saved, tmp_path):
+    path, places = saved(GRPOModule(tiny_model)), ("weights", "card", "rename", "removal")
+    for place in places:
+        out = export(path, str(tmp_path / place / place))
+        (out / "old").touch()
+    subprocess.run(
+        [
+            *(sys.executable, Path(__file__).with_name("killed_export.py"), path),
+            *(tmp_path / place / place for place in places),
+        ],
+        timeout=120,
+        check=True,
+    )
+    for place in places:
+        out = tmp_path / place / place
+        if place == "rename":  # between the old folder and the new one
+            assert not out.exists()
+            export(path, str(out))
+        else:
+            assert load(out) and (out / "old").exists() == (place != "removal")
+            with pytest.raises(ValueError, match="is not an empty folder"):
+                export(path, str(out))
+            export_state(read_checkpoint(path), out, source=Path(path))
+        assert load(out) and not (out / "old").exists()
+        assert [p.name for p in out.parent.iterdir()] == [place], "nothing else is left"
 
 
 def test_push_to_hub(tiny_model, saved, tmp_path, monkeypatch):
@@ -343,74 +353,7 @@ def test_push_to_hub(tiny_model, saved, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "qwen3"
 
 
-# The callback.
-
-
-def test_the_last_and_the_best_model_of_a_run(fit, sums, tmp_path):
-    folder = tmp_path / "export"
-
-    def run(epochs, ckpt_path=None):
-        best = ModelCheckpoint(
-            tmp_path / "c", monitor="val/mean@2", mode="min", save_last=True, filename="best"
-        )
-        _, module, _ = fit(
-            callbacks=[best, ExportModel()],
-            trainer={"enable_checkpointing": True, "max_epochs": epochs},
-            ckpt_path=ckpt_path,
-            val_data=sums[80:84],
-            val_num_generations=2,
-            val_greedy=False,
-        )
-        last = load(folder / "last")
-        assert GenerationConfig.from_pretrained(folder / "last").top_k == 0  # not transformers' 50
-        torch.testing.assert_close(logprobs(last), logprobs(module.model), atol=1e-5, rtol=0)
-        chosen = GRPOModule.load_from_checkpoint(best.best_model_path)
-        assert torch.equal(logprobs(load(folder / "best")), logprobs(chosen.model))
-        return (folder / "last" / "README.md").read_text()
-
-    assert "| optimizer steps | 1 |" in run(1)
-    assert "| optimizer steps | 2 |" in run(2, tmp_path / "c" / "last.ckpt")
-    assert {p.name for p in folder.iterdir()} == {"last", "best"}
-
-
-def test_an_export_that_fails_does_not_fail_the_run(fit, monkeypatch, tmp_path):
-    monkeypatch.setattr(ModelCard, "save", lambda *_: Path("/proc/no").write_text(""))
-    with pytest.warns(match="export/last` is incomplete or not uploaded"):
-        fit(callbacks=[ExportModel()], trainer={"max_epochs": 1})
-    assert not (tmp_path / "export" / "last").exists()
-
-
-def test_the_callback_refuses(fit):
-    with pytest.raises(ValueError, match="dtype='int8'`: use"):
-        ExportModel(dtype="int8")
-    with pytest.raises(Exception, match=r"`ExportModel\(adapter=True\)`.*lora_rank=0"):
-        fit(callbacks=[ExportModel(adapter=True)])
-
-
-# vLLM.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.3)])
-def test_vllm_loads_it(dtype, bound, tiny_model, saved, tmp_path):
-    module = GRPOModule(tiny_model)
-    out = export(saved(module), str(tmp_path / "out"), dtype=dtype)
-    engine = VLLMEngine()
-    engine.start(EngineSpec(str(out), 8, 128, (), dtype=getattr(torch, dtype)))
-    try:
-        engine.submit([Request(f"r{i}", [4 + i], i, Sampling(32)) for i in range(8)])
-        drawn = {f"r{i}": ([4 + i], []) for i in range(8)}
-        while engine.stats().running + engine.stats().waiting:
-            for event in engine.step():
-                drawn[event.request_id][0].extend(event.token_ids)
-                drawn[event.request_id][1].extend(event.logprobs)
-    finally:
-        engine.close()
-    ids, theirs = (torch.tensor([pair[i] for pair in drawn.values()]) for i in (0, 1))
-    ours = logprobs(module.model, ids)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
-    difference = (ours - theirs).abs()
-    print(f"{dtype}: {difference.mean():.2g} on average, {difference.max():.2g} at most")
-    assert difference.max() < bound
+# The command line.
 
 
 def test_the_help_lists_it(capsys):
@@ -420,12 +363,3 @@ def test_the_help_lists_it(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["export", "--help"])
     assert stop.value.code == 0 and "--ckpt_path" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_callback_in_yaml(capsys):
-    root = Path(__file__).parents[1]
-    given = f"--config={root}/configs/quickstart.yaml"
-    with pytest.raises(SystemExit):
-        main(["fit", given, "--trainer.callbacks+=ExportModel", "--print_config=skip_default"])
-    assert "lit_rlsched.callbacks.ExportModel" in capsys.readouterr().out

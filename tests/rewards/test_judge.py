@@ -2,26 +2,20 @@
 
 import asyncio
 import json
-import os
 import pickle
 import re
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import cloudpickle
 import pytest
 from harness import collect, score, submit
+from vllm_server import free_port, served
 
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
@@ -130,12 +124,6 @@ def serving(port: int = 0) -> Iterator[Endpoint]:
 def endpoint() -> Iterator[Endpoint]:
     with serving() as server:
         yield server
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
 
 
 def test_what_a_judge_is_asked_and_what_its_answer_is_worth(
@@ -362,29 +350,10 @@ def test_the_judge_s_arguments_are_known_to_the_command_line(
 @pytest.fixture(scope="module")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of vLLM's own server with the model of the quick task."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
-    command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512"]
     log = tmp_path_factory.mktemp("vllm") / "log"
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with log.open("w") as file:
-        server = subprocess.Popen(
-            command, stdout=file, stderr=file, env=environment, start_new_session=True
-        )
-    try:
-        while True:
-            assert server.poll() is None, log.read_text()[-3000:]
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except (URLError, OSError):
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(server.pid, 9)
-        server.wait()
+    args = ("--model", MODEL, "--served-model-name", "judge", "--dtype", "float32")
+    with served(*args, log=log) as address:
+        yield address
 
 
 COUNTDOWN = {

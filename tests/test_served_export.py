@@ -1,0 +1,123 @@
+"""What vLLM makes of an exported model: the log-probs of the checkpoint."""
+
+import json
+import re
+import shlex
+from urllib.request import Request as HTTPRequest
+from urllib.request import urlopen
+
+import pytest
+import torch
+from vllm_server import served
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.export import export
+from lit_rlsched.types import Request, Sampling
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[4 + i] for i in range(8)]
+TOKENS = 32
+
+
+def largest_difference(module, drawn, name):
+    """Between these log-probs and those of the module, for `(token ids, log-probs)` per prompt."""
+    ids = torch.tensor([[*p, *tokens] for p, (tokens, _) in zip(PROMPTS, drawn, strict=True)])
+    with torch.no_grad():
+        logits = module.model.eval()(input_ids=ids, use_cache=False).logits
+    ours = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    difference = (ours - torch.tensor([logprobs for _, logprobs in drawn])).abs()
+    assert difference.shape == (8, TOKENS)
+    print(f"{name}: {difference.mean():.2g} on average, {difference.max():.2g} at most")
+    return difference.max()
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "bound"),
+    [(0, "float32", 1e-5), (4, "float32", 2e-5), (0, "bfloat16", 0.3)],
+    ids=["all weights", "merged adapters", "bfloat16"],
+)
+def test_the_engine_loads_it(rank, dtype, bound, tiny_model, saved, tmp_path):
+    module = GRPOModule(tiny_model, lora_rank=rank)
+    out = export(saved(module), str(tmp_path / "out"), dtype=dtype)
+    engine = VLLMEngine()
+    engine.start(EngineSpec(str(out), 8, 128, (), dtype=getattr(torch, dtype)))
+    try:
+        engine.submit([Request(f"r{i}", p, i, Sampling(TOKENS)) for i, p in enumerate(PROMPTS)])
+        drawn = {f"r{i}": ([], []) for i in range(8)}
+        while engine.stats().running + engine.stats().waiting:
+            for event in engine.step():
+                drawn[event.request_id][0].extend(event.token_ids)
+                drawn[event.request_id][1].extend(event.logprobs)
+    finally:
+        engine.close()
+    assert largest_difference(module, drawn.values(), f"rank {rank}, {dtype}") < bound
+
+
+def test_adapters_beside_their_base(tiny_model, saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # leave this process as it is
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    module = GRPOModule(tiny_model, lora_rank=4)
+    adapter = export(saved(module), str(tmp_path / "adapter"), adapter=True)
+    llm = vllm.LLM(
+        tiny_model,
+        dtype="float32",
+        enable_lora=True,
+        max_lora_rank=8,
+        enforce_eager=True,
+        max_model_len=128,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    sampling = [
+        vllm.SamplingParams(max_tokens=TOKENS, logprobs=0, seed=i, ignore_eos=True)
+        for i in range(8)
+    ]
+    drawn = {}
+    for name, lora in (("trained", LoRARequest("trained", 1, str(adapter))), ("base", None)):
+        results = llm.generate(
+            [{"prompt_token_ids": p} for p in PROMPTS], sampling, lora_request=lora, use_tqdm=False
+        )
+        drawn[name] = [
+            (
+                one.token_ids,
+                [at[t].logprob for at, t in zip(one.logprobs, one.token_ids, strict=True)],
+            )
+            for (one,) in (result.outputs for result in results)
+        ]
+    llm.llm_engine.engine_core.shutdown()
+    assert largest_difference(module, drawn["trained"], "adapters") < 1e-5
+    assert largest_difference(module, drawn["base"], "base") > 1e-2
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole model", "adapters"])
+def test_the_command_of_the_model_card_serves_it(rank, tiny_model, saved, tmp_path):
+    module = GRPOModule(tiny_model, lora_rank=rank)
+    out = export(saved(module), str(tmp_path / "out"), adapter=rank > 0)
+    (command,) = re.findall(r"^vllm serve (.*)$", (out / "README.md").read_text(), re.MULTILINE)
+    assert "--dtype float32" in command
+    asked = {
+        "model": "trained" if rank else "out",
+        "prompt": PROMPTS,
+        "max_tokens": TOKENS,
+        "temperature": 1.0,
+        "seed": 0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    args = ["--model", *shlex.split(command)]
+    with served(*args, log=tmp_path / "log", cwd=tmp_path) as address:
+        request = HTTPRequest(
+            f"{address}/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        choices = json.load(urlopen(request, timeout=60))["choices"]
+    drawn = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+    assert largest_difference(module, drawn, f"served, rank {rank}") < 1e-5
