@@ -1,3 +1,5 @@
+"""Losses, gradients and metrics by hand, and however a step is cut into micro-batches."""
+
 from itertools import pairwise
 from math import exp, log
 from typing import Any
@@ -6,52 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loss_batches import LOSS_TYPES, every_loss, extra, gradient, random_batch, tensor
 from torch import Tensor
 
 from lit_rlsched.training.losses import (
     LossOutput,
-    check_loss_settings,
     divides_by,
     policy_loss,
     rollout_correction,
 )
 
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
-every_loss = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 RATIO = "sampling/importance_sampling_ratio"
-
-
-def extra(loss_type: str) -> dict[str, Any]:
-    needs = {"dr_grpo": {"max_completion_length": 4}, "cispo": {"epsilon_high": 1.1}}
-    return {"loss_type": loss_type, **needs.get(loss_type, {})}
-
-
-def tensor(*rows: Any) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def random_batch(sequences: int = 6, width: int = 5, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    logp = -noise(sequences, width).abs()
-    lengths = torch.randint(0, width + 1, (sequences, 1), generator=generator)
-    return {
-        "logp": logp,
-        "advantages": noise(sequences),
-        "mask": torch.arange(width) < lengths,
-        "old_logp": logp + 0.3 * noise(sequences, width),
-        "ref_logp": logp + 0.3 * noise(sequences, width),
-        "rollout_logp": logp + 0.3 * noise(sequences, width),
-    }
-
-
-def gradient(batch: dict[str, Tensor], **settings: Any) -> tuple[LossOutput, Tensor]:
-    logp = batch["logp"].clone().requires_grad_()
-    output = policy_loss(**{**batch, "logp": logp}, **settings)
-    return output, torch.autograd.grad(output.loss, logp)[0]
 
 
 # On-policy, every ratio is 1 and the gradient is -advantage times the token's weight.
@@ -366,69 +333,3 @@ def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
     torch.testing.assert_close(batch, before, rtol=0, atol=0)
     assert output.loss.dim() == 0
     assert all(v.dim() == 0 and not v.requires_grad for v in output.metrics.values())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss_type": "ppo"}, "`loss_type='ppo'` is unknown. Use one of"),
-        ({"importance_sampling_mode": "token"}, "`importance_sampling_mode='token'` is unknown"),
-        ({"importance_sampling_clip_max": 0.0}, "`importance_sampling_mode=None` to switch"),
-        ({"epsilon": -0.1}, "must not be negative"),
-        ({"epsilon_high": -0.1}, "must not be negative"),
-        ({"beta": -0.1}, "must not be negative"),
-        ({"delta": 1.2}, "`delta=1.2` must exceed"),
-        ({"delta": 1.25, "epsilon_high": 0.28}, "`delta=1.25` must exceed"),
-        ({"delta": 4.0, "loss_type": "rloo"}, "has no effect on `loss_type='rloo'`"),
-        ({"loss_type": "cispo"}, "Set it, for example to 5.0"),
-        ({"loss_type": "cispo", "epsilon_high": 0.28}, "Set it, for example to 5.0"),
-        ({"loss_type": "rloo", "beta": 0.1}, "Use `RLOOModule`"),
-        ({"loss_type": "rloo", "importance_sampling_mode": "token_mask"}, "Use 'sequence_mask'"),
-        ({"loss_type": "rloo", "importance_sampling_mode": "token_truncate"}, "'sequence_mask'"),
-        ({"delta": 4.0, "loss_type": "cispo", "epsilon_high": 2.0}, "`loss_type='cispo'`. Remove"),
-        ({"epsilon": -0.1, "epsilon_high": 0.2, "beta": 0.1}, "must not be negative"),
-    ],
-)
-def test_refused_settings(settings: dict[str, Any], message: str) -> None:
-    settings = {"loss_type": "dapo", **settings}
-    with pytest.raises(ValueError, match=message):
-        check_loss_settings(**settings)
-    with pytest.raises(ValueError, match=message):
-        policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"beta": 0.1}, "needs `ref_logp`"),
-        ({"loss_type": "dr_grpo"}, "divides by `max_completion_length`"),
-    ],
-)
-def test_missing_arguments(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"epsilon": 0.0, "epsilon_high": 0.0, "beta": 0.0},
-        {"loss_type": "cispo", "epsilon_high": 1.0},
-        {"delta": 1.21},
-        {"delta": 1.6, "epsilon_high": 0.5},
-        {"importance_sampling_clip_max": 0.01},
-        {"loss_type": "gspo", "delta": 2.0},
-        {"loss_type": "rloo", "importance_sampling_mode": "sequence_truncate"},
-        {"loss_type": "rloo", "importance_sampling_mode": None},
-        {"importance_sampling_mode": "token_mask"},
-    ],
-)
-def test_settings_at_their_bounds(settings: dict[str, Any]) -> None:
-    check_loss_settings(**{"loss_type": "dapo", **settings})
-
-
-@every_loss
-def test_accepted_settings(loss_type: str) -> None:
-    settings = extra(loss_type)
-    settings.pop("max_completion_length", None)
-    check_loss_settings(**settings)
