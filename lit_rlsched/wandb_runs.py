@@ -47,7 +47,9 @@ def describe_runs(trainer: Trainer, engine: str) -> None:
 def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> None:
     """Give each W&B run of the Trainer a file or folder as the artifact `NAME-RUN_ID`.
 
-    Does nothing without a `WandbLogger`. An artifact that is logged again gets a new version.
+    Does nothing without a `WandbLogger`. An artifact that is logged again gets a new version. A
+    model is only logged with `WandbLogger(log_model=True)` or `log_model="all"`, as checkpoints of
+    Lightning are.
 
     Args:
         trainer: Trainer whose loggers are used.
@@ -57,6 +59,8 @@ def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> No
             `WandbLogger(add_file_policy="immutable")`.
     """
     for logger in wandb_loggers(trainer):
+        if kind == "model" and not logger._log_model:
+            continue
         import wandb
 
         run: Any = logger.experiment

@@ -31,6 +31,7 @@ TOUCHED = (
     Touch("lightning.pytorch.plugins.precision.precision", "Precision.convert_module(module)"),
     Touch("lightning.pytorch.strategies.strategy", "Strategy.connect(module)"),
     Touch("lightning.pytorch.loggers.wandb", "WandbLogger._name"),
+    Touch("lightning.pytorch.loggers.wandb", "WandbLogger._log_model"),
 )
 """Everything private, and what is public but not in Lightning's reference for users."""
 

@@ -7,13 +7,14 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from lightning import Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_rlsched import GRPOModule, RolloutDataModule, callbacks, engines, wandb_runs
 from lit_rlsched.callbacks import (
@@ -228,16 +229,21 @@ def test_versions_and_commit(tmp_path, monkeypatch):
 
 
 def test_a_run_from_python_writes_them(fit, tmp_path):
-    fit(
-        callbacks=[SortedBatching(2)],
-        trainer={"logger": CSVLogger(tmp_path, name="csv"), "max_epochs": 1},
-    )
-    written = yaml.full_load((tmp_path / "csv/version_0/hparams.yaml").read_text())
-    assert written["schedule"]["SortedBatching"]["pool_rounds"] == 2
-    assert written["engine"]["class"] == "TransformersEngine"
-    assert written["train_data"] == {"source": "80 rows", "rows": 80}
-    assert written["reward_funcs"] == {"digits": 1.0}
-    assert written["seed"] == 3 and written["learning_rate"] == 1e-3
+    loggers = [CSVLogger(tmp_path, name="csv")]
+    if board := find_spec("tensorboardX"):
+        loggers.append(TensorBoardLogger(tmp_path, name="board"))
+    fit(callbacks=[SortedBatching(2)], trainer={"logger": loggers, "max_epochs": 1})
+    for name in ("csv", "board") if board else ("csv",):
+        written = yaml.full_load((tmp_path / name / "version_0/hparams.yaml").read_text())
+        assert written["schedule"]["SortedBatching"]["pool_rounds"] == 2
+        assert written["engine"]["class"] == "TransformersEngine"
+        assert written["train_data"] == {"source": "80 rows", "rows": 80}
+        assert written["reward_funcs"] == {"digits": 1.0}
+        assert written["seed"] == 3 and written["learning_rate"] == 1e-3
+    if board:  # what TensorBoard shows under HPARAMS, and one of the metrics
+        (events,) = (tmp_path / "board/version_0").glob("events.*")
+        for name in (b"schedule/SortedBatching/pool_rounds", b"engine/class", b"batch/positions"):
+            assert name in events.read_bytes(), name
 
 
 def test_nothing_needs_wandb(fit, tmp_path, monkeypatch):

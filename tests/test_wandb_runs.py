@@ -1,7 +1,10 @@
 """What an offline run of W&B holds, read back from its file."""
 
 import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -146,14 +149,74 @@ def test_the_pictures_and_the_table_are_in_the_file(runs):
         assert "rewards/countdown_reward/mean" in shown
 
 
+KILL = """
+import os, signal, time
+from pathlib import Path
+from lit_rlsched.callbacks import RolloutCallback
+
+class Kill(RolloutCallback):
+    def on_completion_end(self, trainer, pl_module, completion):
+        if trainer.datamodule.num_rounds == 2:
+            (path,) = Path(trainer.default_root_dir).glob("wandb/offline-run-*/run-*.wandb")
+            while path.read_bytes().count(b"rollout/bubble_ratio") < 2:
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_under_its_id_and_repeats_the_same_rows(tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "kill.py").write_text(KILL)
+
+    def run(callbacks, *more):
+        return subprocess.run(
+            [
+                *(sys.executable, "-m", "lit_rlsched", "fit", "-c", "configs/quickstart.yaml"),
+                *("-c", str(tmp_path / "small.yaml"), "--trainer.max_epochs=4"),
+                f"--trainer.callbacks=[{callbacks}]",
+                f"--trainer.default_root_dir={tmp_path}",
+                *more,
+            ],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(tmp_path),
+                "WANDB_SILENT": "true",
+                "WANDB__TRANSACTION_LOG_FLUSH_INTERVAL": "0.1",  # not 15 seconds
+            },
+            timeout=140,
+        ).returncode
+
+    # one checkpoint, after the first round
+    save = "{class_path: RoundCheckpoint, init_args: {max_share: 1.0e-9}}"
+    assert run(f"{save}, {{class_path: kill.Kill}}") == -signal.SIGKILL
+    assert run(save, "--ckpt_path=last") == 0
+    first, second = offline_runs(tmp_path)
+    assert first.id == second.id and first.name == second.name
+    rows = [[row for row in half.rows if "reward" in row] for half in (first, second)]
+    assert [[row["rollout/round"] for row in half] for half in rows] == [[0, 1], [1, 2, 3]]
+    for half in (first, second):
+        steps = [row["trainer/global_step"] for row in half.rows]
+        assert steps == sorted(steps)
+        assert [row["_step"] for row in half.rows] == [*range(len(steps))]
+    # the round after the checkpoint is logged a second time: at the same places, the same values
+    again, known = rows[1][0], rows[0][1]
+    same = [name for name in known if not re.search("time|seconds|_step|/s|per_second", name)]
+    assert {"trainer/global_step", "rollout/round", "num_tokens", "reward"} <= {*same}
+    assert {name: again[name] for name in same} == {name: known[name] for name in same}
+    assert second.summary["reward"]["last"] == rows[1][-1]["reward"]
+
+
 # From Python.
 
 
 def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # `offline=True` goes without `log_model`
 
     def logger(**settings):
-        return WandbLogger(save_dir=tmp_path, offline=True, tags=["mine"], **settings)
+        return WandbLogger(save_dir=tmp_path, tags=["mine"], **settings)
 
     def run(epochs, logger, ckpt=None):
         trainer, *_ = fit(
@@ -163,7 +226,7 @@ def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path,
         )
         return trainer
 
-    trainer = run(1, logger(name="named"))
+    trainer = run(1, logger(name="named", log_model=True))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     wandb.finish()
     with pytest.warns(UserWarning, match=r"belongs to the W&B run .* use `WandbLogger\(id='"):
@@ -172,6 +235,7 @@ def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path,
     named, unnamed = sorted(offline_runs(tmp_path), key=lambda run: run.name != "named")
     assert (named.name, unnamed.name[:20]) == ("named", "grpo-sorted_batching")
     assert named.tags == ["mine", "grpo", "SortedBatching", "TransformersEngine"]
+    assert not unnamed.artifacts, "`log_model` is False"
     (model,) = named.artifacts
     assert (model.name, model.type) == (f"export-last-{named.id}", "model")
     assert "config.json" in {entry.path for entry in model.manifest.contents}

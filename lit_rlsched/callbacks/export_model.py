@@ -20,9 +20,9 @@ class ExportModel(Callback):
 
     The folders are `export/last` and `export/best` in the run's folder. The best model is that of
     the first `ModelCheckpoint` with a `monitor`; without one, only the last is exported. A resumed
-    run replaces them. With a `WandbLogger` they are also artifacts at W&B. A run that is stopped
-    exports nothing: use `lit-rlsched export`. If a folder cannot be written, for example because
-    the disk is full, a warning says so.
+    run replaces them. With `WandbLogger(log_model=True)` or `log_model="all"` they are also
+    artifacts at W&B. A run that is stopped exports nothing: use `lit-rlsched export`. If a folder
+    cannot be written, for example because the disk is full, a warning says so.
 
     With LoRA, the base is loaded once more into main memory to merge the adapters.
 
