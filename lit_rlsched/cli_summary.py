@@ -10,8 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.estimate import counted_peaks
 from lit_rlsched.run_folder import name_of
-from lit_rlsched.text import counted
+from lit_rlsched.sizes import format_bytes
+from lit_rlsched.text import counted, three_digits
 
 WIDTH = 100
 """Number of characters of a line."""
@@ -49,6 +51,7 @@ def summary(trainer: Trainer, module: LightningModule) -> str:
         "run": _run(trainer, data),
         "engine": _engine(data),
         "schedule": _schedule(trainer),
+        "memory": _memory(module, data),
         "output": "nothing is written" if dry else _output(trainer),
     }
     return "\n".join([head, *(_filled(label, text) for label, text in rows.items())])
@@ -80,7 +83,8 @@ def _model(module: LightningModule, precision: str) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+    size, unit = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
+    return f"{three_digits(size)} {unit}"
 
 
 def _data(data: RolloutDataModule) -> str:
@@ -126,6 +130,14 @@ def _engine(data: RolloutDataModule) -> str:
     if inner is not None:
         name += f" of {type(inner).__name__}"
     return f"{name}, decodes up to {counted(data.session.spec.slots, 'completion')} at once"
+
+
+def _memory(module: LightningModule, data: RolloutDataModule) -> str:
+    rollout, update = counted_peaks(module, data)
+    return (
+        f"{format_bytes(rollout)} in the rollout and {format_bytes(update)} in the update, and "
+        "activations, which `lit-rlsched estimate` counts"
+    )
 
 
 def _schedule(trainer: Trainer) -> str:

@@ -25,6 +25,11 @@ def percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %")
 
 
+def three_digits(value: float) -> str:
+    """Return a number with at least three digits, without an exponent: `0.123`, `12.3`, `1,234`."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration such as `3.2 s`, `45 s`, `12 min` or `3 h 20 min`."""
     if seconds < 99.5:

@@ -230,11 +230,14 @@ trainer:
 """
         in out
     )
-    written = re.search(r"\n  output    (.*?)\nbefore training: ", out, re.DOTALL)[1]
-    assert re.sub(r"\s+", " ", written) == (
-        f"{folder}: config.yaml, checkpoints, completions and pictures, metrics by CSVLogger "
-        "and WandbLogger"
-    )
+    said = re.sub(r"\s+", " ", out)
+    memory = re.search(r" memory ([\d.]+) MiB in the rollout and ([\d.]+) MiB in the up", said)
+    assert 0 < float(memory[2]) < float(memory[1])  # the update needs no cache
+    assert " and activations, which `lit-rlsched estimate` counts output " in said
+    assert (
+        f" output {folder}: config.yaml, checkpoints, completions and pictures, metrics by "
+        "CSVLogger and WandbLogger before training: "
+    ) in said
     for number in (1, 2):
         found = re.search(rf"^round {number}/2: reward .*, held-out accuracy .* cut, .*", out, re.M)
         assert found, out

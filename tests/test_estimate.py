@@ -12,7 +12,7 @@ from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, StreamedTraining
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
-from lit_rlsched.estimate import Ledger, PlannedRun, report
+from lit_rlsched.estimate import Ledger, PlannedRun, counted_peaks, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.estimate.report import ADVICE
 from lit_rlsched.estimate.run import fake_batch
@@ -142,6 +142,24 @@ def test_a_run_of_full_length_completions_holds_what_was_estimated(plan):
     assert measured["cache"] == pytest.approx(held["key-value cache"].rollout, rel=0.02)
     state = trainer.optimizers[0].state.values()
     assert held["optimizer state"].rollout == storage_bytes(t for s in state for t in s.values())
+
+
+def test_a_started_run_counts_the_same_without_activations(plan):
+    settings = {"beta": 0.1, "prompts_per_round": 2, "trainer": {"max_epochs": 1}}
+    held, found = items(ledger(plan(**settings))), []
+    trainer, module, data = plan(**settings)
+
+    class Count(Callback):
+        def on_train_start(self, *_):
+            found.extend(counted_peaks(module, data))
+
+    trainer.callbacks.append(Count())
+    trainer.fit(module, datamodule=data)
+    left_out = {"activations", "passes at their peak", "decoding", "prompts", "completions"}
+    counted = [item for name, item in held.items() if name not in left_out]
+    assert {"reference model", "gradients", "key-value cache"} <= {item.name for item in counted}
+    expected = [sum(i.rollout for i in counted), sum(i.update for i in counted)]
+    assert found == pytest.approx(expected, rel=1e-3)  # AdamW also counts its steps
 
 
 def test_decoding_counts_the_old_cache_beside_the_new(plan):

@@ -58,6 +58,7 @@ class RoundLine:
         metrics = round.metrics
         return [
             f"reward {metrics['reward']:.3f}",
+            f"{metrics['rollout/tokens_per_second']:,.0f} tokens/s",
             f"{metrics['completions/mean_length']:.0f} tokens on average",
             f"{percent(metrics['completions/clipped_ratio'])} cut",
             f"{percent(metrics['rollout/bubble_ratio'])} idle",

@@ -14,6 +14,7 @@ from lit_rlsched.scheduling.length_prediction import (
     within_limit,
 )
 from lit_rlsched.scheduling.recorded_lengths import Oracle
+from lit_rlsched.text import three_digits
 from lit_rlsched.types import Sample
 
 HALF_LIFE = 4.0
@@ -204,8 +205,8 @@ class CalibratedPredictor:
         warnings.warn(
             f"`LengthPrediction`: `{type(self.predictor).__name__}` "
             f"{'is replaced by the history of prompts' if self.fallback else 'is used again'}: its "
-            f"rank correlation is {own:.3f} and its mean error {error:.3g} tokens; the history has "
-            f"{history:.3f} and {history_error:.3g}.",
+            f"rank correlation is {own:.3f} and its mean error {three_digits(error)} tokens; the "
+            f"history has {history:.3f} and {three_digits(history_error)}.",
             stacklevel=3,
         )
 

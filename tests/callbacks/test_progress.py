@@ -11,7 +11,7 @@ from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
 from lit_rlsched.callbacks.round_line import RoundLine
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.text import duration
+from lit_rlsched.text import duration, three_digits
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -20,6 +20,7 @@ METRICS = {
     "completions/mean_length": 98.4,
     "completions/clipped_ratio": 0.03,
     "rollout/bubble_ratio": 0.25,
+    "rollout/tokens_per_second": 2345.6,
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -140,8 +141,8 @@ def test_log_gets_a_line_for_each_round_and_validation(tmp_path, capsys, log, mo
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if re.match(r"round \d|before training", line)]
     figures = (
-        r"reward 0.500, held-out accuracy 0.75, 98 tokens on average, 3 % cut, 25 % idle, "
-        r"rollout [\d.]+ s, update [\d.]+ s, loss [\d.]+"
+        r"reward 0.500, held-out accuracy 0.75, 2,346 tokens/s, 98 tokens on average, 3 % cut, "
+        r"25 % idle, rollout [\d.]+ s, update [\d.]+ s, loss [\d.]+"
     )
     assert lines[0] == "before training: held-out accuracy 0.75"
     assert re.fullmatch(rf"round 1/2: {figures}, [\d.]+ s left", lines[1]), lines[1]
@@ -184,6 +185,11 @@ def test_time_left_follows_from_the_rounds_so_far(monkeypatch):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_figures_have_three_digits_and_no_exponent():
+    values = (0.1234, 9.876, 99.94, 99.96, 999.6, 2329.6)
+    assert [three_digits(v) for v in values] == ["0.123", "9.88", "99.9", "100", "1,000", "2,330"]
 
 
 def test_rollout_bar_counts_what_a_stop_takes_and_a_new_prompt_brings(terminal):

@@ -525,6 +525,20 @@ def test_timeline_has_a_bar_for_each_completion_and_says_what_is_idle():
     assert len(png(figure)) > 10_000
 
 
+def test_timeline_of_a_long_round_in_many_slots():
+    trace = RolloutTrace(2000)
+    for i in range(2000):
+        trace.admitted(str(i), 0.0)
+    trace.take(Step(0.0, 2329.6, 1500, 0, decode_steps=9))
+    for i in range(2000):
+        trace.left(str(i), 2329.6, 9)
+    round = make_round()
+    round.trace = trace
+    figure = pictures.slot_timeline(round)
+    assert "in 2,330 s;" in figure.get_suptitle()
+    assert titles(figure)[1] == "On average 1,500 of 2,000 slots decode"
+
+
 def test_timeline_sorts_slots_by_when_they_fall_idle():
     figure = pictures.slot_timeline(make_round(prompts=6))
     last: dict[float, float] = {}

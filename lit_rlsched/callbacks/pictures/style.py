@@ -8,6 +8,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from lit_rlsched.text import three_digits
+
 # the colours of Okabe and Ito, which colour-blind readers can tell apart
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#AA4A87"
 GREY, BLACK = "#8C8C8C", "#000000"
@@ -45,4 +47,4 @@ def whole_numbers(bins: int) -> MaxNLocator:
 
 def seconds(value: float) -> str:
     """Return seconds with three digits or more, as on the axis: `0.123 s`, `1,234 s`."""
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+    return f"{three_digits(value)} s"

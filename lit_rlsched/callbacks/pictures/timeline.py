@@ -19,7 +19,7 @@ from lit_rlsched.callbacks.pictures.style import (
     whole_numbers,
 )
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.text import counted, percent
+from lit_rlsched.text import counted, percent, three_digits
 from lit_rlsched.training.round import Round
 
 IDLE = "#FBE3B5"
@@ -149,7 +149,8 @@ def _draw_running(axes: Axes, trace: RolloutTrace) -> None:
     axes.set(ylim=(0, trace.slots), ylabel="slots in use")
     axes.yaxis.set_major_locator(whole_numbers(4))
     mean = (1 - trace.bubble_ratio) * trace.slots
-    axes.set_title(f"On average {mean:.3g} of {counted(trace.slots, 'slot')} decode", size=11)
+    slots = counted(trace.slots, "slot")
+    axes.set_title(f"On average {three_digits(mean)} of {slots} decode", size=11)
 
 
 def _draw_work(axes: Axes, trace: RolloutTrace) -> Patch:

@@ -1,0 +1,45 @@
+"""Memory of a run that has started, as far as it can be counted without a forward pass."""
+
+from typing import Any
+
+from lightning import LightningModule
+
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.engines.base import Footprint, Sizes
+from lit_rlsched.estimate.live import storage_bytes
+from lit_rlsched.estimate.report import device_memory
+from lit_rlsched.policy import base_model, find_policy
+
+
+def counted_peaks(module: LightningModule, datamodule: RolloutDataModule) -> tuple[int, int]:
+    """Return the bytes of weights, gradients, optimizer state and engine of a started run.
+
+    Activations and the temporaries of decode steps are left out. `Ledger` measures them on fake
+    tensors, which takes longer.
+
+    Args:
+        module: The module, with its policy.
+        datamodule: The data module, whose engine has started.
+
+    Returns:
+        Bytes in the rollout, and at the peak of the update.
+    """
+    references: list[Any] = getattr(module, "_reference", [])
+    models = [module, *references]
+    weights = storage_bytes(t for m in models for t in (*m.parameters(), *m.buffers()))
+    gradients = storage_bytes(p for p in module.parameters() if p.requires_grad)
+    state = 2 * gradients  # AdamW's
+    streams = datamodule.schedule.streaming is not None
+    engine = _footprint(module, datamodule)
+    rollout = weights + state + engine.weights + engine.cache + streams * gradients
+    update = weights + state + gradients + engine.stays * (engine.weights + engine.cache)
+    return rollout, update
+
+
+def _footprint(module: LightningModule, datamodule: RolloutDataModule) -> Footprint:
+    assert datamodule.session is not None
+    spec, policy = datamodule.session.spec, base_model(find_policy(module))
+    parameters = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
+    token_bytes = datamodule.startup.cache_bytes_per_token(spec)
+    memory = device_memory("cuda" if spec.device.type == "cuda" else "cpu")
+    return datamodule.engine.footprint(spec, Sizes(parameters, token_bytes, memory))
