@@ -29,6 +29,7 @@ from lit_rlsched.precision import check_float32
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.training.learner import half_learner
 from lit_rlsched.training.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -227,6 +228,8 @@ class Startup:
             self._completions(data.num_generations),
             self.policy if trains else None,
         )
+        if trains and (half := half_learner(self._trainer.lightning_module)):
+            told.append(half)
         for text in told:
             rank_zero_warn(text)
 
