@@ -51,7 +51,7 @@ def test_the_page_is_a_table_without_gaps():
     for name, (unit, limits, trl, definition) in PAGE.items():
         assert unit and limits and definition and trl in ("", "yes"), name
         if unit.startswith("share"):
-            assert limits in ("0 to 1", "at most 1"), name
+            assert limits == "0 to 1", name
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")

@@ -5,6 +5,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.policy import base_model, find_policy, named_weights
 
@@ -54,6 +55,26 @@ def test_merged_weights_are_what_the_adapters_compute(tiny_model):
         torch.testing.assert_close(
             module.model.eval()(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4
         )
+
+
+def test_rloo_logs_the_kl_that_it_subtracts(fit, tiny_model):
+    rounds = []
+
+    class Rounds(RolloutCallback):
+        def on_round_end(self, trainer, pl_module, round):
+            rounds.append(round)
+
+    module = RLOOModule(tiny_model, learning_rate=1e-2, beta=0.5)
+    trainer, *_ = fit(module, [Rounds()])
+    trained = [c for c in rounds[-1].completions if c.advantage]
+    tokens = [
+        old - ref for c in trained for old, ref in zip(c.old_logprobs, c.ref_logprobs, strict=True)
+    ]
+    kl = sum(tokens) / len(tokens)
+    assert abs(kl) > 1e-3
+    assert float(trainer.callback_metrics["kl"]) == pytest.approx(kl, rel=1e-3)
+    trainer, *_ = fit(RLOOModule(tiny_model, beta=0.0), trainer={"max_epochs": 1})
+    assert "kl" not in trainer.callback_metrics
 
 
 def test_the_accuracy_can_be_monitored(fit, sums, tmp_path):

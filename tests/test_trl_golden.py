@@ -27,6 +27,7 @@ from lit_rlsched.training.advantages import (
     group_relative,
     kl_in_reward,
     leave_one_out,
+    mean_kl,
 )
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -176,6 +177,10 @@ def test_rloo(make_trl: MakeTRL, beta: float, normalize: bool) -> None:
     advantages = leave_one_out(rewards.view(-1, NUM_GENERATIONS), normalize).flatten()
     torch.testing.assert_close(advantages, batch["advantages"], **close)
     assert_same(our_loss(sample, advantages, loss_type="rloo"), trl_loss(trl, batch))
+    if beta:
+        kl = mean_kl(sample.old_logp, sample.ref_logp, sample.mask)
+        assert float(kl) == pytest.approx(trl.metrics()["kl"], rel=1e-5)
+    assert ("kl" in trl.metrics()) == (beta > 0)
 
 
 NAN = torch.nan

@@ -183,6 +183,10 @@ class PoolAudit:
     idle_slot_seconds: float = 0.0
     tokens: int = 0
     """Decoded tokens."""
+    carried_tokens: int = 0
+    """Tokens in the pool when it began, which an earlier pool decoded."""
+    returned_tokens: int = 0
+    """Tokens that rounds began with: drafts, and completions that were too old."""
     discarded_tokens: int = 0
     recovered_tokens: int = 0
     """Accepted tokens of drafts."""
@@ -198,6 +202,7 @@ class PoolAudit:
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
         self.tokens += trace.tokens
+        self.returned_tokens += harvest.drafts.tokens + sum(a.tokens for a in harvest.stale)
         self.discarded_tokens += harvest.discarded_tokens
         self.recovered_tokens += harvest.drafts.accepted_tokens
         completions = [c for group in harvest.trained for c in group.completions]
@@ -211,13 +216,15 @@ class PoolAudit:
         The length bias compares what is trained on with first draws, so a completion that was
         discarded counts as the unfinished draw it was, and its redraw does not count again.
         """
+        # the oldest drafts are verified first, so those of earlier pools come back first
+        drawn = self.tokens + min(self.carried_tokens, self.returned_tokens)
         wasted = self.recovered_tokens + self.discarded_tokens
         recovered = {"pool/recovered_token_share": self.recovered_tokens / max(1, wasted)}
         return {
             **(recovered if self.recovered_tokens else {}),
             "pool/rounds": self.rounds,
             "pool/bubble_ratio": self.idle_slot_seconds / (self.slot_seconds or 1.0),
-            "pool/useful_token_share": 1 - self.discarded_tokens / max(1, self.tokens),
+            "pool/useful_token_share": 1 - self.discarded_tokens / max(1, drawn),
             "pool/trained_over_drawn_length": length_bias(self.trained, self.first),
         }
 

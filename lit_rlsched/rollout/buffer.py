@@ -41,16 +41,20 @@ class RolloutBuffer:
         """All completions, group after group."""
         return [c for group in self for c in group.completions]
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens drawn so far of all completions, drafts included."""
+        drafts = (c.draft.token_ids if c.draft else () for c in self.completions)
+        return sum(len(c.token_ids) for c in self.completions) + sum(map(len, drafts))
+
     def restart(self) -> int:
         """Reset every completion to its state before the first draw.
 
         Returns:
             Number of tokens thrown away, drafts included.
         """
-        discarded = 0
+        discarded = self.tokens
         for completion in self.completions:
-            drafted = 0 if completion.draft is None else len(completion.draft.token_ids)
-            discarded += len(completion.token_ids) + drafted
             completion.restart()
             completion.attempts = 0
         return discarded

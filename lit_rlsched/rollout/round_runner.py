@@ -154,7 +154,7 @@ class RoundRunner:
         self.audit.add(drawn.harvest, drawn.trace)
         if drawn.rule.ends_cycle(drawn.planned, list(pool)):
             metrics |= self.audit.metrics()
-            self.audit = PoolAudit()
+            self.audit = PoolAudit(carried_tokens=pool.tokens)
         return metrics
 
     def leave_run(self) -> int:

@@ -50,6 +50,21 @@ def kl_in_reward(
     return rewards - beta * (logp - ref_logp).masked_fill(mask == 0, 0.0).sum(dim=1)
 
 
+def mean_kl(logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
+    """Mean over tokens of the KL estimate that `kl_in_reward` sums; 0 if there is no token.
+
+    Args:
+        logp: `[N, C]`, log-probabilities under the policy that drew the completions.
+        ref_logp: `[N, C]`, the same tokens under the reference model.
+        mask: `[N, C]`, non-zero on the completion's tokens.
+
+    Returns:
+        A scalar, which may be negative.
+    """
+    tokens = (mask != 0).sum().clamp(min=1)
+    return (logp - ref_logp).masked_fill(mask == 0, 0.0).sum() / tokens
+
+
 def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Tensor:
     """GRPO's advantage (arXiv 2402.03300): `A = (r - mean) / (std + 1e-4)`, mean over the group.
 

@@ -233,6 +233,9 @@ def test_what_lost_goes_on_beside_fresh_prompts(fit, completion_ratio, most):
     assert sum(recorder.long) == (7 if most == 1 else 0)
     metrics = [r.metrics for r in recorder.rounds[1:]]
     assert all(m["pool/recovered_token_share"] > 0 and m["pool/rounds"] == 1 for m in metrics)
+    for m in metrics:  # each round is a pool
+        assert 0 < m["pool/useful_token_share"] == m["rollout/useful_token_share"] <= 1
+    assert min(m["pool/useful_token_share"] for m in metrics) < 1
 
 
 @pytest.mark.slow

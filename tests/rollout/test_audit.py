@@ -221,21 +221,22 @@ def audited():
     discarded = [Attempt(4, False), Attempt(1, True)]
     stale = [Attempt(1, False, first=False)]
     first, second = trained_on(2, 3), trained_on(6, attempts=1)
-    audit.add(Harvest(first, [], [], discarded), trace(2, (1.0, 2), (3.0, 1)))
-    audit.add(Harvest(second, [], [], [], stale), trace(2, (2.0, 2)))
+    audit.add(Harvest(first, [], [], discarded), trace(2, *4 * [(1.0, 2)], *3 * [(1.0, 1)]))
+    audit.add(Harvest(second, [], [], [], stale), trace(2, *3 * [(2.0, 2)]))
     return audit
 
 
 def test_a_pool_by_hand():
     audit = audited()
-    assert (audit.rounds, audit.tokens, audit.trained) == (2, 3 + 2, [2, 3, 6])
+    # 2 + 3 trained on, 4 + 1 discarded, 1 left and then too old; then 6
+    assert (audit.rounds, audit.tokens, audit.trained) == (2, 11 + 6, [2, 3, 6])
     # first draws only, and nothing beyond the 4 tokens that the longest of them came to
     drawn = redistributed_mean([*(Attempt(n, True) for n in (1, 2, 3)), Attempt(4, False)])
     assert audit.metrics() == pytest.approx(
         {
             "pool/rounds": 2,
-            "pool/bubble_ratio": (1 * 3.0) / (2 * 4.0 + 2 * 2.0),
-            "pool/useful_token_share": 1 - 6 / 5,
+            "pool/bubble_ratio": (1 * 3.0) / (2 * 7.0 + 2 * 6.0),
+            "pool/useful_token_share": (2 + 3 + 6) / 17,
             "pool/trained_over_drawn_length": ((2 + 3 + 4) / 3) / drawn,
         }
     )
@@ -258,6 +259,14 @@ def test_a_cycle_with_drafts_by_hand():
     torch.save(audit.state_dict(), file)
     file.seek(0)
     assert PoolAudit.from_state(torch.load(file, weights_only=True)) == audit
+
+
+def test_drafts_of_an_earlier_pool_by_hand():
+    """Of 6 tokens of drafts, 4 are verified, of which 1 is accepted; 2 more are decoded."""
+    audit = PoolAudit(carried_tokens=6)
+    went_on = Harvest(trained_on(3, attempts=1), [], [], [], drafts=DraftAudit(4, 1))
+    audit.add(went_on, trace(1, (1.0, 1), (1.0, 1)))
+    assert audit.metrics()["pool/useful_token_share"] == 3 / (2 + 4)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
