@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from lit_rlsched import RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RNGState
-from lit_rlsched.data.tasks import Countdown
+from lit_rlsched.data import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
-from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.training.logprobs import completion_logprobs
-from lit_rlsched.training.losses import policy_loss
+from lit_rlsched.rewards import countdown_reward
+from lit_rlsched.training import completion_logprobs, policy_loss
 
 
 class Supervised(LightningModule):

@@ -12,24 +12,19 @@ from contextlib import closing
 
 import torch
 
-from lit_rlsched.data.prompts import make_prompts
-from lit_rlsched.data.repetition import repeat
-from lit_rlsched.data.source import PromptSource
-from lit_rlsched.data.tasks import Countdown
-from lit_rlsched.engines import TransformersEngine, VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.policy import eos_token_ids, load_policy, load_tokenizer
-from lit_rlsched.rewards import RewardScheduler
-from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.training.advantages import group_relative
-from lit_rlsched.training.logprobs import completion_logprobs
-from lit_rlsched.training.losses import policy_loss
-from lit_rlsched.training.micro_batches import OptimizerStep
-from lit_rlsched.training.round import reward_matrix
-from lit_rlsched.training.weight_sync import WeightSync
-from lit_rlsched.types import Sample, Sampling
+from lit_rlsched import Sample, Sampling, eos_token_ids, load_policy, load_tokenizer
+from lit_rlsched.data import Countdown, PromptSource, make_prompts, repeat
+from lit_rlsched.engines import EngineSpec, TransformersEngine, VLLMEngine
+from lit_rlsched.rewards import RewardScheduler, countdown_reward
+from lit_rlsched.rollout import RolloutSession, Scorer
+from lit_rlsched.training import (
+    OptimizerStep,
+    WeightSync,
+    completion_logprobs,
+    group_relative,
+    policy_loss,
+    reward_matrix,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

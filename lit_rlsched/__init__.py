@@ -1,20 +1,37 @@
 """Scheduled rollouts for reinforcement-learning post-training inside the Lightning Trainer."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lit_rlsched._lazy import lazy
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
     from lit_rlsched.module import GRPOModule, RLOOModule
+    from lit_rlsched.policy import eos_token_ids, load_policy, load_tokenizer
+    from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
-__all__ = ["GRPOModule", "RLOOModule", "RolloutDataModule", "__version__"]
+__all__ = [
+    "Completion",
+    "GRPOModule",
+    "Group",
+    "Prompt",
+    "RLOOModule",
+    "RolloutDataModule",
+    "Sample",
+    "Sampling",
+    "__version__",
+    "eos_token_ids",
+    "load_policy",
+    "load_tokenizer",
+]
 __version__ = "0.1.0"
 
-_HOMES = {"GRPOModule": "module", "RLOOModule": "module", "RolloutDataModule": "datamodule"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use, so that reward workers need not import torch and Lightning."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {
+        **dict.fromkeys(("GRPOModule", "RLOOModule"), "module"),
+        "RolloutDataModule": "datamodule",
+        **dict.fromkeys(("eos_token_ids", "load_policy", "load_tokenizer"), "policy"),
+        **dict.fromkeys(("Completion", "Group", "Prompt", "Sample", "Sampling"), "types"),
+    },
+)

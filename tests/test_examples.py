@@ -66,7 +66,10 @@ def rewards_of(capsys, *args):
 
 
 def test_the_loop_is_short_and_runs(capsys):
-    assert len(inspect.getsource(grpo_loop).splitlines()) <= 100
+    source = inspect.getsource(grpo_loop)
+    assert len(source.splitlines()) <= 100
+    places = re.findall(r"^from (lit_rlsched\S*) import", source, re.MULTILINE)
+    assert len(places) <= 6 and all(place.count(".") <= 1 for place in places), places
     assert len(rewards_of(capsys, "--rounds=2", "--prompts=2", "--generations=4")) == 2
 
 

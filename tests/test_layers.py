@@ -17,6 +17,7 @@ BASE = [
     "text",
     "refusals",
     "processes",
+    "_lazy",
     "_malloc",
     "_environment",
     "logs",

@@ -8,6 +8,7 @@ the command line.
 import inspect
 import re
 from argparse import ArgumentParser
+from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,8 @@ def settings(module: str) -> str:
     """Return a section for each class of a module, with an entry for each constructor argument."""
     sections = []
     for name, cls in public(module).items():
+        if not inspect.isclass(cls) or is_dataclass(cls):  # nothing that a configuration names
+            continue
         parser = jsonargparse.ArgumentParser()
         parser.add_class_arguments(cls, fail_untyped=False)
         actions = [a for a in parser._actions if not a.dest.endswith("help")]

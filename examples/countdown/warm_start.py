@@ -28,7 +28,7 @@ from transformers import (
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.tasks import COUNTDOWN_MIX, Countdown
-from lit_rlsched.rewards.functions import countdown_reward
+from lit_rlsched.rewards import countdown_reward
 
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (

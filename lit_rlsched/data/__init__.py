@@ -1,1 +1,23 @@
 """Prompts: data sets, tasks, tokenisation and the order in which prompts are drawn."""
+
+from typing import TYPE_CHECKING
+
+from lit_rlsched._lazy import lazy
+
+if TYPE_CHECKING:
+    from lit_rlsched.data.prompts import make_prompts
+    from lit_rlsched.data.repetition import repeat
+    from lit_rlsched.data.source import PromptSource
+    from lit_rlsched.data.tasks import Countdown
+
+__all__ = ["Countdown", "PromptSource", "make_prompts", "repeat"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "Countdown": "tasks",
+        "PromptSource": "source",
+        "make_prompts": "prompts",
+        "repeat": "repetition",
+    },
+)

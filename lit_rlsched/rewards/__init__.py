@@ -1,21 +1,17 @@
 """Reward functions, judges, and the scheduler that calls them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lit_rlsched._lazy import lazy
 from lit_rlsched.rewards.endpoint_judge import JudgeReward
 from lit_rlsched.rewards.jobs import ScoredJob
 from lit_rlsched.rewards.scheduler import RewardScheduler
 
 if TYPE_CHECKING:
     from lit_rlsched.rewards.engine_judge import EngineJudgeReward
+    from lit_rlsched.rewards.functions import countdown_reward
 
-__all__ = ["EngineJudgeReward", "JudgeReward", "RewardScheduler", "ScoredJob"]
+__all__ = ["EngineJudgeReward", "JudgeReward", "RewardScheduler", "ScoredJob", "countdown_reward"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import `EngineJudgeReward` on first use, as it imports torch, which workers avoid."""
-    if name == "EngineJudgeReward":
-        from lit_rlsched.rewards.engine_judge import EngineJudgeReward
-
-        return EngineJudgeReward
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# workers avoid torch, which `EngineJudgeReward` imports
+__getattr__ = lazy(__name__, {"EngineJudgeReward": "engine_judge", "countdown_reward": "functions"})

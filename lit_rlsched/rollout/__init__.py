@@ -1,0 +1,13 @@
+"""Rollouts: an engine decodes under a schedule while reward functions score."""
+
+from typing import TYPE_CHECKING
+
+from lit_rlsched._lazy import lazy
+
+if TYPE_CHECKING:
+    from lit_rlsched.rollout.scoring import Scorer
+    from lit_rlsched.rollout.session import RolloutSession
+
+__all__ = ["RolloutSession", "Scorer"]
+
+__getattr__ = lazy(__name__, {"RolloutSession": "session", "Scorer": "scoring"})
