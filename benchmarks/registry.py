@@ -100,6 +100,12 @@ BENCHMARKS = {
         "GPUs, caches, lengths",
     ),
     "restart": Benchmark("seconds to restart vLLM with another size", 2, RANDOM, on="2 cores"),
+    "engines": Benchmark(
+        "tokens per second of two engines on the logical clock, free-running, and against one",
+        6,
+        RANDOM,
+        on="2 cores",
+    ),
     "gpu-check": Benchmark(
         "checks on an NVIDIA GPU (docs/howto/gpu.md)",
         30,

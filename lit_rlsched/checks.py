@@ -22,6 +22,7 @@ _LEAST = {
     "micro_batch_tokens": 1,
     "max_completion_length": 1,
     "val_num_generations": 0,
+    "num_engines": 1,
 }
 
 # Arguments of the data module and of the module.
@@ -39,6 +40,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"`steps_per_round={steps}` does not divide `prompts_per_round={prompts}`. Use one of "
             f"{divisors}, or change `prompts_per_round`."
+        )
+    if (engines := settings["num_engines"]) > prompts:
+        raise ValueError(
+            f"`num_engines={engines}` is more than `prompts_per_round={prompts}`, and the "
+            "completions of a prompt are decoded by one engine: some would have none. Use "
+            f"{prompts} or less, or more prompts."
         )
     _check_sampling(settings)
     given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
@@ -120,7 +127,7 @@ def check_logprobs(
     """
     if not engine.logprobs:
         raise ValueError(
-            f"{needed_by} with `{type(engine).__name__}`: {what} the log-probs they were drawn "
+            f"{needed_by} with `{engine.name}`: {what} the log-probs they were drawn "
             "with, and this engine gives none. Use `VLLMEngine` or `TransformersEngine`, or leave "
             f"{needed_by} out."
         )

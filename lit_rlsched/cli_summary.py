@@ -126,10 +126,13 @@ def _run(trainer: Trainer, data: RolloutDataModule) -> str:
 
 def _engine(data: RolloutDataModule) -> str:
     assert data.session is not None
-    name, inner = type(data.engine).__name__, getattr(data.engine, "engine", None)
+    name, inner = data.engine.name, getattr(data.engine.engines[0], "engine", None)
     if inner is not None:
         name += f" of {type(inner).__name__}"
-    return f"{name}, decodes up to {counted(data.session.spec.slots, 'completion')} at once"
+    if (engines := len(data.engine.engines)) > 1:
+        name = f"{engines} engines, each {name}"
+    decode = "decode together" if engines > 1 else "decodes"
+    return f"{name}, {decode} up to {counted(data.session.spec.slots, 'completion')} at once"
 
 
 def _memory(module: LightningModule, data: RolloutDataModule) -> str:

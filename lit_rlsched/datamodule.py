@@ -58,6 +58,10 @@ class RolloutDataModule(LightningDataModule):
         tokenizer: Folder or hub name; by default the policy's tokenizer.
         chat_template_kwargs: Additional arguments for the chat template.
         engine: Engine that decodes completions; by default `VLLMEngine()`.
+        num_engines: Number of such engines on this node, which decode a round together. Above 1,
+            each runs in a process of its own, as with `ProcessEngine`: engine `i` on GPU `i`, or on
+            CPU with an equal share of the cores. The completions of a prompt are drawn by one
+            engine. Rounds that train on all completions draw the same ones with any number.
         prompts_per_round: Number of prompts per round.
         num_generations: Number of completions per prompt.
         steps_per_round: Number of optimizer steps that share the completions of a round.
@@ -106,6 +110,7 @@ class RolloutDataModule(LightningDataModule):
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         engine: RolloutEngine | None = None,
+        num_engines: int = 1,
         prompts_per_round: int = 32,
         num_generations: int = 8,
         steps_per_round: int = 1,
@@ -146,6 +151,10 @@ class RolloutDataModule(LightningDataModule):
             from lit_rlsched.engines.vllm import VLLMEngine
 
             engine = VLLMEngine()
+        if num_engines > 1:
+            from lit_rlsched.engines.pool import EnginePool
+
+            engine = EnginePool.of(engine, num_engines)
         self.engine = engine
         self.prompts_per_round = prompts_per_round
         self.num_generations = num_generations
@@ -192,7 +201,7 @@ class RolloutDataModule(LightningDataModule):
         if stage == "fit":
             self.run.settings = FitSettings(self.trainer, self.steps_per_epoch)
             self.run.clock.start()
-            describe_runs(self.trainer, type(self.engine).__name__)
+            describe_runs(self.trainer, self.engine.name)
             checks.check_group_size(self.num_generations, self.run.learner.needs_group)
             if self.run.learner.needs_engine_logprobs(off_policy=False):
                 checks.check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)

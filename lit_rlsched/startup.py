@@ -67,6 +67,7 @@ class Startup:
         scored = chain(self.prompts.train, *held_out)
         data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in scored)
         schedule = data.schedule
+        self._slots = schedule.slots.share(len(data.engine.engines))
         if train := self.prompts.train:
             schedule.rule.check_enough(len(train))
             schedule.rule.check_domains(train)
@@ -140,21 +141,24 @@ class Startup:
         return replace(spec, slots=self.slots(spec))
 
     def slots(self, spec: EngineSpec, num_generations: int | None = None) -> int:
-        """Maximum number of requests that the engine holds at once.
+        """Maximum number of requests that all engines hold at once.
 
         Args:
             spec: Engine settings; `spec.slots` is ignored.
             num_generations: Completions per prompt; by default the configured number.
         """
-        data = self._data
+        data, engines = self._data, len(self._data.engine.engines)
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
         answers = data.evaluation.num_generations + data.evaluation.greedy
-        return data.schedule.slots.engine_slots(
+        generations, rule = num_generations or data.num_generations, data.schedule.rule
+        prompts, held_out = (-(-n // engines) for n in (rule.most_prompts(), held_out))
+        each = self._slots.engine_slots(
             data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
-            max(self._completions(num_generations or data.num_generations), held_out * answers),
+            max(prompts * rule.launched(generations), held_out * answers),
             self.prompts.shortest,
-            data.engine.most_slots(spec),
+            data.engine.engines[0].most_slots(spec),
         )
+        return engines * each
 
     def _completions(self, num_generations: int) -> int:
         """Maximum number of completions that a round decodes."""
@@ -167,10 +171,10 @@ class Startup:
         return kv_bytes_per_token(base_model(self.policy).config, dtype)
 
     def admission(self, spec: EngineSpec) -> Admission:
-        """Create the admission for an engine that was started with `spec`."""
-        return self._data.schedule.slots.admission(
+        """Create the admission of each engine, which were started with `spec`."""
+        return self._slots.admission(
             self._data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
-            spec.slots,
+            spec.slots // len(self._data.engine.engines),
             self._data.sampling.max_completion_length,
             self._order,
         )

@@ -102,6 +102,11 @@ class Request:
     """Predicted number of tokens that it will still draw."""
 
     @property
+    def group(self) -> str:
+        """Id of its group; see `Sample.id`."""
+        return self.id.rpartition("/")[0]
+
+    @property
     def limit(self) -> int:
         """Completion length at which the engine stops, prefix included."""
         most = self.sampling.max_completion_length

@@ -23,6 +23,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_guest import check_head_size
+from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.rewards.functions import reasoning_gym_reward
 
 
@@ -36,6 +37,8 @@ from lit_rlsched.rewards.functions import reasoning_gym_reward
             r"`steps_per_round=3` does not divide .*=4`. Use one of \[1, 2, 4\]",
         ),
         ({"num_iterations": 0}, r"`num_iterations=0`"),
+        ({"num_engines": 0}, r"`num_engines=0`: use 1 or more"),
+        ({"num_engines": 5}, r"`num_engines=5` is more than `prompts_per_round=4`.* Use 4 or less"),
         ({"max_completion_length": 0}, r"`max_completion_length=0`"),
         ({"temperature": 0.0}, r"`temperature=0.0`: use more than 0"),
         ({"val_temperature": 0.0}, r"`val_temperature=0.0`: use more than 0"),
@@ -363,6 +366,17 @@ def test_two_callbacks_that_end_rounds(fit):
 def test_a_probe_as_long_as_a_completion(fit):
     with pytest.raises(ValueError, match=r"probe_tokens=24.*max_completion_length=24"):
         fit(callbacks=[LengthPrediction(probe_tokens=24)])
+
+
+def test_slots_that_engines_cannot_share(fit):
+    with pytest.raises(ValueError, match=r"`MicroGroupSampling\(slots=7\)` .* Use 6 slots"):
+        fit(callbacks=[MicroGroupSampling(slots=7)], num_engines=3)
+
+
+def test_two_numbers_of_engines(fit):
+    pool = EnginePool([SimulatedEngine(), SimulatedEngine()])
+    with pytest.raises(ValueError, match=r"`num_engines=3` with `engine=EnginePool\(...\)`"):
+        fit(engine=pool, num_engines=3)
 
 
 def test_more_slots_than_the_engine_has_room_for(fit):

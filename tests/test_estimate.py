@@ -32,7 +32,10 @@ def plan(tiny_model, digits, sums):
     ):
         data_settings = {
             name: settings.pop(name)
-            for name in ("num_generations", "micro_batch_tokens", "tokenizer", "prompts_per_round")
+            for name in (
+                *("num_generations", "micro_batch_tokens", "tokenizer", "prompts_per_round"),
+                "num_engines",
+            )
             if name in settings
         }
         trainer = Trainer(
@@ -350,6 +353,20 @@ def test_a_batch_is_of_equal_rows(plan):
     _, _, data = plan()
     batch = fake_batch(3, 5, 7, data.sampling, old=True, reference=False)
     assert batch.input_ids.shape == (3, 12) and batch.ref_logp is None
+
+
+@pytest.mark.mostly_slow("VLLMEngine")
+@pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
+def test_several_engines_have_as_many_weights(plan, engine):
+    one = ledger(plan(engine=ProcessEngine(engine())))
+    run = plan(engine=engine(), num_engines=2)
+    two, on_gpu = ledger(run), ledger(plan(engine=engine(), num_engines=2), 2**40, "cuda")
+    assert two.slots == one.slots == 16
+    for name, times in (("engine weights", 2), ("key-value cache", 1), ("weights handed over", 1)):
+        assert items(two)[name].rollout == pytest.approx(times * items(one)[name].rollout, rel=0.1)
+    assert items(on_gpu)["engine weights"].rollout == items(one)["engine weights"].rollout
+    assert "2 engines, each " in items(two)["engine weights"].how
+    assert "completions decode at once on 2 engines." in report(two)
 
 
 @pytest.mark.mostly_slow("VLLMEngine")

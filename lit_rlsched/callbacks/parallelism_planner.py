@@ -77,7 +77,7 @@ class ParallelismPlanner(RolloutCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the sizes and create the planner, now that engine and model are known."""
-        session, name = rollout_datamodule(trainer, self).session, type(self._engine).__name__
+        session, name = rollout_datamodule(trainer, self).session, self._engine.name
         assert session is not None
         most = self._engine.max_tensor_parallel_size(session.spec)
         maximum = most if self.maximum is None else self.maximum

@@ -71,7 +71,7 @@ class StreamedTraining(RolloutCallback):
             return
         schedule, run = rollout_schedule(trainer, self)
         if not run.engine.decodes_by_itself:
-            name = type(run.engine).__name__
+            name = run.engine.name
             raise MisconfigurationException(
                 f"`StreamedTraining` needs an engine that decodes while the trainer computes, and "
                 f"`{name}` does so only when it is called. Use `engine=ProcessEngine({name}(...))`."

@@ -1,11 +1,13 @@
 """The process of a `ProcessEngine`: answers one message after the other."""
 
+import os
 import pickle
 import queue
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,55 +25,70 @@ class Server:
     """Serves an engine to the process of the trainer.
 
     A message is a number (0: no answer is expected), the name of a method below, and its arguments.
-    A worker that was told to run ahead steps as long as it is busy; the server looks for a message
-    between two steps.
+    A worker that was told to run ahead steps as long as it is busy and allowed to; the server looks
+    for a message between two steps.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._engine: RolloutEngine | None = None
         self._worker: RolloutWorker | None = None
+        self._most: int | None = None
+        """Maximum number of decode steps per step: 1 where engines take turns."""
         self._ahead = 0
         """Number of the message that told the worker to run ahead; 0: it does not."""
+        self._allowed = 0
+        """Number of steps that it may still make without being asked."""
         self._asked = 0
         """Number of the message that is answered."""
         self._began = 0.0
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # the trainer does not read while it computes: a full pipe must not block the engine
-        threading.Thread(target=self._deliver, daemon=True).start()
 
     def serve(self) -> None:
         """Answer messages until the trainer sends `close` or is gone."""
+        # the trainer does not read while it computes: a full pipe must not block the engine
+        threading.Thread(target=self._deliver, daemon=True).start()
         while True:
-            worker = self._worker
-            runs = worker is not None and self._ahead and worker.busy
             try:
-                waits = not runs or self._connection.poll(0)
+                waits = not self.runs or self._connection.poll(0)
                 message = pickle.loads(self._connection.recv_bytes()) if waits else None
             except (EOFError, OSError):
                 return  # the trainer is gone
-            self._began = time.monotonic()
-            try:
-                if message is None:
-                    assert worker is not None
-                    self._asked = self._ahead
-                    self._send(worker.advance())
-                    continue
-                self._asked, name, *arguments = message
-                if name == "close":
-                    if self._engine is not None:
-                        self._engine.close()
-                    return
-                getattr(self, name)(*arguments)
-            except Exception as error:
-                self._ahead = 0
-                failure = _pickled(error), traceback.format_exc(), is_refusal(error)
-                self._send(failure, raised=True)
+            if not self.handle(message):
+                return
+
+    @property
+    def runs(self) -> bool:
+        """Whether the worker makes its next step without being asked."""
+        worker = self._worker
+        return worker is not None and self._ahead > 0 and self._allowed > 0 and worker.busy
+
+    def handle(self, message: Sequence[Any] | None) -> bool:
+        """Answer a message or, without one, let the worker step; return False after `close`."""
+        self._began = time.monotonic()
+        try:
+            if message is None:
+                self._asked = self._ahead
+                self._allowed -= 1
+                self.advance()
+                return True
+            self._asked, name, *arguments = message
+            if name == "close":
+                if self._engine is not None:
+                    self._engine.close()
+                return False
+            getattr(self, name)(*arguments)
+        except Exception as error:
+            self._ahead = 0
+            failure = _pickled(error), traceback.format_exc(), is_refusal(error)
+            self._send(failure, raised=True)
+        return True
 
     def start(self, engine: bytes, spec: EngineSpec) -> None:
         self._engine = cloudpickle.loads(engine)
         self._engine.ends_with_process = True
         self._engine.start(spec)
+        self._most = 1 if spec.engines > 1 else None
         self._send((self._engine.kv_block, self._engine.kv_capacity))
 
     def engine(self, method: str, *arguments: Any) -> None:
@@ -82,14 +99,22 @@ class Server:
         self._worker = RolloutWorker(self._engine, admission)
         self._send(None)
 
+    def advance(self) -> None:
+        assert self._worker is not None
+        self._send(self._worker.advance(self._most))
+
     def worker(self, method: str, *arguments: Any) -> None:
         answer = getattr(self._worker, method)(*arguments)
         if self._asked:
             self._send(answer)
 
-    def ahead(self) -> None:
-        """Let the worker step without being asked."""
-        self._ahead = self._asked
+    def ahead(self, steps: int) -> None:
+        """Let the worker make so many steps without being asked."""
+        self._ahead, self._allowed = self._asked, steps
+
+    def allow(self, steps: int) -> None:
+        """Let it make more steps."""
+        self._allowed += steps
 
     def halt(self) -> None:
         """Stop the worker and drop its requests."""
@@ -119,11 +144,13 @@ def _pickled(error: Exception) -> bytes:
         return b""
 
 
-def main(connection: int, lifeline: int, parent: int) -> None:
+def main(cores: str, connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
+    if cores and hasattr(os, "sched_setaffinity"):  # before torch counts the cores
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     hide_environment()  # reward workers could read it
     Server(Connection(connection)).serve()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -2,9 +2,9 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.init_args import RemembersInit
@@ -14,6 +14,9 @@ from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
     import torch
+
+
+T = TypeVar("T")
 
 
 class EngineBroken(RuntimeError):
@@ -38,7 +41,8 @@ class EngineSpec:
     model: str
     """Folder or hub name of the checkpoint that the policy was loaded from."""
     slots: int
-    """Maximum number of requests in the engine at the same time."""
+    """Maximum number of requests in the engine at the same time; for an `EnginePool`, in all of its
+    engines together."""
     max_model_len: int
     """Maximum number of tokens of a prompt and its completion together."""
     eos_token_ids: tuple[int, ...]
@@ -50,6 +54,20 @@ class EngineSpec:
     seed: int = 0
     kv_cache_bytes: int | None = None
     """Maximum size of the key-value cache, if the run has a memory budget for it."""
+    index: int = 0
+    """Which of the run's engines it is, from 0."""
+    engines: int = 1
+    """Number of engines of the run, which share the node's devices or cores equally."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine in messages."""
+        return engine_name(self.index, self.engines)
+
+
+def engine_name(index: int, engines: int) -> str:
+    """Name of one of several engines in messages."""
+    return "the engine" if engines == 1 else f"engine {index} of {engines}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +161,22 @@ class RolloutEngine(RemembersInit, ABC):
     for a whole completion. `start` may change it."""
     kv_capacity: int | None = None
     """Tokens of key-value cache the started engine has room for; `None`: the cache grows."""
+    virtual_clock = False
+    """Whether `now` advances only with the engine's steps."""
+
+    @property
+    def engines(self) -> "Sequence[RolloutEngine]":
+        """The engines that decode: this one, or those of an `EnginePool`."""
+        return (self,)
+
+    @property
+    def name(self) -> str:
+        """Name of the class that decodes, for messages."""
+        return type(self).__name__
+
+    def each(self, call: "Callable[[RolloutEngine], T]") -> list[T]:
+        """Call a function with each of `engines`, and return the results in their order."""
+        return [call(engine) for engine in self.engines]
 
     def cache_dtype(self, spec: EngineSpec) -> "torch.dtype":
         """Precision that the engine computes in, including its cache; known before `start`.
@@ -187,7 +221,11 @@ class RolloutEngine(RemembersInit, ABC):
         """
 
     def make_worker(self, admission: Admission) -> Worker:
-        """Return a worker that keeps the slots of the started engine filled."""
+        """Return a worker that keeps the slots of the started engine filled.
+
+        Args:
+            admission: Decides which waiting request takes a free slot; new, for one engine.
+        """
         return RolloutWorker(self, admission)
 
     @abstractmethod
@@ -207,9 +245,23 @@ class RolloutEngine(RemembersInit, ABC):
             EngineBroken: a process of the engine has died. `ProcessEngine` starts a new engine.
         """
 
+    def steps_to_event(self) -> int:
+        """Number of decode steps to the next event, if the engine can skip those before; else 1."""
+        return 1
+
+    def jump(self, steps: int) -> list[Event]:
+        """Advance by `steps` decode steps, at most `steps_to_event`."""
+        return self.step()
+
     @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         """Drop requests and free their memory; unknown ids are ignored."""
+
+    def hand_over(
+        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]]
+    ) -> Iterable[tuple[str, "torch.Tensor"]]:
+        """Return the weights in a form that `sync_weights` of several engines can read."""
+        return [*named_tensors]
 
     @abstractmethod
     def sync_weights(
@@ -228,6 +280,9 @@ class RolloutEngine(RemembersInit, ABC):
     @abstractmethod
     def now(self) -> float:
         """Seconds on the engine's clock: wall time, or virtual time in a simulation."""
+
+    def wait_until(self, now: float) -> None:
+        """Let a `virtual_clock` advance to `now` without a step; other clocks do so themselves."""
 
     def sleep(self) -> None:
         """Release memory for the trainer while nothing decodes, if the engine can."""

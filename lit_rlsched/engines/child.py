@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -89,10 +89,20 @@ class Child:
 
     Args:
         timeouts: Time limits of answers.
+        name: Name of the engine in messages.
+        variables: Environment variables of the process, besides those of this one.
+        cores: CPU cores that it may use; None: those of this process.
     """
 
-    def __init__(self, timeouts: AnswerTimeouts) -> None:
+    def __init__(
+        self,
+        timeouts: AnswerTimeouts,
+        name: str = "the engine",
+        variables: Mapping[str, str] | None = None,
+        cores: Sequence[int] | None = None,
+    ) -> None:
         self._timeouts = timeouts
+        self._name = name
         self._asked = 0
         """Number of the last message that has an answer."""
         self._kind = ""
@@ -103,7 +113,8 @@ class Child:
         """Returns the maximum number of tokens that the next step may have to prefill."""
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._child = ChildProcess(
-            ["-m", "lit_rlsched.engines._engine_server"], {**os.environ, "PYTHONPATH": path}
+            ["-m", "lit_rlsched.engines._engine_server", ",".join(map(str, cores or ()))],
+            {**os.environ, **(variables or {}), "PYTHONPATH": path},
         )
         self.connection, self.process = self._child.connection, self._child.process
         self._watch = Watch(self._kill_hanging)
@@ -133,7 +144,7 @@ class Child:
         while True:
             number, raised, value, seconds = self._receive()
             if raised and number in (0, self._asked):
-                error = unpickled(value)
+                error = unpickled(value, self._name)
                 if isinstance(error, EngineBroken):
                     self._fault = f"lost a part of its engine ({error})"
                     raise EngineDied(self.kill()) from error
@@ -199,16 +210,16 @@ class Child:
             self.kill()
 
 
-def unpickled(error: tuple[bytes, str, bool]) -> BaseException:
-    """Return an exception of the process, with its traceback there and whether it is a refusal."""
+def unpickled(error: tuple[bytes, str, bool], name: str) -> BaseException:
+    """Return an exception of an engine's process, with its traceback there and `refusal`."""
     pickled, text, refusal = error
     try:
         raised: BaseException = pickle.loads(pickled)
     except Exception:
         last_line = text.rstrip().rpartition("\n")[2]
         raised = RuntimeError(
-            f"The engine's process raised an exception that cannot be pickled: {last_line}"
+            f"The process of {name} raised an exception that cannot be pickled: {last_line}"
         )
-    raised.add_note(f"In the engine's process:\n{text}")
+    raised.add_note(f"In the process of {name}:\n{text}")
     raised.refusal = refusal  # type: ignore[attr-defined]  # for `is_refusal`
     return raised

@@ -1,5 +1,6 @@
 """Runs any engine in a child process."""
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from lit_rlsched.engines.base import (
     give_back,
 )
 from lit_rlsched.engines.child import Child, pickled_engine
+from lit_rlsched.engines.placement import available_cores, cores_of, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
 from lit_rlsched.platforms import require_posix
@@ -130,10 +132,15 @@ class ProcessEngine(RolloutEngine):
     def _launch(self) -> None:
         assert self._spec is not None
         engine = pickled_engine(self.engine)
-        give_back(self._spec.device)  # the trainer may have used the GPU since
+        spec = self._spec
+        give_back(spec.device)  # the trainer may have used the GPU since
         self._timeouts.starts()
-        self._child = Child(self._timeouts)
-        self.kv_block, self.kv_capacity = self._child.call("start", engine, self._spec)
+        variables = variables_of(spec, self.tensor_parallel_size, os.environ)
+        cores = cores_of(spec, available_cores()) if spec.engines > 1 else None
+        self._child = Child(self._timeouts, spec.name, variables, cores)
+        if spec.engines > 1 and spec.device.type == "cuda":
+            spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
+        self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
         if self._weights is not None:
             self._child.call("engine", "sync_weights", *self._weights)
 
@@ -151,11 +158,16 @@ class ProcessEngine(RolloutEngine):
         except EngineDied:
             return {}
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def hand_over(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
+        """Write the weights to shared memory."""
         if self._file is None or self._spec is None:
             raise RuntimeError(CLOSED)
-        dtype = self.engine.cache_dtype(self._spec)
-        self._weights = self._file.write(named_tensors, dtype), version
+        return self._file.write(named_tensors, self.engine.cache_dtype(self._spec))
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if not isinstance(named_tensors, SharedWeights):
+            named_tensors = self.hand_over(named_tensors)
+        self._weights = named_tensors, version
         self._insist("engine", "sync_weights", *self._weights)
 
     def stats(self) -> EngineStats:
@@ -205,18 +217,20 @@ class ProcessEngine(RolloutEngine):
             RuntimeError: the process has died too often.
         """
         how = self.child.kill()
+        assert self._spec is not None
+        name = self._spec.name
         cause: Exception | None = None
         while True:
             self._deaths += 1
             if self._deaths >= MAX_DEATHS:
                 self.close()
                 raise RuntimeError(
-                    f"The engine's process {how}, {self._deaths} times in a row. If it was killed "
+                    f"The process of {name} {how}, {self._deaths} times in a row. If it was killed "
                     "from outside, memory may have run out: give the key-value cache less."
                 ) from cause
             self.restarts += 1
             warnings.warn(
-                f"The engine's process {how}; another one takes its place and goes on from the "
+                f"The process of {name} {how}; another one takes its place and goes on from the "
                 f"tokens received (restart {self.restarts}).",
                 stacklevel=2,
             )

@@ -2,11 +2,12 @@
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lit_rlsched.engines.base import EngineDied
-from lit_rlsched.engines.rollout_worker import Worker
+from lit_rlsched.engines.rollout_worker import EngineWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, Request
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from lit_rlsched.engines.process_engine import ProcessEngine
 
 
-class RemoteWorker(Worker):
+LEAD = 1024
+"""Maximum number of steps that wait to be reported; a step of 256 requests takes about 15 kB."""
+
+
+class RemoteWorker(EngineWorker):
     """Drives a `RolloutWorker` in the engine's process.
 
     Where the round allows, that worker runs ahead: it has often made its next steps before it is
-    asked for one. Its steps are reported in order, so a round ends in the same step with the same
-    tokens, however far the worker was ahead. What it drew beyond the end is dropped and counted in
-    `ahead_steps`.
+    asked for one, at most `LEAD` of them. Its steps are reported in order, so a round ends in the
+    same step with the same tokens, however far the worker was ahead. What it drew beyond the end is
+    dropped and counted in `ahead_steps`.
 
     This class knows every request that runs or waits, with the tokens reported so far: when the
     process dies, the next process continues from them.
@@ -45,6 +50,14 @@ class RemoteWorker(Worker):
         self._take_turns = self._ahead = False
         self._going = False
         """Whether the worker was told to run ahead."""
+        self._halting = False
+        """Whether it was told to stop, and has not answered yet."""
+        self._pending = False
+        """Whether it was asked for a step that was not taken yet."""
+        self._taken = self._granted = 0
+        """Steps taken since it runs ahead, and steps that it may make."""
+        self._limit: int | None = None
+        """Number of steps beyond which none may be granted."""
         self._now = 0.0
         self._known: Child | None = None
         """The process that was told of this worker."""
@@ -60,6 +73,10 @@ class RemoteWorker(Worker):
     def busy(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def running(self) -> Collection[str]:
+        return self._running
+
     def start_trace(self) -> RolloutTrace:
         trace = super().start_trace()
         self.ahead_steps = 0
@@ -69,7 +86,7 @@ class RemoteWorker(Worker):
         return trace
 
     def start_round(self, take_turns: bool, ahead: bool) -> None:
-        self._take_turns, self._ahead = take_turns, ahead
+        self._take_turns, self._ahead, self._limit = take_turns, ahead, None
         self._tell("start_round", take_turns, ahead)
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -85,13 +102,22 @@ class RemoteWorker(Worker):
             self._requests[request_id] = replace(request, expected=expected[request_id])
         self._tell("rekey", dict(expected))
 
-    def step(self) -> list[Event]:
+    def begin(self) -> int:
+        """Ask for the next step, so that it runs beside those of other engines."""
+        with suppress(EngineDied):  # `advance` finds out too
+            self._ask()
+        return 1
+
+    def advance(self, most: int | None = None) -> Step:
         while True:
             try:
-                step = self._next_step()
+                self._ask()
+                step = self.engine.child.answer()
                 break
             except EngineDied:
                 self._revive()
+        self._pending = False
+        self._taken += 1
         self.engine.stepped()
         self._now = step.end
         # a worker that ran ahead may have continued requests that were aborted here meanwhile
@@ -102,22 +128,39 @@ class RemoteWorker(Worker):
             left={name: tokens for name, tokens in step.left.items() if name in self._requests},
         )
         self._running.update(step.admitted)
-        self.trace.take(step)
         for event in step.events:
             if event.finish_reason is None:
                 self._reported[event.request_id].extend(event.token_ids)
             else:
                 self._forget(event.request_id)
-        return step.events
+        return step
 
-    def _next_step(self) -> Step:
+    def _ask(self) -> None:
+        """Make sure that a step will come, and keep a worker that runs ahead going."""
         child = self.engine.child
         if not self._ahead:
-            return child.call("worker", "advance")
+            if not self._pending:
+                child.ask("advance")
+                self._pending = True
+            return
         if not self._going:
-            child.ask("ahead")
+            self._taken = self._granted = 0
+        most = self._taken + LEAD
+        if self._limit is not None:
+            most = min(most, self._limit)
+        more = most - self._granted
+        if not self._going:
+            child.ask("ahead", more)
             self._going = True
-        return child.answer()
+        elif more >= LEAD // 2 or self._granted == self._taken:
+            child.tell("allow", more)
+        else:
+            return
+        self._granted = most
+
+    def allow(self, steps: int | None) -> None:
+        taken = self._taken if self._going else 0
+        self._limit = None if steps is None else taken + steps
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         """Drop these requests, or all that run or wait.
@@ -129,7 +172,7 @@ class RemoteWorker(Worker):
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
         unreported: list[Event] = []
-        died = False
+        died = self._pending = False
         if ids and not self._going and self.engine.alive:
             try:
                 unreported = self.engine.child.call("worker", "abort", None if every else ids)
@@ -153,11 +196,18 @@ class RemoteWorker(Worker):
         del self._requests[request_id], self._reported[request_id]
         self._running.discard(request_id)
 
+    def stop(self) -> None:
+        if self._going and not self._halting and self.engine.alive:
+            with suppress(EngineDied):  # `abort` finds out too
+                self.engine.child.ask("halt")
+                self._halting = True
+
     def _halt(self) -> None:
         """Stop a worker that runs ahead, and drop what it has drawn."""
-        self._going = False
         try:
-            self.engine.child.call("halt", skipped=self._count_ahead)
+            self.stop()
+            self._going = self._halting = False
+            self.engine.child.answer(self._count_ahead)
         except EngineDied:
             self._revive()
 
@@ -173,7 +223,9 @@ class RemoteWorker(Worker):
 
     def _revive(self) -> None:
         """Start another process, and resume all requests from the tokens reported."""
-        self._going = False
+        if self._going and self._limit is not None:
+            self._limit -= self._taken  # of those that the new process makes
+        self._going = self._halting = self._pending = False
         for name in self._running:
             self.trace.left(name, self._now, len(self._reported[name]))
         self._running.clear()

@@ -14,25 +14,34 @@ if TYPE_CHECKING:
 
 
 class Worker(ABC):
-    """Keeps an engine's slots filled, in this process or in the engine's.
+    """Keeps the slots of one engine or several filled, in this process or in the engine's.
 
     Args:
-        admission: Decides which waiting request takes a free slot.
+        admission: Decides which waiting request takes a free slot of an engine.
+        engines: Number of engines.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, engines: int = 1) -> None:
         self.admission = admission
+        self.slots = engines * admission.slots
+        """Maximum number of requests that decode at once."""
+        self._engines = engines
         self.trace = self._new_trace()
         """What ran when, in the last or current rollout."""
 
     def _new_trace(self) -> RolloutTrace:
-        return RolloutTrace(self.admission.slots, dynamic=self.admission.budget is not None)
+        dynamic = self.admission.budget is not None
+        return RolloutTrace(self.slots, dynamic=dynamic, engines=self._engines)
 
     def start_trace(self) -> RolloutTrace:
         """Begin a new trace; nothing may be running."""
         assert not self.busy, "a trace begins between rollouts"
         self.trace = self._new_trace()
         return self.trace
+
+    def may_wait(self, requests: int) -> bool:
+        """Return whether some of this number of requests may have to wait for a slot."""
+        return requests > self.slots or self.admission.budget is not None
 
     def metrics(self) -> dict[str, float]:
         """`rollout/*` metrics of the rollout that do not follow from the trace."""
@@ -78,7 +87,51 @@ class Worker(ABC):
         """
 
 
-class RolloutWorker(Worker):
+class EngineWorker(Worker):
+    """Worker of a single engine, alone or as one of several in a `PoolWorker`."""
+
+    @property
+    @abstractmethod
+    def running(self) -> Collection[str]:
+        """Ids of the requests that have a slot."""
+
+    @property
+    def free(self) -> int:
+        """Slots that waiting requests can take in the next step, as far as that is known."""
+        running, admission = len(self.running), self.admission
+        if running and (admission.refill == "rounds" or admission.budget is not None):
+            return 0
+        return admission.slots - running
+
+    @abstractmethod
+    def begin(self) -> int:
+        """Do the part of the next step that need not wait for the engine.
+
+        Returns:
+            Maximum number of decode steps that `advance` may make; 1 if the engine cannot skip any.
+        """
+
+    @abstractmethod
+    def advance(self, most: int | None = None) -> Step:
+        """Like `step`, without recording it in the trace.
+
+        Args:
+            most: Maximum number of decode steps of an engine that can skip some.
+        """
+
+    def allow(self, steps: int | None) -> None:
+        """Let a worker in the engine's process run ahead by so many steps; None: by any number."""
+
+    def stop(self) -> None:
+        """Tell a worker that runs ahead to stop, without waiting for it; `abort` follows."""
+
+    def step(self) -> list[Event]:
+        step = self.advance()
+        self.trace.take(step)
+        return step.events
+
+
+class RolloutWorker(EngineWorker):
     """Worker of an engine in the same process.
 
     Args:
@@ -92,10 +145,16 @@ class RolloutWorker(Worker):
         self._requests: dict[str, Request] = {}
         self._drawn: dict[str, int] = {}
         self._stats = engine.stats()
+        self._begun: tuple[float, list[str]] | None = None
+        """Start of the next step, and the requests that were admitted for it."""
 
     @property
     def busy(self) -> bool:
         return bool(self._drawn) or len(self.admission) > 0
+
+    @property
+    def running(self) -> Collection[str]:
+        return self._drawn.keys()
 
     def start_trace(self) -> RolloutTrace:
         trace = super().start_trace()
@@ -108,22 +167,27 @@ class RolloutWorker(Worker):
     def submit(self, requests: Iterable[Request]) -> None:
         self.admission.push(requests)
 
-    def step(self) -> list[Event]:
-        step = self.advance()
-        self.trace.take(step)
-        return step.events
+    def begin(self) -> int:
+        self._refill()
+        return self.engine.steps_to_event()
 
-    def advance(self) -> Step:
-        """Like `step`, without recording it in the trace."""
+    def _refill(self) -> tuple[float, list[str]]:
+        if self._begun is None:
+            admitted = self.admission.pop(self._drawn, self._stats.kv_tokens)
+            start = self.engine.now()
+            if admitted:
+                self.engine.submit(admitted)
+                for request in admitted:
+                    self._requests[request.id], self._drawn[request.id] = request, 0
+            self._begun = start, [request.id for request in admitted]
+        return self._begun
+
+    def advance(self, most: int | None = None) -> Step:
         engine, before = self.engine, self._stats
-        admitted = self.admission.pop(self._drawn, before.kv_tokens)
-        start = engine.now()
-        if admitted:
-            engine.submit(admitted)
-            for request in admitted:
-                self._requests[request.id], self._drawn[request.id] = request, 0
+        start, admitted = self._refill()
+        self._begun = None
         running = len(self._drawn)
-        events = engine.step()
+        events = engine.step() if most is None else engine.jump(most)
         end = engine.now()
         self._stats = after = engine.stats()
         left, drawn = {}, self._drawn
@@ -141,7 +205,7 @@ class RolloutWorker(Worker):
             after.prefill_tokens - before.prefill_tokens,
             after.cached_tokens - before.cached_tokens,
             after.preemptions - before.preemptions,
-            [request.id for request in admitted],
+            admitted,
             events,
             left,
         )
@@ -160,6 +224,7 @@ class RolloutWorker(Worker):
         if request_ids is None:
             self.admission.clear()
             running = list(self._drawn)
+            self._begun = None
         else:
             self.admission.discard(request_ids)
             running = [i for i in request_ids if i in self._drawn]

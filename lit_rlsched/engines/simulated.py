@@ -56,6 +56,7 @@ class SimulatedEngine(RolloutEngine):
     version = 0
     """Policy version of the last `sync_weights`."""
     logprobs = False
+    virtual_clock = True
 
     def __init__(
         self,
@@ -111,12 +112,20 @@ class SimulatedEngine(RolloutEngine):
             self._new_tokens += live.context
 
     def step(self) -> list[Event]:
-        if not self._live:
-            return []
-        while self._live.get(self._ends[0][2].id) is not self._ends[0][2]:
+        return self.jump(self.steps_to_event())
+
+    def steps_to_event(self) -> int:
+        while self._ends and self._live.get(self._ends[0][2].id) is not self._ends[0][2]:
             heapq.heappop(self._ends)  # aborted
-        running, steps = len(self._live), self._ends[0][0] - self._step
-        steps = min(steps, self.max_jump or steps)
+        if not self._live:
+            return 0
+        steps = self._ends[0][0] - self._step
+        return min(steps, self.max_jump or steps)
+
+    def jump(self, steps: int) -> list[Event]:
+        running = len(self._live)
+        if not running:
+            return []
         # step i of the jump finds i more tokens of each request in the cache
         kv_tokens = steps * self._kv_tokens + running * (steps * (steps - 1) // 2)
         self._now += (
@@ -163,6 +172,9 @@ class SimulatedEngine(RolloutEngine):
 
     def now(self) -> float:
         return self._now
+
+    def wait_until(self, now: float) -> None:
+        self._now = max(self._now, now)
 
     def close(self) -> None:
         self._live, self._ends = {}, []

@@ -102,6 +102,8 @@ class Ledger:
             cache = spec.slots * spec.max_model_len * self.run.token_bytes
             beside = max(0, self.run.decoding - cache)
             decoding = max(beside, beside * slots // spec.slots)
+            if self.run.device == "cuda":  # each engine has its own GPU
+                decoding //= len(self.run.datamodule.engine.engines)
         yield Item("engine weights", engine.weights, stays * engine.weights, engine.how_weights)
         yield Item("key-value cache", engine.cache, stays * engine.cache, engine.how_cache)
         yield Item("decoding", decoding, 0, "temporaries of the largest decode step")
@@ -159,7 +161,7 @@ class Ledger:
         if capacity is None:
             return spec.slots
         engine.kv_capacity = capacity
-        return self.run.startup.admission(spec).slots
+        return len(engine.engines) * self.run.startup.admission(spec).slots
 
     def peak(self, items: list[Item] | None = None) -> tuple[int, int]:
         """Return the bytes on the device in the rollout and in the update."""

@@ -51,7 +51,10 @@ def report(ledger: Ledger) -> str:
         host = [i for i in items if i.host]
         lines += ["", _line("in main memory", "", "", ""), *map(_item, host)]
     drawn = run.most_prompts * ledger.num_generations
-    lines += ["", f"Up to {ledger.slots:,} of a round's {drawn:,} completions decode at once."]
+    engines = len(run.datamodule.engine.engines)
+    where = f" on {engines} engines" if engines > 1 else ""
+    at_once = f"Up to {ledger.slots:,} of a round's {drawn:,} completions decode at once"
+    lines += ["", f"{at_once}{where}."]
     lines += ["", f"Not counted: {NOT_COUNTED[run.device]}.", "", *_verdict(ledger, device)]
     return "\n".join(line.rstrip() for line in lines)
 

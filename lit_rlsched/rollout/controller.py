@@ -143,8 +143,7 @@ class RolloutController:
         try:
             samples = self._unfinished(samples)
             samples.sort(key=lambda sample: not sample.completion.token_ids)
-            waits = len(samples) > self.worker.admission.slots
-            waits = waits or self.worker.admission.budget is not None
+            waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
             self.worker.start_round(
                 take_turns=not rule.discards(self.state), ahead=not self._intervenes(waits)

@@ -27,8 +27,9 @@ class RolloutSession:
         scorer: Scores finished completions.
         sync: Called before every rollout, also under an unchanged version: a callback may have
             swapped weights for validation and back.
-        admission: Creates the admission, which decides who takes a free slot; called each time the
-            engine has started. By default requests take the slots in the order they come.
+        admission: Creates the admission, which decides who takes a free slot of an engine; called
+            each time the engine has started. By default requests take the slots in the order they
+            come.
         **controller: Further arguments of `RolloutController`.
     """
 
@@ -46,7 +47,7 @@ class RolloutSession:
         self.scorer = scorer
         self._sync = sync
         self._synced: Mapping[str, float] = {}
-        self._admission = admission or (lambda: Admission(spec.slots))
+        self._admission = admission or (lambda: Admission(spec.slots // len(engine.engines)))
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
         try:
             give_back(spec.device)

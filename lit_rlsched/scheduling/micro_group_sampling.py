@@ -4,7 +4,7 @@ Turns the settings of the callback `MicroGroupSampling` and the size of the engi
 into an `Admission`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, Refill
 from lit_rlsched.scheduling.queues import Order
@@ -44,6 +44,32 @@ class SlotSettings:
     """Bytes."""
     refill: Refill = "continuous"
     order: Order | None = None
+    engines: int = 1
+    """Number of engines that the settings were divided by."""
+
+    def share(self, engines: int) -> "SlotSettings":
+        """Return the settings of each of several engines.
+
+        Raises:
+            ValueError: the slots cannot be divided equally.
+        """
+        slots, budget = self.slots, self.memory_budget
+        if slots is not None and slots % engines:
+            raise ValueError(
+                f"`MicroGroupSampling(slots={slots})` with `num_engines={engines}`: each engine "
+                f"has the same number of slots. Use {max(1, slots // engines) * engines} slots."
+            )
+        return replace(
+            self,
+            slots=None if slots is None else slots // engines,
+            memory_budget=None if budget is None else budget // engines,
+            engines=engines,
+        )
+
+    @property
+    def _each(self) -> str:
+        """What a message says beside a value of one engine."""
+        return f" on each of {self.engines} engines" if self.engines > 1 else ""
 
     def resolved_order(self, predicted: bool, early: bool = False) -> Order:
         """The order of the waiting completions, by default the one that measured best.
@@ -67,11 +93,11 @@ class SlotSettings:
     def engine_slots(
         self, cache: KVCache, completions: int, shortest: int, by_default: int = DEFAULT_SLOTS
     ) -> int:
-        """Maximum number of requests inside the engine; `admission` may admit fewer.
+        """Maximum number of requests inside each engine; `admission` may admit fewer.
 
         Args:
             cache: Cache of an engine that has not started yet.
-            completions: Completions of the largest rollout.
+            completions: Completions that the engine gets in the largest rollout.
             shortest: Tokens of the shortest prompt.
             by_default: Limit where the user sets no `slots`.
 
@@ -84,10 +110,13 @@ class SlotSettings:
         if self.memory_budget is None:
             return most
         if cache.block is None:
-            full = slots_for_budget(self.memory_budget, cache.token_bytes, cache.longest)
+            full = slots_for_budget(
+                self.memory_budget, cache.token_bytes, cache.longest, self._each
+            )
             return min(most, full)
         # refuse less than a completion in whole blocks, with one block that the engine may keep
-        slots_for_budget(self.memory_budget, cache.token_bytes, cache.whole + cache.block)
+        least = cache.whole + cache.block
+        slots_for_budget(self.memory_budget, cache.token_bytes, least, self._each)
         begun = self.memory_budget // (cache.token_bytes * (shortest + 1))
         return max(1, min(most, begun))
 
@@ -112,7 +141,7 @@ class SlotSettings:
         budget = None
         if self.memory_budget is not None and cache.block is not None:
             budget = self._budget(self.memory_budget, cache, max_completion_length)
-        elif cache.capacity is not None and self != SlotSettings():
+        elif cache.capacity is not None and replace(self, engines=1) != SlotSettings():
             self._check_capacity(cache, cache.capacity, slots)
         elif cache.capacity is not None:
             slots = min(slots, max(DEFAULT_SLOTS, 2 * cache.capacity // cache.whole))
@@ -124,10 +153,10 @@ class SlotSettings:
         tokens = tokens if cache.capacity is None else min(tokens, cache.capacity)
         if tokens < cache.whole:
             raise ValueError(
-                f"`memory_budget={budget}` bytes hold {tokens} tokens of cache. One completion may "
-                f"take {cache.whole} tokens or {cache.whole * cache.token_bytes} bytes, and the "
-                f"engine keeps one block of {block} tokens. Raise the budget, or lower "
-                "`max_completion_length`."
+                f"`memory_budget={budget}` bytes{self._each} hold {tokens} tokens of cache. One "
+                f"completion may take {cache.whole} tokens or {cache.whole * cache.token_bytes} "
+                f"bytes, and the engine keeps one block of {block} tokens. Raise the budget, or "
+                "lower `max_completion_length`."
             )
         return CacheBudget(tokens, block, max(block, -(-max_completion_length // LEASES)))
 
@@ -135,23 +164,27 @@ class SlotSettings:
         """Refuse slots that the cache cannot fill with completions of the maximum length."""
         fit, gib = capacity // cache.whole, cache.token_bytes / 2**30
         if fit < slots:
-            advice = f"Use `slots={fit}`," if fit else "Not even one fits. Use"
+            most = fit * self.engines
+            advice = f"Use `slots={most}`," if fit else "Not even one fits. Use"
             raise ValueError(
-                f"`MicroGroupSampling(slots={slots})`: completions of the maximum length need "
-                f"{slots * cache.whole * gib:.3g} GiB of key-value cache, and the engine has "
-                f"{capacity * gib:.3g} GiB. {advice} a lower `max_completion_length` or "
-                "`memory_budget`, which runs as many completions as fit at the moment, or give the "
-                "engine more memory."
+                f"`MicroGroupSampling(slots={slots * self.engines})`: completions of the maximum "
+                f"length need {slots * cache.whole * gib:.3g} GiB of key-value cache{self._each}, "
+                f"and the engine has {capacity * gib:.3g} GiB. {advice} a lower "
+                "`max_completion_length` or `memory_budget`, which runs as many completions as fit "
+                "at the moment, or give the engine more memory."
             )
 
 
-def slots_for_budget(budget: int, kv_bytes_per_token: int, tokens_per_completion: int) -> int:
+def slots_for_budget(
+    budget: int, kv_bytes_per_token: int, tokens_per_completion: int, where: str = ""
+) -> int:
     """Number of completions of the maximum length that fit into a memory budget.
 
     Args:
         budget: Bytes of key-value cache.
         kv_bytes_per_token: Bytes per token in all layers.
         tokens_per_completion: Longest prompt plus `max_completion_length`.
+        where: Where the budget holds, for the message.
 
     Raises:
         ValueError: not even one completion fits.
@@ -159,7 +192,7 @@ def slots_for_budget(budget: int, kv_bytes_per_token: int, tokens_per_completion
     one = kv_bytes_per_token * tokens_per_completion
     if budget < one:
         raise ValueError(
-            f"`memory_budget={budget}` bytes is less than one completion may take: {one} bytes for "
-            f"{tokens_per_completion} tokens. Raise it, or lower `max_completion_length`."
+            f"`memory_budget={budget}` bytes{where} is less than one completion may take: {one} "
+            f"bytes for {tokens_per_completion} tokens. Raise it, or lower `max_completion_length`."
         )
     return budget // one

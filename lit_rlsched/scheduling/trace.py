@@ -1,7 +1,7 @@
 """Trace of a rollout: which request ran when, and the metrics that follow from it."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,31 +50,42 @@ class Step:
 class RolloutTrace:
     """Records what ran when. Times are seconds on the engine's clock since the first step.
 
+    Several engines take turns: a turn is one step of each engine that is busy. Their clocks show
+    the same time, but the steps of a turn may lie anywhere on them.
+
     Args:
-        slots: Slots of the engine.
+        slots: Slots of all engines together; each has as many.
         dynamic: Whether memory decides how many slots are in use. Metrics then refer to the largest
-            number of requests that ever ran at once.
+            number of requests that ever ran at once on each engine.
+        engines: Number of engines.
     """
 
-    def __init__(self, slots: int, dynamic: bool = False) -> None:
+    def __init__(self, slots: int, dynamic: bool = False, engines: int = 1) -> None:
         self.dynamic = dynamic
+        self.engines = engines
         self.peak_running = 0
-        self.steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
-        """One row per call of the engine's `step`."""
+        columns = (*STEP_COLUMNS, "engine") if engines > 1 else STEP_COLUMNS
+        self.steps: dict[str, list[float]] = {name: [] for name in columns}
+        """One row per call of an engine's `step`."""
         self.spans: dict[str, list[Any]] = {name: [] for name in SPAN_COLUMNS}
         """One row each time that a request left the engine: finished, paused or aborted."""
         self.decode_steps = 0
+        """Decode steps of the rollout. With several engines: its turns, the logical clock."""
         self.work: list[tuple[float, float]] = []
         """Start and end of each gradient computation during the rollout."""
         self._origin: float | None = None
-        self._places = slots
-        self._free = list(range(slots))
+        self._places = slots // engines
+        self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
+        self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
     def slots(self) -> int:
         """`Q`, the number of slots that metrics refer to."""
-        return self.peak_running if self.dynamic else self._places
+        return sum(map(self._slots_of, range(self.engines)))
+
+    def _slots_of(self, engine: int) -> int:
+        return self._peaks[engine] if self.dynamic else self._places
 
     @property
     def slot_steps(self) -> int:
@@ -89,20 +100,40 @@ class RolloutTrace:
     @property
     def seconds(self) -> float:
         """Seconds from the start of the first step to the end of the last."""
-        return self.steps["end"][-1] if self.steps["end"] else 0.0
+        return max(self._ends)
 
     @property
     def bubble_ratio(self) -> float:
         """Idle slot-time over all slot-time, with the drain at the end (SortedRL, equation 4).
 
-        `sum_k (Q - running_k) * dt_k / (T * Q)`, where `dt_k` reaches from the end of the previous
-        step to the end of step k.
+        `sum_k (Q - running_k) * dt_k / (T * Q)`, where `dt_k` reaches from the end of the engine's
+        previous step to the end of step k. With several engines, each has its own `Q` and steps,
+        and idles from its last step to `T`, the last step of all.
         """
-        total, last = 0.0, 0.0
-        for end, running in zip(self.steps["end"], self.steps["running"], strict=True):
-            total += (self.slots - running) * (end - last)
-            last = end
-        return total / (last * self.slots) if last else 0.0
+        if not (total := self.seconds * self.slots):
+            return 0.0
+        slots, last, idle = [*map(self._slots_of, range(self.engines))], [0.0] * self.engines, 0.0
+        ends, running = self.steps["end"], self.steps["running"]
+        engines = self.steps.get("engine", [0] * len(ends))
+        for engine, end, ran in zip(map(int, engines), ends, running, strict=True):
+            idle += (slots[engine] - ran) * (end - last[engine])
+            last[engine] = end
+        drained = (q * (self.seconds - end) for q, end in zip(slots, last, strict=True))
+        return (idle + sum(drained)) / total
+
+    @property
+    def usage(self) -> tuple[list[float], list[float]]:
+        """Times, and the number of requests that ran between each two of them."""
+        ends, running = self.steps["end"], self.steps["running"]
+        if self.engines == 1:
+            return [0.0, *ends], running
+        last, changes = [0.0] * self.engines, dict[float, float]()
+        for engine, end, ran in zip(map(int, self.steps["engine"]), ends, running, strict=True):
+            changes[last[engine]] = changes.get(last[engine], 0) + ran
+            changes[end] = changes.get(end, 0) - ran
+            last[engine] = end
+        times = sorted(time for time, change in changes.items() if change)
+        return times, np.cumsum([changes[time] for time in times])[:-1].tolist()
 
     @property
     def tokens(self) -> int:
@@ -116,8 +147,11 @@ class RolloutTrace:
 
     @property
     def overlap_seconds(self) -> float:
-        """Seconds of gradient computation while the engine was in a step."""
-        starts, ends = np.array(self.steps["start"]), np.array(self.steps["end"])
+        """Seconds of gradient computation while an engine was in a step."""
+        order = np.argsort(self.steps["start"], kind="stable")
+        starts, ends = np.array(self.steps["start"])[order], np.array(self.steps["end"])[order]
+        ends = np.maximum.accumulate(ends)  # steps of several engines may overlap
+        starts[1:] = np.maximum(starts[1:], ends[:-1])
         overlaps = (np.minimum(ends, end) - np.maximum(starts, start) for start, end in self.work)
         return float(sum(overlap.clip(min=0).sum() for overlap in overlaps))
 
@@ -130,25 +164,49 @@ class RolloutTrace:
         """Sum of a column of `steps`."""
         return int(sum(self.steps[column]))
 
-    def admitted(self, request_id: str, now: float) -> None:
-        """Record that a request took the lowest free slot."""
+    def admitted(self, request_id: str, now: float, engine: int = 0) -> None:
+        """Record that a request took the lowest free slot of an engine."""
         if self._origin is None:
             self._origin = now
-        slot = heapq.heappop(self._free)
+        slot = heapq.heappop(self._free[engine])
         self._live[request_id] = (slot, now - self._origin, self.decode_steps)
 
     def take(self, step: Step) -> None:
-        for request_id in step.admitted:
-            self.admitted(request_id, step.start)
+        """Record a step of the only engine."""
+        self.take_turn({0: step})
+
+    def take_turn(self, steps: Mapping[int, Step]) -> None:
+        """Record a turn: a step of each busy engine, by the index of the engine."""
+        if self._origin is None and any(step.admitted for step in steps.values()):
+            self._origin = min(step.start for step in steps.values())
+        for engine, step in steps.items():
+            for request_id in step.admitted:
+                self.admitted(request_id, step.start, engine)
         assert self._origin is not None, "a step before anything was admitted"
-        self.decode_steps += step.decode_steps
-        self.peak_running = max(self.peak_running, step.running)
-        for name, column in self.steps.items():
-            column.append(getattr(step, name))
-        self.steps["start"][-1] -= self._origin
-        self.steps["end"][-1] -= self._origin
-        for request_id, tokens in step.left.items():
-            self.left(request_id, step.end, tokens)
+        before, ran = self.decode_steps, 0
+        self.decode_steps += max(step.decode_steps for step in steps.values())
+        for engine, step in steps.items():
+            if self._turns[engine] < before:  # it had nothing to decode in the turns before
+                idle_since = self._origin + self._ends[engine]
+                self._add_row(engine, Step(idle_since, step.start, 0, 0, decode_steps=0))
+            self._add_row(engine, step)
+            self._turns[engine] = self.decode_steps
+            self._peaks[engine] = max(self._peaks[engine], step.running)
+            ran += step.running
+            for request_id, tokens in step.left.items():
+                self.left(request_id, step.end, tokens)
+        self.peak_running = max(self.peak_running, ran)
+
+    def _add_row(self, engine: int, step: Step) -> None:
+        assert self._origin is not None
+        steps = self.steps
+        for name in STEP_COLUMNS:
+            steps[name].append(getattr(step, name))
+        steps["start"][-1] -= self._origin
+        steps["end"][-1] -= self._origin
+        self._ends[engine] = steps["end"][-1]
+        if self.engines > 1:
+            steps["engine"].append(engine)
 
     def worked(self, start: float, end: float) -> None:
         """Record a gradient computation; times are `time.monotonic`, the clock of real engines."""
@@ -161,7 +219,7 @@ class RolloutTrace:
             return  # the step in which it was admitted failed
         assert self._origin is not None, "a request left before anything was admitted"
         slot, start, start_step = self._live.pop(request_id)
-        heapq.heappush(self._free, slot)
+        heapq.heappush(self._free[slot // self._places], slot)
         row = (request_id, slot, start, now - self._origin, start_step, self.decode_steps, tokens)
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine, engine_name
 from lit_rlsched.policy import evaluating, named_weights
 from lit_rlsched.precision import ForwardContext
 from lit_rlsched.training.finite import check_weights
@@ -41,8 +41,9 @@ LONGEST, WAVES = 128, 32
 class WeightSync:
     """Loads the policy's weights into a started engine.
 
-    After each sync, `probe` prompts are decoded at `temperature` to check the weights; without
-    them there is no check. The engine was started with `spec`, whose `dtype` is the trainer's.
+    After each sync, `probe` prompts are decoded at `temperature` to check the weights of each
+    engine; without them there is no check. The engine was started with `spec`, whose `dtype` is the
+    trainer's.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class WeightSync:
         forward_context: ForwardContext = nullcontext,
     ) -> None:
         self._engine, self._spec, self._policy = engine, spec, policy
-        self._prompts = list(probe)[: spec.slots]
+        self._prompts = list(probe)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
         self._forward_context = forward_context
 
@@ -78,18 +79,23 @@ class WeightSync:
         """Compare the log-probs of drawn tokens; return the largest difference of a token.
 
         Raises:
-            RuntimeError: If the engine does not decode with the trained weights.
+            RuntimeError: If an engine does not decode with the trained weights.
         """
+        drawn = self._engine.each(lambda engine: self._draw(engine, version, TOKENS))
+        return max(self._check(version, index, self._gap(d)) for index, d in enumerate(drawn))
+
+    def _check(self, version: int, index: int, gap: Tensor) -> float:
         ours, theirs = self._spec.dtype, self._engine.cache_dtype(self._spec)
         allowed = tolerance(ours, theirs, self._spec.device)
-        gap = self._gap(version, TOKENS)
         if gap.mean() <= allowed:
             return float(gap.max())
-        gap = self._larger_gap(version)
+        gap = self._larger_gap(self._engine.engines[index], version)
         mean, allowed = robust_mean(gap), SLACK * allowed
         if not mean <= allowed:
+            engines = len(self._engine.engines)
             raise RuntimeError(
-                "The engine does not decode with the weights that are trained: after the weight "
+                f"{engine_name(index, engines).capitalize()} does not decode with the weights that "
+                "are trained: after the weight "
                 f"sync its log-probs differ from the trainer's by {mean:.2e} on average (of "
                 f"{len(gap)} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
                 f"allowed between {ours} and {theirs} on {self._spec.device.type}). Check that "
@@ -98,17 +104,16 @@ class WeightSync:
             )
         return float(gap.max())
 
-    def _larger_gap(self, version: int) -> Tensor:
+    def _larger_gap(self, engine: RolloutEngine, version: int) -> Tensor:
         each = min(LONGEST, -(-REDRAWN // len(self._prompts)))
         gaps: list[Tensor] = []
         while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
-            gaps.append(self._gap(version, each, f"{len(gaps)}/"))
+            gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
         return torch.cat(gaps)
 
     @torch.no_grad()
-    def _gap(self, version: int, tokens: int, wave: str = "") -> Tensor:
+    def _gap(self, drawn: Sequence[Completion]) -> Tensor:
         """Absolute differences of the tokens of all prompts, one after the other."""
-        drawn = self._draw(version, tokens, wave)
         device = next(self._policy.parameters()).device
         differences = []
         with evaluating(self._policy), self._forward_context():
@@ -124,12 +129,14 @@ class WeightSync:
                 differences.append((logp[0].cpu() - theirs).abs())
         return torch.cat(differences)
 
-    def _draw(self, version: int, tokens: int, wave: str) -> list[Completion]:
+    def _draw(
+        self, engine: RolloutEngine, version: int, tokens: int, wave: str = ""
+    ) -> list[Completion]:
         longest = max(len(prompt.token_ids) for prompt in self._prompts)
         tokens = min(tokens, self._spec.max_model_len - longest)
         sampling = Sampling(tokens, temperature=self._temperature)
         drawn = {f"sync-probe/{wave}{i}": Completion(i) for i in range(len(self._prompts))}
-        self._engine.submit(
+        engine.submit(
             [
                 Request(name, prompt.token_ids, stable_hash(name, version), sampling)
                 for name, prompt in zip(drawn, self._prompts, strict=True)
@@ -137,10 +144,10 @@ class WeightSync:
         )
         try:
             while any(c.finish_reason is None for c in drawn.values()):
-                for event in self._engine.step():
+                for event in engine.step():
                     drawn[event.request_id].take(event, version)
         finally:
-            self._engine.abort(drawn)
+            engine.abort(drawn)
         return list(drawn.values())
 
 

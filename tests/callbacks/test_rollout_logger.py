@@ -11,6 +11,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 
 from lit_rlsched.callbacks import RolloutLogger, pictures
 from lit_rlsched.datamodule import RolloutDataModule
@@ -537,6 +538,21 @@ def test_timeline_of_a_long_round_in_many_slots():
     figure = pictures.slot_timeline(round)
     assert "in 2,330 s;" in figure.get_suptitle()
     assert titles(figure)[1] == "On average 1,500 of 2,000 slots decode"
+
+
+def test_timeline_of_two_engines():
+    round = make_round(prompts=2)
+    groups, trace = round.groups, RolloutTrace(8, engines=2)
+    names = [[f"{g.id}/{c.index}" for c in g.completions] for g in groups[:2]]
+    first, second = (dict.fromkeys(each, 3) for each in names)
+    trace.take_turn({0: Step(0, 2, 4, 9, admitted=names[0], left=first)})
+    trace.take_turn({1: Step(3, 4, 4, 9, admitted=names[1], left=second)})
+    round.trace = trace
+    figure = pictures.slot_timeline(round)
+    assert "8 completions decoded in 8 slots of 2 engines in 4 s; 62 % of" in figure.get_suptitle()
+    stairs = next(p for p in figure.axes[1].patches if isinstance(p, StepPatch))
+    assert stairs.get_data().values.tolist() == [4, 0, 4]
+    assert stairs.get_data().edges.tolist() == [0, 2, 3, 4]
 
 
 def test_timeline_sorts_slots_by_when_they_fall_idle():

@@ -153,7 +153,7 @@ def completions(policy, prompts):
     spec = EngineSpec("", 2, max(len(p.token_ids) for p in prompts) + 64, (), policy=policy)
     engine = TransformersEngine()
     engine.start(spec)
-    drawn = WeightSync(engine, spec, policy, probe=prompts)._draw(0, 64, "")
+    drawn = WeightSync(engine, spec, policy, probe=prompts)._draw(engine, 0, 64)
     engine.close()
     return [completion.token_ids for completion in drawn]
 

@@ -52,7 +52,7 @@ def slot_timeline(round: Round) -> Figure:
         axes[-1].set(xlim=(0, end), xlabel="seconds since the first decode step")
         figure.suptitle(
             f"Round {round.number}: {counted(len(set(trace.spans['request'])), 'completion')} "
-            f"decoded in {counted(trace.slots, 'slot')} in {seconds(trace.seconds)}; "
+            f"decoded in {_slots(trace)} in {seconds(trace.seconds)}; "
             f"{percent(trace.bubble_ratio)} of the slot-time was idle",
             x=0.01,
             ha="left",
@@ -61,6 +61,11 @@ def slot_timeline(round: Round) -> Figure:
         columns = 2 if len(legend) > 3 else 3
         figure.legend(handles=legend, loc="outside lower left", ncols=columns, fontsize=10.5)
     return figure
+
+
+def _slots(trace: RolloutTrace) -> str:
+    slots = counted(trace.slots, "slot")
+    return f"{slots} of {trace.engines} engines" if trace.engines > 1 else slots
 
 
 def _draw_slots(axes: Axes, round: Round, trace: RolloutTrace) -> list[Patch]:
@@ -141,11 +146,10 @@ def _kept_label(round: Round, kept: dict[str, int], begun: set[str]) -> str:
 
 
 def _draw_running(axes: Axes, trace: RolloutTrace) -> None:
-    ends = [0.0, *trace.steps["end"]]
-    running = np.array(trace.steps["running"], float)
+    times, running = trace.usage
     axes.set_facecolor(IDLE)
     axes.grid(False)
-    axes.stairs(running, ends, fill=True, color=GREY)
+    axes.stairs(np.array(running, float), times, fill=True, color=GREY)
     axes.set(ylim=(0, trace.slots), ylabel="slots in use")
     axes.yaxis.set_major_locator(whole_numbers(4))
     mean = (1 - trace.bubble_ratio) * trace.slots

@@ -1,0 +1,66 @@
+"""Which of a node's devices or cores each of several engines gets."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lit_rlsched.engines.base import EngineSpec
+
+
+def available_cores() -> list[int]:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def num_devices(device_type: str) -> int:
+    """Number of this node's devices: GPUs, or on CPU the cores that this process may use."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.device_count()
+    return len(available_cores())
+
+
+def cores_of(spec: "EngineSpec", cores: list[int]) -> list[int]:
+    """Return the cores of an engine: an equal share; all, if there are fewer cores than engines."""
+    each = len(cores) // spec.engines
+    return cores[spec.index * each : (spec.index + 1) * each] if each else cores
+
+
+def variables_of(
+    spec: "EngineSpec", tensor_parallel_size: int, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables that let an engine's process see only its own GPUs.
+
+    Args:
+        spec: Settings of the engine.
+        tensor_parallel_size: GPUs per engine.
+        environment: Environment variables of the trainer.
+    """
+    if spec.engines == 1 or spec.device.type != "cuda":
+        return {}
+    gpus = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    gpus = gpus or [str(gpu) for gpu in range(spec.engines * tensor_parallel_size)]
+    first = spec.index * tensor_parallel_size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + tensor_parallel_size])}
+
+
+def check_devices(spec: "EngineSpec", tensor_parallel_size: int) -> None:
+    """Refuse more engines than the node has GPUs for.
+
+    Raises:
+        ValueError: names the setting, its value and the largest value that works.
+    """
+    if spec.device.type != "cuda":
+        return
+    gpus = num_devices("cuda")
+    if spec.engines * tensor_parallel_size > gpus:
+        each = f" of {tensor_parallel_size} GPUs each" if tensor_parallel_size > 1 else ""
+        most = gpus // tensor_parallel_size
+        raise ValueError(
+            f"`num_engines={spec.engines}`: an engine{each} needs GPUs of its "
+            f"own, and this node has {gpus}. Use {most} or less."
+        )

@@ -1,0 +1,59 @@
+"""Which of several engines decodes which group, and which waiting requests move to another."""
+
+from collections.abc import Mapping, Sequence
+
+from lit_rlsched.types import Request
+
+
+def promised_tokens(request: Request) -> float:
+    """Tokens that a request may still draw: the prediction, or all that its limit allows."""
+    if request.expected is not None:
+        return request.expected
+    return request.sampling.max_completion_length - len(request.prefix_ids)
+
+
+def route(groups: Mapping[str, float], loads: Sequence[float]) -> dict[str, int]:
+    """Send each group to the engine with the fewest promised tokens, the first of them in a tie.
+
+    A group stays together, so that its prompt is prefilled once.
+
+    Args:
+        groups: Promised tokens of each group, in the order in which the groups are sent.
+        loads: Tokens already promised by the requests of each engine.
+
+    Returns:
+        Index of each group's engine.
+    """
+    loads, homes = [*loads], {}
+    for group, tokens in groups.items():
+        homes[group] = min(range(len(loads)), key=loads.__getitem__)
+        loads[homes[group]] += tokens
+    return homes
+
+
+def moves(waiting: Sequence[Sequence[Request]], free: Sequence[int]) -> dict[str, int]:
+    """Choose waiting requests that move to engines with free slots.
+
+    A request moves if it would wait where it is and start at once elsewhere. The engine with the
+    most requests too many gives its newest first, those of one group together.
+
+    Args:
+        waiting: Waiting requests of each engine that may move, the oldest first.
+        free: Free slots of each engine minus all of its waiting requests. Below 0: that many
+            requests have to wait.
+
+    Returns:
+        Index of the new engine of each request that moves.
+    """
+    left, free, moved = [list(requests) for requests in waiting], [*free], dict[str, int]()
+    while True:
+        to = max(range(len(free)), key=free.__getitem__)
+        givers = [i for i, requests in enumerate(left) if requests and free[i] < 0]
+        if free[to] <= 0 or not givers:
+            return moved
+        giver = min(givers, key=free.__getitem__)
+        group = left[giver][-1].group
+        while left[giver] and left[giver][-1].group == group and free[to] > 0 > free[giver]:
+            moved[left[giver].pop().id] = to
+            free[to] -= 1
+            free[giver] += 1
