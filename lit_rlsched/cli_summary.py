@@ -138,8 +138,8 @@ def _engine(data: RolloutDataModule) -> str:
 def _memory(module: LightningModule, data: RolloutDataModule) -> str:
     rollout, update = counted_peaks(module, data)
     return (
-        f"{format_bytes(rollout)} in the rollout and {format_bytes(update)} in the update, and "
-        "activations, which `lit-rlsched estimate` counts"
+        f"{format_bytes(rollout)} of weights, optimizer state and cache in the rollout, "
+        f"{format_bytes(update)} in the update; `lit-rlsched estimate` counts activations too"
     )
 
 
