@@ -56,6 +56,7 @@ def test_every_config_parses(path, capsys):
         assert line.startswith("# "), "a config says in its first line what it is"
 
 
+@pytest.mark.slow
 def test_the_config_for_gsm8k_trains_on_its_rows(tmp_path, monkeypatch, capsys):
     """With a small model in place of Qwen3 and two rows in place of the hub's, on a CPU."""
     import datasets
@@ -172,6 +173,7 @@ def test_a_gpu_run_is_estimated_without_one(estimated):
     assert said.startswith("in GPU memory") and "vLLM sleeps in the update" in said
 
 
+@pytest.mark.slow
 def test_estimate_refuses_what_fit_refuses(estimated, capsys):
     def refusal(*args):
         with pytest.raises(SystemExit) as stop:
@@ -273,6 +275,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_a_schedule_is_told_in_words(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     callbacks = [

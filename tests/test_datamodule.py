@@ -469,6 +469,7 @@ def test_testing_a_checkpoint_leaves_the_run_as_it_is(fit, sums, tmp_path):
     assert dict(data.counters) == before and data.run.resumed is None
 
 
+@pytest.mark.slow
 def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_path):
     cut = {"limit_train_batches": 1, "enable_checkpointing": True}
 
@@ -567,6 +568,7 @@ def test_bf16_true_keeps_advantages_in_float32(fit, tiny_model):
     assert torch.isfinite(trainer.callback_metrics["kl"])
 
 
+@pytest.mark.slow
 def test_a_run_without_end(fit):
     trainer, _, _ = fit(trainer={"max_epochs": -1, "max_time": {"seconds": 1}})
     assert trainer.global_step > 0

@@ -284,6 +284,7 @@ def test_a_memory_that_is_too_small_says_what_helps(plan):
     assert "Not even the weights fit" in said
 
 
+@pytest.mark.slow
 def test_the_columns_add_up_and_align(plan):
     lines = report(ledger(plan())).splitlines()
     assert "rollout      update  how it follows" in lines[0]

@@ -148,6 +148,7 @@ def test_the_reward_of_the_own_task(answer, score):
     assert makes_ten([[{"role": "assistant", "content": answer}]], [[1, 2, 9]]) == [score]
 
 
+@pytest.mark.slow
 def test_the_own_task_trains(tmp_path, capsys):
     small = "data.engine=TransformersEngine data.prompts_per_round=4 trainer.max_epochs=1"
     small += " trainer.limit_val_batches=0 trainer.accelerator=cpu"
@@ -168,6 +169,7 @@ def test_own_callback(fit):
         PatternShare("(")
 
 
+@pytest.mark.slow
 def test_own_engine(fit):
     """It passes the check after a weight sync, and draws what TransformersEngine draws."""
     ours, theirs = Rounds(), Rounds()

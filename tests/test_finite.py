@@ -159,6 +159,7 @@ def test_a_grad_scaler_skips_steps_that_its_scale_made_infinite(fit, tiny_model,
     assert precision.scaler.get_scale() < 2.0**40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("automatic", [False, True])
 def test_a_grad_scaler_that_cannot_help_does_not_hide_it(fit, tiny_model, automatic):
     module = SpoiledPlain(tiny_model) if automatic else Spoiled(tiny_model)

@@ -77,6 +77,7 @@ class Stop(RolloutCallback):
         trainer.should_stop = trainer.global_step == 3
 
 
+@pytest.mark.slow
 def test_a_schedule_of_a_run_that_is_resumed(fit, tiny_model, tmp_path):
     def run(folder, *callbacks, ckpt_path=None):
         checkpoint = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1, save_last=True)
@@ -93,6 +94,7 @@ def test_a_schedule_of_a_run_that_is_resumed(fit, tiny_model, tmp_path):
     assert torch.equal(vector(resumed), vector(whole))
 
 
+@pytest.mark.slow
 def test_the_accumulation_is_added_and_taken_away(fit, tiny_model):
     settings = {"trainer": {"max_epochs": 2, "log_every_n_steps": 7}, **TWO_STEPS}
     named, rates = Plain(tiny_model), Rates()

@@ -154,6 +154,7 @@ def test_a_run_is_the_same_again_however_long_rewards_take(fit):
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_prompt_twice_in_a_round_nor_lost_at_the_end_of_a_pass(fit, tiny_model, shuffle):
     recorder = Recorder()
@@ -312,6 +313,7 @@ def test_a_round_cut_short_is_drawn_again_with_the_same_prompts(fit, tiny_model)
     assert recorder.trained == whole.trained
 
 
+@pytest.mark.slow
 def test_what_another_schedule_left_in_the_pool_is_begun_anew(fit, tmp_path):
     """Resumed with other callbacks: prompts that replace others are of one policy version too."""
     settings = {

@@ -412,6 +412,7 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
             torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fitting_on_goes_on_inside_of_the_pool(fit):
     recorder = Recorder()
     batching = SortedBatching(pool_rounds=4, mode="partial")
@@ -443,6 +444,7 @@ def test_validation_inside_of_a_pool_changes_nothing_that_is_learned(fit, sums):
     assert any(plain.pools)
 
 
+@pytest.mark.slow
 @modes
 def test_several_iterations_and_a_limit_on_batches(fit, mode):
     recorder = Recorder()
@@ -467,6 +469,7 @@ def test_several_iterations_and_a_limit_on_batches(fit, mode):
 # What is learned.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generations", [1, 3])
 def test_reinforce_plus_plus_harvests_single_completions(fit, tiny_model, generations):
     recorder = Recorder()
@@ -552,6 +555,7 @@ def test_masked_stale_tokens_are_no_part_of_the_loss(fit, tiny_model):
     assert stale > 50
 
 
+@pytest.mark.slow
 def test_without_the_mask_they_are(fit, tiny_model):
     recorder = partial_gradients(
         fit, tiny_model, old_logprobs="trainer", importance_sampling_mode=None
@@ -564,6 +568,7 @@ def test_without_the_mask_they_are(fit, tiny_model):
         check_gradient(terms.sum() / len(terms), module, gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"old_logprobs": "engine"}])
 def test_the_ratio_to_the_engines_log_probs(fit, tiny_model, setting):
     recorder = partial_gradients(fit, tiny_model, **setting)

@@ -248,6 +248,7 @@ def test_what_lost_goes_on_with_vllm(fit):
     assert sum(r.metrics.get("drafts/accepted_tokens", 0) for r in recorder.rounds) > 0
 
 
+@pytest.mark.slow
 def test_prompts_that_teach_nothing_are_replaced_where_losers_go_on(fit):
     recorder = Recorder()
     tail = TailBatching(1.5, max_deferrals=3)
@@ -343,6 +344,7 @@ def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, complet
     assert len(recorder.trained) == len(set(recorder.trained))
 
 
+@pytest.mark.slow
 def test_another_trainer_throws_drafts_away(fit, tmp_path):
     from lightning import Trainer
 
@@ -371,6 +373,7 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
     assert data.counters["num_discarded_tokens"] == discarded + thrown
 
 
+@pytest.mark.slow
 def test_gone_on_with_without_drafts(fit, tmp_path):
     save = ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
     trainer = {"max_epochs": 2, "enable_checkpointing": True}
@@ -480,6 +483,7 @@ def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
 # Completions that race.
 
 
+@pytest.mark.slow
 def test_the_first_completions_of_a_prompt_are_kept(fit):
     recorder = Recorder()
     settings = {**SMALL, "num_generations": 4}
@@ -506,6 +510,7 @@ def test_the_first_completions_of_a_prompt_are_kept(fit):
     assert taken == set(range(6))
 
 
+@pytest.mark.slow
 def test_hooks_see_what_is_put_off_as_well(fit):
     recorder = Recorder()
     fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 5}, **SMALL)
@@ -580,6 +585,7 @@ def coin():
     return coin
 
 
+@pytest.mark.slow
 def test_groups_that_stop_early_race_as_well(fit):
     recorder = Recorder()
     callbacks = [recorder, TailBatching(), DownSampling(2, early_stop=True)]

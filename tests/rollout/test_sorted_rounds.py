@@ -476,6 +476,7 @@ def test_the_short_go_first_where_all_decode():
         assert all(max(a) < min(b) for a, b in pairwise(lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 @pytest.mark.parametrize("unit", ["group", "completion"])
 def test_updates_of_a_pool_grow(mode, unit):

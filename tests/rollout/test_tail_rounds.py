@@ -454,6 +454,7 @@ def test_a_round_is_long_once_enough_have_lost(case):
         assert [g.id for g in r.left] == queue and len(queue) < case.raced
 
 
+@pytest.mark.slow
 @given(cases())
 def test_nobody_starves(case):
     extra = case.raced - case.update
@@ -604,6 +605,7 @@ def test_what_wins_does_not_depend_on_how_long_scores_take(case, latency, haste)
         assert sorted(r.harvest.discarded) == sorted(other.harvest.discarded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_deferrals", [None, 2, 8])
 def test_nor_where_drafts_that_teach_nothing_are_replaced(max_deferrals):
     """Scores of what was kept whole come at once, or some steps later."""
