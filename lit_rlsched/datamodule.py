@@ -16,7 +16,6 @@ from lit_rlsched import checks
 from lit_rlsched.data.rows import Rows, load_rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
-from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
 from lit_rlsched.resuming import check_has_state
@@ -29,7 +28,7 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup
 from lit_rlsched.training_run import TrainingRun
 from lit_rlsched.types import Prompt, Sampling
-from lit_rlsched.wandb_runs import describe_runs, run_ids, warn_of_new_runs
+from lit_rlsched.wandb_runs import run_ids, warn_of_new_runs
 
 
 class RolloutDataModule(LightningDataModule):
@@ -199,9 +198,7 @@ class RolloutDataModule(LightningDataModule):
         checks.check_one_process(self.trainer.world_size)
         stage = TrainerFn(stage).value  # messages would show the enum's name
         if stage == "fit":
-            self.run.settings = FitSettings(self.trainer, self.steps_per_epoch)
-            self.run.clock.start()
-            describe_runs(self.trainer, self.engine.name)
+            self.run.begin()
             checks.check_group_size(self.num_generations, self.run.learner.needs_group)
             if self.run.learner.needs_engine_logprobs(off_policy=False):
                 checks.check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
@@ -257,9 +254,7 @@ class RolloutDataModule(LightningDataModule):
         if stage == "fit" and self.run.round_is_over:
             assert self.trainer is not None
             log_now(self.trainer, self.run.end_round())
-        if self.run.settings is not None:
-            self.run.settings.undo()
-        self.run.clock.stop()
+        self.run.finish()
         self.close()
         self.has_rewards = True
         self.schedule = Schedule(FullRound(self.prompts_per_round))

@@ -30,6 +30,7 @@ from lit_rlsched.training.round import Round
 from lit_rlsched.training.rounds import RoundSettings, TrainingRounds
 from lit_rlsched.training.update import Update
 from lit_rlsched.types import Group
+from lit_rlsched.wandb_runs import describe_runs
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -137,6 +138,19 @@ class TrainingRun:
     def _cursor(self, trainer: Trainer | None = None) -> int:
         """Number of steps taken of the current round."""
         return (trainer or self._trainer).global_step - self._start + self._empty_steps
+
+    def begin(self) -> None:
+        """Read the Trainer's settings, start the clock, and describe the run to W&B."""
+        data = self._data
+        self.settings = FitSettings(self._trainer, data.steps_per_epoch)
+        self.clock.start()
+        describe_runs(self._trainer, data.engine.name)
+
+    def finish(self) -> None:
+        """Stop the clock, and give the Trainer its settings back."""
+        if self.settings is not None:
+            self.settings.undo()
+        self.clock.stop()
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""
