@@ -99,6 +99,9 @@ BENCHMARKS = {
         0.05,
         "GPUs, caches, lengths",
     ),
+    "ranks": Benchmark(
+        "seconds, CPU seconds and messages of one and of two trainer processes", 5, on="2 cores"
+    ),
     "restart": Benchmark("seconds to restart vLLM with another size", 2, RANDOM, on="2 cores"),
     "engines": Benchmark(
         "tokens per second of two engines on the logical clock, free-running, and against one",

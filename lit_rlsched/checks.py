@@ -4,12 +4,16 @@ Each check raises a `ValueError` that names the setting, its value and a fix; wh
 set-up is at fault, a `MisconfigurationException`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.fsdp2 import FSDP2Strategy
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Sampling
@@ -93,13 +97,42 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
 # The data module with the Trainer, the module and the engine.
 
 
-def check_one_process(world_size: int) -> None:
-    """Refuse a Trainer of several processes."""
-    if world_size > 1:
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse a Trainer whose processes could not share the update."""
+    strategy, size = trainer.strategy, trainer.world_size
+    if size == 1:
+        return
+    name = type(strategy).__name__
+    fix = "Use `strategy='ddp'`, or `strategy='fsdp2'` for a model that one device cannot hold."
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
         raise MisconfigurationException(
-            f"`Trainer` runs {world_size} processes, but RolloutDataModule trains in one. Use "
-            "`devices=1, num_nodes=1`."
+            f"`Trainer(strategy=...)`: `{name}` starts its {size} processes from this one, without "
+            f"its engine and data. {fix}"
         )
+    if isinstance(strategy, ModelParallelStrategy):
+        given = strategy._tensor_parallel_size
+        if given not in (1, "auto") or (
+            given == "auto" and not isinstance(strategy, FSDP2Strategy)
+        ):
+            raise MisconfigurationException(
+                f"`{name}(tensor_parallel_size={given!r})` splits layers over devices, which "
+                f"training does not support. {fix}"
+            )
+    elif not isinstance(strategy, DDPStrategy):
+        raise MisconfigurationException(
+            f"`Trainer(strategy=...)`: `{name}` is not supported with {size} processes. {fix}"
+        )
+
+
+def check_same_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes of a Trainer that were not started with the same settings."""
+    for rank, settings in enumerate(ranks):
+        for name, value in settings.items():
+            if value != ranks[0][name]:
+                raise MisconfigurationException(
+                    f"Rank {rank} has `{name}={value}`, and rank 0 has `{name}={ranks[0][name]}`. "
+                    "Start all of them with the same package and the same settings."
+                )
 
 
 def check_group_size(num_generations: int, needs_group: bool) -> None:
@@ -137,6 +170,15 @@ def check_logprobs(
             f"min_p={sampling.min_p}`: {what} log-probs of the whole distribution, and the "
             "engine's are of a truncated one. Use `top_p=1, top_k=0, min_p=0`, or leave "
             f"{needed_by} out."
+        )
+
+
+def check_one_process(world_size: int, callback: str) -> None:
+    """Refuse a callback that splits the engine over the devices on which other ranks train."""
+    if world_size > 1:
+        raise MisconfigurationException(
+            f"`{callback}` splits the engine over the node's devices, and `Trainer` trains on "
+            f"{world_size} of them. Remove the callback, or use `devices=1`."
         )
 
 

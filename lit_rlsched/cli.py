@@ -29,7 +29,7 @@ from lit_rlsched.callbacks import (
     RoundCheckpoint,
 )
 from lit_rlsched.checkpoints import with_atomic_io
-from lit_rlsched.checks import check_one_process
+from lit_rlsched.checks import check_strategy
 from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
 from lit_rlsched.cli_folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli_summary import RunSummary, next_commands, resume_command
@@ -171,7 +171,7 @@ class RolloutCLI(LightningCLI):
         config["plugins"] = with_atomic_io(config["plugins"])
         refuse_unseen_gpu(config["accelerator"])
         self.trainer = super()._instantiate_trainer(config, callbacks)
-        check_one_process(self.trainer.world_size)  # before the Trainer starts other processes
+        check_strategy(self.trainer)  # before the Trainer starts other processes
         for callback in self._callbacks(SaveConfig):
             callback.config = self._given
         return self.trainer
@@ -195,6 +195,8 @@ class RolloutCLI(LightningCLI):
                 raise SystemExit(signals.exit_code) from None
 
     def _report_stop(self) -> None:
+        if not self.trainer.is_global_zero:
+            return
         for callback in self._callbacks(RolloutLogger):
             callback.on_fit_end(self.trainer, self.trainer.lightning_module)
         self._print_result()
@@ -204,6 +206,8 @@ class RolloutCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Print the result of the run and what can be done with it next."""
+        if not self.trainer.is_global_zero:
+            return
         self._print_result()
         if self._talks and (commands := next_commands(self.trainer)):
             print("Next:", *commands, sep="\n  ", flush=True)
@@ -216,7 +220,7 @@ class RolloutCLI(LightningCLI):
 
     def after_predict(self) -> None:
         """Print where the completions were written."""
-        for callback in self._callbacks(CompletionWriter):
+        for callback in self._callbacks(CompletionWriter) if self.trainer.is_global_zero else ():
             print(f"{callback.num_completions} completions in {callback.file(self.trainer)}")
 
     def _callbacks(self, kind: type[C]) -> Iterator[C]:

@@ -1,6 +1,7 @@
 """Folders of runs that the command line starts: each run gets one, `last` finds its checkpoints."""
 
 import atexit
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lit_rlsched.redaction import without_secrets
 from lit_rlsched.run_folder import (
@@ -27,6 +28,9 @@ from lit_rlsched.run_folder import (
     remove_unused,
 )
 from lit_rlsched.wandb_runs import log_artifact, saved_ids
+
+_OF_RANKS = "LIT_RLSCHED_FOLDER"
+"""Environment variable with folder and checkpoint, for the ranks that Lightning starts."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -77,14 +81,42 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
         _refuse_best(config)
     if config.trainer.fast_dev_run:
         return None
+    if getattr(rank_zero_only, "rank", 0):  # of torchrun, SLURM or Lightning
+        folder = _follow(config)
+        config.trainer.default_root_dir = str(folder)
+        config.trainer.logger = _loggers(config.trainer.logger, str(folder))
+        return folder
     root = Path("runs") / _name(config)
     folder = _fit(config, root) if subcommand == "fit" else _evaluate(config, root, subcommand)
     atexit.register(remove_unused, folder)
+    os.environ[_OF_RANKS] = json.dumps([str(folder), config.ckpt_path])
     config.trainer.default_root_dir = str(folder)
     config.trainer.logger = _loggers(config.trainer.logger, str(folder))
     if subcommand == "fit":
         _continue_wandb_runs(config, folder)
     return folder
+
+
+def _follow(config: Namespace) -> Path:
+    """Return the folder that rank 0 has chosen, and take its checkpoint.
+
+    Processes that Lightning starts inherit it. Under torchrun and SLURM all start at once.
+
+    Raises:
+        ValueError: rank 0 cannot tell which folder it chooses.
+    """
+    if _OF_RANKS in os.environ:
+        folder, config.ckpt_path = json.loads(os.environ[_OF_RANKS])
+        return Path(folder)
+    given = config.trainer.default_root_dir
+    if given is None:
+        raise ValueError(
+            "`trainer.default_root_dir` is missing: processes that torchrun or SLURM starts do not "
+            "see which folder the first of them chooses. Name one for each run."
+        )
+    if config.ckpt_path == "last":
+        config.ckpt_path = _last(Path(given), config)
+    return Path(given)
 
 
 def keep_together(callbacks: list[Callback], folder: Path) -> None:

@@ -18,7 +18,6 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
-from lit_rlsched.resuming import check_has_state
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.session import RolloutSession
@@ -184,6 +183,7 @@ class RolloutDataModule(LightningDataModule):
         """Whether completions are scored; False in `predict` if the rows lack columns for it."""
         self._startup: Startup | None = None
         self._session: RolloutSession | None = None
+        self._started = False
 
     # Lightning's hooks.
 
@@ -191,11 +191,11 @@ class RolloutDataModule(LightningDataModule):
         """Read the data sets that `stage` needs.
 
         Raises:
-            MisconfigurationException: the Trainer runs more than one process, or the data set of
+            MisconfigurationException: the Trainer's strategy is not supported, or the data set of
                 `stage` is missing.
         """
         assert self.trainer is not None
-        checks.check_one_process(self.trainer.world_size)
+        self.run.join()
         stage = TrainerFn(stage).value  # messages would show the enum's name
         if stage == "fit":
             self.run.begin()
@@ -231,7 +231,7 @@ class RolloutDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Rounds | MicroBatches:
         """Loader of optimizer steps, or of micro-batches for automatic optimization."""
-        self.started()  # so that errors come before the first epoch
+        self.start()  # so that errors come before the first epoch
         assert self.trainer is not None
         if self.trainer.lightning_module.automatic_optimization:
             return MicroBatches(self)
@@ -261,11 +261,12 @@ class RolloutDataModule(LightningDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tear down; Lightning does not after an exception."""
+        self.run.team.failed(exception)
         self.teardown("")
 
     def close(self) -> None:
         """Close engine and reward workers; safe to call twice."""
-        session, self._session = self._session, None
+        session, self._session, self._started = self._session, None, False
         try:
             if session is not None:
                 session.close()
@@ -321,7 +322,7 @@ class RolloutDataModule(LightningDataModule):
 
     @property
     def session(self) -> RolloutSession | None:
-        """Engine, rewards and controller while they run."""
+        """Engine, rewards and controller while they run, on rank 0."""
         return self._session
 
     @property
@@ -334,24 +335,23 @@ class RolloutDataModule(LightningDataModule):
         """Tokenised prompts of `val`, `test` or `predict`; starts the session if it must."""
         # Lightning may ask for the length of a loader after teardown, which must start nothing
         if self._startup is None or stage not in self._startup.prompts.held_out:
-            self.started()
+            self.start()
         return self.startup.prompts.held_out[stage]
 
-    def started(self) -> RolloutSession:
-        """Return the session; start it on the first call, when the module has loaded the policy.
+    def start(self) -> None:
+        """Start the session, unless it runs; the module has loaded the policy.
 
         Raises:
             ValueError: settings, prompts and model contradict each other.
         """
-        if self._session is None:
-            assert self.trainer is not None
-            resumed = self.run.resumed
-            if resumed is not None:
-                self.run.advice.load_state_dict(resumed.get("advice", {}))
-            elif self.trainer.state.fn == "fit":
-                check_has_state(self.trainer.ckpt_path, type(self).__qualname__)
-            self._startup = Startup(self)
-            if self._startup.prompts.train:
-                self.run.rounds.runner.planner.connect(self._startup.source)
-            self._session = self._startup.start()
-        return self._session
+        if self._started:
+            return
+        self.run.check_resumed()
+        self._startup = Startup(self)
+        if self._startup.prompts.train:
+            self.run.rounds.runner.planner.connect(self._startup.source)
+        self.run.lead(self._start_session)
+        self._started = True
+
+    def _start_session(self) -> None:
+        self._session = self.startup.start()

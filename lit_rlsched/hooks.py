@@ -5,6 +5,13 @@ from typing import Any
 from lightning import Trainer
 
 
+def fire_in_module(trainer: Trainer, hook: str, *args: Any) -> None:
+    """Call a rollout hook of the module only, on a rank that does not draw."""
+    module = trainer.lightning_module
+    if (method := getattr(module, hook, None)) is not None:
+        method(*args)
+
+
 def fire(trainer: Trainer, hook: str, *args: Any) -> None:
     """Call a rollout hook of every callback that has it, then of the module."""
     module = trainer.lightning_module

@@ -29,7 +29,7 @@ class InterruptHandler:
         fitting = bool(self._connector._original_handlers)  # Lightning handles SIGTERM
         if self.interrupts > 1 or not fitting:
             raise KeyboardInterrupt
-        self._connector.received_sigterm = True
+        ask_to_stop(self._connector)
         message = "\nInterrupted: stopping and saving. Press Ctrl-C again to stop without saving.\n"
         # `print` is not safe in a signal handler
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
@@ -54,6 +54,30 @@ def listening(trainer: Trainer) -> Iterator[InterruptHandler]:
         signal.signal(signal.SIGINT, before)
 
 
+def stop_together(trainer: Trainer) -> None:
+    """Let a signal only ask a Trainer of several ranks to stop; the leader then tells the others.
+
+    Lightning's handler sends to the other ranks in the middle of whatever this one does, and both
+    sides hang if they wait for something else.
+    """
+    connector: Any = trainer._signal_connector
+    connector.asked_to_stop = False
+    connector._sigterm_notifier_fn = lambda number, frame: ask_to_stop(connector)
+
+
+def ask_to_stop(connector: Any) -> None:
+    """Note that a signal asks the run to stop."""
+    if hasattr(connector, "asked_to_stop"):
+        connector.asked_to_stop = True
+    else:
+        connector.received_sigterm = True
+
+
+def asked_to_stop(trainer: Trainer) -> bool:
+    """Whether a signal has asked this process to stop."""
+    return trainer.received_sigterm or getattr(trainer._signal_connector, "asked_to_stop", False)
+
+
 def heed(trainer: Trainer) -> None:
     """Stop the run if a signal asked for it.
 
@@ -63,7 +87,7 @@ def heed(trainer: Trainer) -> None:
     Raises:
         SIGTERMException: a signal asked the Trainer to stop.
     """
-    if trainer.received_sigterm:
+    if asked_to_stop(trainer):
         raise SIGTERMException(128 + signal.SIGTERM)
 
 

@@ -66,9 +66,18 @@ class Evaluation:
         return len(self._datamodule.held_out(self._stage))
 
     def __iter__(self) -> Iterator[Evaluated]:
+        data = self._datamodule
+        data.start()
+        if data.run.team.size == 1:
+            yield from self._evaluate()
+        else:
+            yield from data.run.lead(lambda: list(self._evaluate()))
+
+    def _evaluate(self) -> Iterator[Evaluated]:
         data, stage = self._datamodule, self._stage
-        assert data.trainer is not None
-        session, version = data.started(), data.trainer.global_step
+        session = data.session
+        assert data.trainer is not None and session is not None
+        version = data.trainer.global_step
         yield from evaluate(
             data.held_out(stage),
             data.evaluation,

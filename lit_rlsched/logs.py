@@ -58,6 +58,23 @@ class StepMetrics:
             else:
                 self._sums[name] = best(self._sums.get(name, value), value)
 
+    def add(self, other: "StepMetrics") -> None:
+        """Add the micro-batches of another rank."""
+        self._weight += other._weight
+        for name, value in other._sums.items():
+            if name not in self._sums:
+                self._sums[name] = value
+            else:
+                add = _extreme(name) or torch.add
+                self._sums[name] = add(self._sums[name], value.to(self._sums[name].device))
+
+    def to(self, device: torch.device | str) -> "StepMetrics":
+        """Return a copy on another device."""
+        moved = StepMetrics()
+        moved._weight = self._weight
+        moved._sums = {name: value.to(device) for name, value in self._sums.items()}
+        return moved
+
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics of the step; empty if there was no micro-batch."""
         return {

@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lit_rlsched.advice import restored_settings
 from lit_rlsched.checks import check_module_settings
 from lit_rlsched.evaluation_steps import EvaluationSteps
+from lit_rlsched.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import StepMetrics
-from lit_rlsched.policy import add_lora, base_model, load_policy
-from lit_rlsched.precision import KeepsFloat32, load_dtype, main_dtype, to_like
-from lit_rlsched.resuming import check_resumable, check_same_weights
+from lit_rlsched.policy import add_lora, load_policy
+from lit_rlsched.policy_checkpoints import PolicyCheckpoints, without_base
+from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
 from lit_rlsched.settings import check_finite
+from lit_rlsched.sharding import whole
+from lit_rlsched.team import Team
 from lit_rlsched.training.finite import check_gradient
 from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -37,7 +38,6 @@ from lit_rlsched.training.optimizers import (
     Optim,
     check_optim,
     is_fused,
-    keep_step,
     make_adamw,
     with_schedule,
 )
@@ -55,7 +55,7 @@ for _expected in (
     warnings.filterwarnings("ignore", _expected)
 
 
-class PolicyModule(KeepsFloat32, EvaluationSteps):
+class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
     """Trains a causal language model on scored completions; base of `GRPOModule` and `RLOOModule`.
 
     One item of the loader is one optimizer step, an iterator of micro-batches. Optimization is
@@ -163,6 +163,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         if self.model is not None:
             return
         hp = self._hp
+        self._check_ranks()
         precision = None if self._trainer is None else self.trainer.precision
         dtype = load_dtype(precision, lora=hp.lora_rank > 0)
         model = self.model = load_policy(hp.model, dtype=dtype)
@@ -176,9 +177,30 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
             model.train()  # required by checkpointing; dropout is off
         if hp.lora_rank:
             self.model = add_lora(model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
-            self.register_load_state_dict_post_hook(_without_base)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(without_base)  # type: ignore[no-untyped-call]
         elif self.needs_reference:
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
+        if is_sharded(self._trainer) and self.device_mesh is not None:  # an estimate has no mesh
+            for reference in self._reference:  # not a submodule, so nothing else casts it
+                self.trainer.precision_plugin.convert_module(reference)
+            for part in (self.model, *self._reference):
+                shard(part, self.device_mesh["data_parallel"])
+
+    def _check_ranks(self) -> None:
+        """Refuse settings that cannot work with several trainer processes."""
+        if self._trainer is None or self.trainer.world_size == 1:
+            return
+        if self._hp.loss_type == "bnpo":
+            raise ValueError(
+                "`loss_type='bnpo'` averages over each micro-batch, which several trainer "
+                "processes divide differently. Use 'dapo', which averages over the update's "
+                "tokens, or `devices=1`."
+            )
+        if self._hp.shared_prefix and is_sharded(self.trainer):
+            raise ValueError(
+                "`shared_prefix=True`: completions cannot share a prompt while the weights are "
+                "sharded. Leave `shared_prefix` out, or use `strategy='ddp'`."
+            )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hp = self._hp
@@ -218,7 +240,7 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
 
     def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
         assert self.model is not None, "configure_model has not run"
-        if self._hp.shared_prefix is False:
+        if self._hp.shared_prefix is False or is_sharded(self._trainer):
             return None
         return self._sharing.cost(
             self.model,
@@ -285,14 +307,21 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         return None
 
     def accumulate(self, step: OptimizerStep) -> None:
+        self._accumulate(step, sync=False)
+
+    def _accumulate(self, step: OptimizerStep, sync: bool) -> None:
+        """Add gradients; with `sync`, the last backward pass averages them over the ranks."""
         with self.trainer.precision_plugin.train_step_context():
             for batch in step:
-                heed(self.trainer)
+                if self._team.size == 1:
+                    heed(self.trainer)  # several ranks stop together, between two steps
                 batch = batch.to(self.device)
-                output = self.loss(batch)
-                self.manual_backward(output.loss)
-                self._total += output.loss.detach()
-                self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
+                with gradient_sync(self.trainer, sync and batch.is_last):
+                    output = self.loss(batch)
+                    self.manual_backward(output.loss * batch.scale)
+                if batch.scale:
+                    self._total += output.loss.detach()
+                    self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
         """Accumulate the step's micro-batches and take one optimizer step, even if it is empty."""
@@ -301,11 +330,10 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
             optimizer.zero_grad()  # type: ignore[union-attr]
             self._total, self._figures = 0.0, StepMetrics()
         self._skipped = not step.samples
-        if not len(step) and not any(map(len, step.accumulated)):
-            # the gradient of a step in which every advantage is zero
-            nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
-            self.manual_backward(torch.stack(nothing).sum())
-        self.accumulate(step)
+        if not len(step):
+            self._add_nothing(any(map(len, step.accumulated)))
+        self._accumulate(step, sync=True)
+        self._gather_figures()
         self._divide_by_totals(step)
         total, metrics = self._total, self._figures.compute()
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
@@ -315,6 +343,30 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
         self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
+
+    def _add_nothing(self, accumulated: bool) -> None:
+        """Take the gradient of a step in which every advantage is zero or every group streamed."""
+        if is_sharded(self.trainer):
+            if not accumulated:
+                zero_gradient(self)
+        elif not accumulated or self._team.size > 1:
+            nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
+            self.manual_backward(torch.stack(nothing).sum())
+
+    def _gather_figures(self) -> None:
+        """Add up the loss and the metrics of all ranks."""
+        if self._team.size == 1:
+            return
+        ours = float(self._total), self._figures.to("cpu")
+        self._total, self._figures = 0.0, StepMetrics()
+        for total, figures in self._team.all_gather(ours):
+            self._total += total
+            self._figures.add(figures)
+
+    @property
+    def _team(self) -> Team:
+        run = getattr(getattr(self.trainer, "datamodule", None), "run", None)
+        return getattr(run, "team", None) or Team()
 
     def _divide_by_totals(self, step: OptimizerStep) -> None:
         """Renormalise a step whose accumulated parts were divided by a provisional divisor."""
@@ -330,51 +382,10 @@ class PolicyModule(KeepsFloat32, EvaluationSteps):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check and clip the gradients, which are unscaled at this point in every precision."""
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        norm = whole(torch.nn.utils.get_total_norm(grads)) if grads else torch.zeros(())
         check_gradient(self.trainer, norm, self._total)
         self.log("grad_norm", norm, batch_size=1)
         if self._hp.gradient_clip_val is not None:
             self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
         if self._skipped:  # with a gradient, even zero, momentum would move the weights
             self.zero_grad(set_to_none=True)
-
-    # Checkpoints.
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save only the adapters if there are any, because the base never changes."""
-        assert self.model is not None
-        checkpoint["shared_prefix"] = self._sharing.works
-        base = base_model(self.model).named_parameters()
-        dtype = main_dtype(p for name, p in base if "lora_" not in name)
-        checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
-        keys = self._saved_keys()
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check a checkpoint before it is loaded.
-
-        Raises:
-            ValueError: If names or shapes of the weights differ, or if a fit is to resume from a
-                checkpoint that holds only weights.
-        """
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            check_resumable(checkpoint)
-            if (text := restored_settings(self._hp, checkpoint)) is not None:
-                rank_zero_warn(text)
-            device = self.trainer.strategy.root_device.type
-            keep_step(checkpoint, is_fused(self._hp.optim, device))
-        keys = self._saved_keys()
-        ours = {k: v for k, v in self.state_dict().items() if k in keys}
-        check_same_weights(ours, checkpoint["state_dict"])
-        self._sharing.works = checkpoint.get("shared_prefix")
-
-    def _saved_keys(self) -> set[str]:
-        if self._hp.lora_rank:
-            return {name for name, p in self.named_parameters() if p.requires_grad}
-        return set(self.state_dict())
-
-
-def _without_base(module: PolicyModule, keys: Any) -> None:
-    """Let a checkpoint of the adapters alone pass as complete."""
-    saved = module._saved_keys()
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]

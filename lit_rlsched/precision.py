@@ -25,7 +25,7 @@ def load_dtype(precision: str | None, lora: bool) -> torch.dtype:
     """
     if precision == "bf16-true" or (precision == "bf16-mixed" and lora):
         return torch.bfloat16
-    return torch.float16 if precision == "16-true" else torch.float32
+    return {"16-true": torch.float16, "64-true": torch.float64}.get(str(precision), torch.float32)
 
 
 class KeepsFloat32(nn.Module):

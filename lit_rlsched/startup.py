@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
+from lit_rlsched.engines.process_engine import ProcessEngine
+from lit_rlsched.fsdp2 import is_sharded
 from lit_rlsched.gpu_setup import warn_of_unseen_gpu
 from lit_rlsched.hooks import fire
 from lit_rlsched.interrupts import heed
@@ -30,7 +33,8 @@ from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.training.learner import half_learner
-from lit_rlsched.training.weight_sync import WeightSync
+from lit_rlsched.training.logprobs import SHARDED_FORWARD
+from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -62,6 +66,7 @@ class Startup:
             chat_template_kwargs=data.chat_template_kwargs,
         )
         self._check_micro_batch_tokens()
+        self._check_ranks()
         unscored = () if data.has_rewards and self._trainer.predicting else ("predict",)
         held_out = (ps for stage, ps in self.prompts.held_out.items() if stage not in unscored)
         scored = chain(self.prompts.train, *held_out)
@@ -89,6 +94,24 @@ class Startup:
                 f"`micro_batch_tokens={self._data.micro_batch_tokens}` cannot hold the longest "
                 f"prompt ({longest} tokens) with `max_completion_length={limit}`. Use "
                 f"{longest + limit} or more."
+            )
+
+    def _check_ranks(self) -> None:
+        """Refuse what cannot be done with a policy of which each process has a part."""
+        if not is_sharded(self._trainer):
+            return
+        module = self._trainer.lightning_module
+        if module.device_mesh is not None and not hasattr(self.policy, SHARDED_FORWARD):
+            raise MisconfigurationException(
+                f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
+                "`lit_rlsched.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
+                "`configure_model`, or use `strategy='ddp'`."
+            )
+        if self._data.schedule.rule.keeps_drafts:
+            raise MisconfigurationException(
+                "Drafts are verified with weights of earlier policy versions, which "
+                f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
+                "`strategy='ddp'`, or leave `reuse_drafts` and `max_deferrals` out."
             )
 
     def _check_gen_batches(self) -> None:
@@ -184,6 +207,12 @@ class Startup:
         ids = np.asarray(token_ids)  # transformers checks every element of a list
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    @cached_property
+    def policy_reader(self) -> PolicyReader:
+        """Reads the policy for weight syncs, on all ranks."""
+        data, precision = self._data, self._trainer.precision_plugin
+        return PolicyReader(self.policy, precision.forward_context, data.run.team)
+
     def start(self) -> RolloutSession:
         """Start reward workers and engine."""
         data, trainer, schedule = self._data, self._trainer, self._data.schedule
@@ -192,19 +221,22 @@ class Startup:
         if schedule.lengths is not None:
             schedule.lengths.bind(self.decode)
         data.rewards.start()
+        engine = data.engine
+        alone = len(engine.engines) == 1 and not isinstance(engine, ProcessEngine)
+        if data.run.team.size > 1 and alone:
+            engine = ProcessEngine(engine)  # in this one, vLLM would join the Trainer's ranks
         return RolloutSession(
-            data.engine,
+            engine,
             self.spec,
             Scorer(
                 data.rewards, self.decode, schedule.timeouts, self._trainer_state, data.has_rewards
             ),
             WeightSync(
-                data.engine,
+                engine,
                 self.spec,
-                self.policy,
+                self.policy_reader,
                 probe=self.prompts.all[:2] if data.verify_sync else (),
                 temperature=data.sampling.temperature,
-                forward_context=trainer.precision_plugin.forward_context,
             ),
             lambda: self.admission(self.spec),
             seed=data.seed,

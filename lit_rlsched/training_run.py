@@ -1,29 +1,36 @@
 """The rounds of a run, one after the other, and the position in them."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
 from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
+from lit_rlsched.checks import check_same_ranks, check_strategy
 from lit_rlsched.clock import Clock
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.fit_settings import FitSettings
-from lit_rlsched.hooks import fire
+from lit_rlsched.hooks import fire, fire_in_module
+from lit_rlsched.interrupts import asked_to_stop, stop_together
 from lit_rlsched.logs import log_now
 from lit_rlsched.resuming import (
     FORMAT,
     check_drawn,
     check_format,
+    check_has_state,
     check_same_settings,
     check_whole_groups,
 )
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.team import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
@@ -34,6 +41,8 @@ from lit_rlsched.wandb_runs import describe_runs
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
+
+T = TypeVar("T")
 
 _SAME_ON_RESUME = (
     "seed",
@@ -74,6 +83,10 @@ class TrainingRun:
         """Warnings given so far."""
         self.resumed: dict[str, Any] | None = None
         """State of a checkpoint, until the prompts that it names are tokenised."""
+        self.team = Team()
+        """The Trainer's processes."""
+        self._parts: list[OptimizerStep] = []
+        """Parts of the current round's step that this rank has accumulated for the leader."""
         self._start = 0
         self._empty_steps = 0
         self._last: Trainer | None = None
@@ -107,6 +120,7 @@ class TrainingRun:
             mask_truncated=data.mask_truncated_completions,
             mask_stale=data.schedule.mask_stale_tokens,
             forward_context=self._trainer.precision_plugin.forward_context,
+            team=self.team,
         )
 
     @property
@@ -139,6 +153,26 @@ class TrainingRun:
         """Number of steps taken of the current round."""
         return (trainer or self._trainer).global_step - self._start + self._empty_steps
 
+    def join(self) -> None:
+        """Form a team with the Trainer's other processes.
+
+        Raises:
+            MisconfigurationException: the Trainer's strategy is not supported, or processes differ
+                in version, seed or sizes.
+        """
+        trainer = self._trainer
+        check_strategy(trainer)
+        if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
+            from lit_rlsched.distributed_team import DistributedTeam
+
+            self.team = DistributedTeam()
+            check_same_ranks(self.team.all_gather({"version": __version__, **self._settings}))
+            stop_together(trainer)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self._data, name) for name in _SAME_ON_RESUME}
+
     def begin(self) -> None:
         """Read the Trainer's settings, start the clock, and describe the run to W&B."""
         data = self._data
@@ -151,10 +185,29 @@ class TrainingRun:
         if self.settings is not None:
             self.settings.undo()
         self.clock.stop()
+        self.team.close()
+        self.team = Team()
+
+    def lead(self, draw: Callable[[], T]) -> T:
+        """Run `draw` where the engine is, while the other ranks do their part; see `Team.lead`."""
+        tasks: dict[str, Callable[..., Any]] = {}
+        if not self.team.leads:
+            module = self._trainer.lightning_module
+            start: Callable[..., Any] = getattr(module, "on_round_start", lambda plan: None)
+            tasks = {
+                **self._data.startup.policy_reader.tasks,
+                "round_start": start,
+                "score": self.update.score,
+                "accumulate": self._accumulate,
+            }
+        return self.team.lead(draw, tasks)
+
+    def _accumulate(self, part: Round, divisor: tuple[int, int]) -> None:
+        self._parts.append(self.update.accumulate_part(part, divisor))
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""
-        self._data.started()  # tokenises the prompts that a checkpoint names
+        self._data.start()  # tokenises the prompts that a checkpoint names
         if self.resumed is not None:
             self._restore(self.resumed)
             self.resumed = None
@@ -165,17 +218,35 @@ class TrainingRun:
             self.end_round()
         round = self.current or self._roll_out()
         for index in range(self._cursor(), self._steps_taken):
+            self._stop_together()
             step = self.update.step(round, index)
             if not len(step) and self._trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning gets no micro-batch and counts no step
             yield step
 
+    def _stop_together(self) -> None:
+        """Stop all ranks if a signal has asked the leader to."""
+        if self.team.size > 1 and self.team.broadcast(asked_to_stop(self._trainer)):
+            raise SIGTERMException
+
     def _roll_out(self) -> Round:
         """Draw a round, log its metrics and call the hooks."""
+        trainer = self._trainer
+        self._parts = []
+        round, self.counters = self.lead(self._draw)
+        self.current, self._start, self._empty_steps = round, round.version, 0
+        if not self.team.leads:
+            round.accumulated = self._parts
+            fire_in_module(trainer, "on_round_end", round)
+        log_now(trainer, self.position | round.metrics)
+        return round
+
+    def _draw(self) -> tuple[Round, Counter[str]]:
+        """Draw a round, on the rank that has the engine."""
         data, trainer = self._data, self._trainer
-        session = data.started()
+        assert data.session is not None
         round, counts = self.rounds.draw(
-            session,
+            data.session,
             data.startup.policy,
             data.schedule.rule,
             self.num_rounds,
@@ -190,11 +261,10 @@ class TrainingRun:
         for text in told:
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
-        log_now(trainer, self.position | round.metrics)
-        return round
+        return round, self.counters
 
     def _prepare(self, groups: list[Group]) -> RoundSettings:
-        fire(self._trainer, "on_round_start", groups)
+        self.team.call("round_start", partial(fire, self._trainer, "on_round_start"), groups)
         schedule = self._data.schedule  # callbacks may have changed it in the hook
         return RoundSettings(self.update, schedule.streaming, schedule.max_num_gen_batches)
 
@@ -238,7 +308,7 @@ class TrainingRun:
         return {
             "format": FORMAT,
             "version": __version__,
-            "settings": {name: getattr(self._data, name) for name in _SAME_ON_RESUME},
+            "settings": self._settings,
             "reward_funcs": list(self._data.rewards.names),
             "train_data": name_of(self._data.train_data),
             **self.rounds.state_dict(),
@@ -264,6 +334,14 @@ class TrainingRun:
         check_drawn(drawn, state.get("reward_funcs"), data.rewards.names, limit)
         self.clock.before = state.get("seconds", 0.0)
         self.resumed = state
+
+    def check_resumed(self) -> None:
+        """Refuse a checkpoint without a run; know the warnings that a run has given before."""
+        trainer = self._trainer
+        if self.resumed is not None:
+            self.advice.load_state_dict(self.resumed.get("advice", {}))
+        elif trainer.state.fn == "fit":
+            check_has_state(trainer.ckpt_path, type(self._data).__qualname__)
 
     def _restore(self, state: dict[str, Any]) -> None:
         data, startup = self._data, self._data.startup

@@ -73,7 +73,6 @@ def refused(capfd, tmp_path):
         ("--model.model=./nowhere", "`model=./nowhere`: no such folder."),
         ("--data.tokenizer=./nowhere", "`tokenizer=./nowhere`: neither a folder with"),
         ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
-        ("--trainer.devices=3", "`Trainer` runs 3 processes, but RolloutDataModule trains in one."),
     ],
 )
 def test_one_message(refused, given, said):
@@ -92,6 +91,10 @@ def test_one_message(refused, given, said):
         (
             "data: {engine: {class_path: VLLMEngine, init_args: {kv_cach_gib: 3}}}",
             "`data.engine.kv_cach_gib` of `VLLMEngine`. Did you mean `data.engine.kv_cache_gib`?",
+        ),
+        (
+            "trainer: {devices: 3, strategy: ddp_spawn}",
+            "`DDPStrategy` starts its 3 processes from this one, without its engine and data.",
         ),
         ("data:\n  seed: [4\n", "bad.yaml`, line 3 is not valid YAML: "),
     ],
@@ -147,7 +150,7 @@ class Unpacks(Callback):
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):
         from lit_rlsched.checks import check_one_process
-        check_one_process(2)
+        check_one_process(2, "InARound")
 """
 
 
@@ -164,7 +167,7 @@ def test_once_rounds_have_begun_every_error_keeps_its_traceback(tmp_path, monkey
     (tmp_path / "buggy.py").write_text(BUGGY)
     monkeypatch.syspath_prepend(tmp_path)
     folder = f"--trainer.default_root_dir={tmp_path}"
-    with pytest.raises(MisconfigurationException, match="2 processes"):
+    with pytest.raises(MisconfigurationException, match="trains on 2 of them"):
         main([*BASE, folder, "--trainer.callbacks=[buggy.InARound]", "--data.val_data=null"])
 
 

@@ -27,6 +27,8 @@ BASE = [
     "policy",
     "precision",
     "platforms",
+    "team",
+    "sharding",
 ]
 """Single modules at the bottom: they import nothing of the package but each other."""
 LAYERS = ("scheduling", "engines", "rewards", "data", "rollout", "simulate", "training")

@@ -18,6 +18,20 @@ TOUCHED = (
     Touch(
         "lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._batches_that_stepped"
     ),
+    *(
+        Touch("lightning.pytorch.strategies.model_parallel", f"ModelParallelStrategy.{name}")
+        for name in (
+            "_setup_distributed()",
+            "_data_parallel_size",
+            "_tensor_parallel_size",
+            "_save_distributed_checkpoint",
+        )
+    ),
+    Touch("lightning.pytorch.strategies.launchers", "_MultiProcessingLauncher"),
+    Touch(
+        "lightning.pytorch.trainer.connectors.signal_connector",
+        "_SignalConnector._sigterm_notifier_fn(signum, frame)",
+    ),
     Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
     Touch("lightning.pytorch.cli", "LightningCLI._add_subcommands(parser)"),
     Touch("lightning.pytorch.cli", "LightningCLI._parser(subcommand)"),

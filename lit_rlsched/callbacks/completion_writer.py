@@ -59,6 +59,8 @@ class CompletionWriter(BasePredictionWriter):
     ) -> None:
         """Append the rows of a prompt to a JSONL file, or keep them for a Parquet file."""
         self.num_completions += len(prediction)
+        if not trainer.is_global_zero:
+            return
         if self.file(trainer).suffix == ".parquet":
             self._rows += prediction
             return
@@ -68,7 +70,7 @@ class CompletionWriter(BasePredictionWriter):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the file and give it its name."""
-        if not self.num_completions:
+        if not self.num_completions or not trainer.is_global_zero:
             return
         unfinished = self._unfinished(trainer)
         if self._rows:

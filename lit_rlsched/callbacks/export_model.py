@@ -70,10 +70,12 @@ class ExportModel(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folders."""
-        if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        last = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks
+        if not trainer.is_global_zero:
             return
         folder, best = folder_of(trainer) / "export", _best(trainer)
-        last = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self._export(trainer, last, folder / "last", folder, hub=best is None)
         if best is not None:
             self._export(trainer, best, folder / "best", best, hub=True)

@@ -20,6 +20,7 @@ class MicroBatchAccumulation(Callback):
     """
 
     _loss: torch.Tensor | float = 0.0
+    _scale: float = 1.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the Trainer use the real loader, now that optimizers are configured."""
@@ -29,6 +30,7 @@ class MicroBatchAccumulation(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: MicroBatch, batch_idx: int
     ) -> None:
         """Tell Lightning whether the optimizer steps after this micro-batch."""
+        self._scale = batch.scale
         if batch.is_first:
             self._loss = 0.0
             for optimizer in trainer.optimizers:
@@ -41,7 +43,7 @@ class MicroBatchAccumulation(Callback):
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
         """Undo Lightning's division by the number of accumulated batches."""
-        loss.mul_(trainer.accumulate_grad_batches)
+        loss.mul_(trainer.accumulate_grad_batches * self._scale)
         self._loss += loss.detach() / loss_scale(trainer)
 
     def on_before_optimizer_step(

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_parallelism
+from lit_rlsched.checks import check_one_process, check_parallelism
 from lit_rlsched.logs import log_now
 from lit_rlsched.scheduling.parallelism_planner import (
     RoundKind,
@@ -71,6 +71,7 @@ class ParallelismPlanner(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remember the engine's own size."""
+        check_one_process(trainer.world_size, type(self).__name__)
         self._trains = stage == "fit"
         self._engine = rollout_schedule(trainer, self)[1].engine
         self._first_size = self._engine.tensor_parallel_size

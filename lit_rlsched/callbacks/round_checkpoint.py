@@ -68,6 +68,7 @@ class RoundCheckpoint(Checkpoint):
         """Save if the run's time allows it or training ends."""
         spent, run = self._spent + self._last, self._clock() - self._began
         affordable = self._last == 0 or spent <= self.max_share * run
+        affordable = trainer.strategy.broadcast(affordable)  # the clocks of ranks differ
         if (affordable or _is_last(trainer)) and not _just_saved(trainer):
             self._save(trainer)
 
@@ -91,10 +92,12 @@ class RoundCheckpoint(Checkpoint):
                 settle_progress(trainer)
             trainer.save_checkpoint(path, weights_only=False)
         except OSError as error:
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait
             rank_zero_warn(f"No checkpoint was saved, and the run continues: {error}")
         else:
             self.last_path = path
-            self._prune(path)
+            if trainer.is_global_zero:
+                self._prune(path)
         self._last = self._clock() - began
         self._spent += self._last
 

@@ -19,6 +19,17 @@ from lit_rlsched.scheduling.trace import Step
 
 TIMED = ("start", "sync_weights", "sleep", "wake")
 """Messages with a time limit of their own; the limit of all others is that of a step."""
+LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Environment variables of the Trainer's ranks, which an engine must not take for its own."""
 SHUTDOWN = 10.0
 """Seconds for the engine to close before its process is killed."""
 TICK = 1.0
@@ -112,9 +123,10 @@ class Child:
         self.prefill: Callable[[], int] = lambda: 0
         """Returns the maximum number of tokens that the next step may have to prefill."""
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
         self._child = ChildProcess(
             ["-m", "lit_rlsched.engines._engine_server", ",".join(map(str, cores or ()))],
-            {**os.environ, **(variables or {}), "PYTHONPATH": path},
+            {**inherited, **(variables or {}), "PYTHONPATH": path},
         )
         self.connection, self.process = self._child.connection, self._child.process
         self._watch = Watch(self._kill_hanging)

@@ -80,7 +80,7 @@ class Ledger:
         return self.run.datamodule.schedule.streaming is not None
 
     def _model_items(self) -> Iterator[Item]:
-        run, module = self.run, self.run.module
+        run, module, ranks = self.run, self.run.module, self.run.shards
         parameters = list(module.parameters())
         references: list[Any] = module._reference
         weights = storage_bytes(_tensors(module))
@@ -88,11 +88,19 @@ class Ledger:
         gradients, (state, _) = storage_bytes(run.trainable), run.optimizer
         count = f"{sum(p.numel() for p in run.trainable):,} trainable parameters"
         how = f"{sum(p.numel() for p in parameters):,} parameters, {_name(parameters[0].dtype)}"
-        yield Item("weights", weights, weights, f"{how}, `precision={run.trainer.precision}`")
+        how = f"{how}, `precision={run.trainer.precision}`"
+        shared = "" if ranks == 1 else f", a part of {ranks}"
+        weights, reference, gradients, state = (
+            -(-size // ranks) for size in (weights, reference, gradients, state)
+        )
+        yield Item("weights", weights, weights, how + shared)
         yield Item("reference model", reference, reference, "a second copy, because beta > 0")
-        yield Item("gradients", gradients * self._streams, gradients, count)
+        yield Item("gradients", gradients * self._streams, gradients, count + shared)
         how = f"AdamW, two {_name(run.trainable[0].dtype)} per trainable parameter"
-        yield Item("optimizer state", state, state, how)
+        yield Item("optimizer state", state, state, how + shared)
+        gathered = run.gathered
+        how = "embedding, LM head and two layers, with the gradient of one"
+        yield Item("gathered weights", gathered * self._streams, gathered, how)
 
     def _engine_items(self, slots: int) -> Iterator[Item]:
         engine, spec = self.engine(slots), self.run.spec

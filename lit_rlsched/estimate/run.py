@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.estimate.live import LiveBytes, make_fake, storage_bytes
+from lit_rlsched.fsdp2 import is_sharded, layers_of
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.policy import find_policy
 from lit_rlsched.precision import to_like
@@ -73,6 +74,21 @@ class PlannedRun:
         for parameter in self.trainable:  # as after the first micro-batch
             parameter.grad = torch.empty_like(parameter)
         self._passes: dict[int, tuple[int, int]] = {}
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which weights, gradients and optimizer state are divided."""
+        return self.trainer.world_size if is_sharded(self.trainer) else 1
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of whole weights and gradients that a rank holds at a time, beside its part."""
+        if self.shards == 1:
+            return 0
+        policy = find_policy(self.module)
+        layers = [storage_bytes(layer.parameters()) for layer in layers_of(policy)]
+        largest = max(layers, default=0)
+        return storage_bytes(policy.parameters()) - sum(layers) + 3 * largest
 
     @property
     def limit(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from lightning import Trainer
 from torch import Tensor, nn
 
+from lit_rlsched.sharding import local
 from lit_rlsched.training.round import Round
 
 
@@ -58,13 +59,17 @@ def _range(values: Sequence[float]) -> str:
 
 
 @torch.no_grad()
-def check_weights(policy: nn.Module) -> None:
+def not_finite(policy: nn.Module) -> list[str]:
+    """Return the names of weights of which this rank's part holds NaN or infinity."""
+    return [name for name, weight in policy.named_parameters() if not _finite(local(weight))]
+
+
+def refuse_weights(wrong: Sequence[str]) -> None:
     """Stop before weights that are not finite are used.
 
     Raises:
-        FloatingPointError: Names the first such weight.
+        FloatingPointError: If there are any; names the first of `wrong`.
     """
-    wrong = [name for name, weight in policy.named_parameters() if not _finite(weight)]
     if wrong:
         raise FloatingPointError(
             f"The trainer's weights are not finite: {len(wrong)} tensors hold NaN or infinity, the "

@@ -15,6 +15,9 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Memory of one chunk's fp32 logits by device type. A GPU needs larger chunks to be busy, and each
 chunk reads the head's weights once (`benchmarks.lm_head`)."""
 
+SHARDED_FORWARD = "sharded_logprobs"
+"""Attribute of a sharded model: `whole_logprobs` between gathering and freeing its weights."""
+
 
 def default_chunk(device: str, vocab_size: int) -> int:
     """Number of positions per LM head call on a device of this type."""
@@ -66,6 +69,30 @@ def completion_logprobs(
         ValueError: If a prompt is empty, lengths exceed `T`, or `lm_head.check_lm_head` refuses the
             model.
     """
+    sharded = getattr(model, SHARDED_FORWARD, None)
+    return (sharded or partial(whole_logprobs, model))(
+        input_ids,
+        prompt_lengths,
+        completion_lengths,
+        completion_rows=completion_rows,
+        temperature=temperature,
+        entropy=entropy,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def whole_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    prompt_lengths: Tensor,
+    completion_lengths: Tensor,
+    *,
+    completion_rows: Tensor | None,
+    temperature: float,
+    entropy: bool,
+    chunk_tokens: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`completion_logprobs` of a model whose weights are all here."""
     starts = prompt_lengths
     if completion_rows is not None:
         starts = _completion_starts(prompt_lengths, completion_lengths, completion_rows)

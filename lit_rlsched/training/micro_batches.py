@@ -1,15 +1,14 @@
 """Split an optimizer step's completions into padded micro-batches; nothing else pads."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lit_rlsched.types import Completion, Sample, stable_hash
+from lit_rlsched.scheduling.shares import share
+from lit_rlsched.types import Completion, Sample
 
 MASKED_POSITIONS = 2**14
 """Maximum positions of a micro-batch with an attention mask, which then has at most `2**28`
@@ -87,10 +86,18 @@ class MicroBatch:
         max_completion_length: Maximum number of tokens per completion in the rollout.
         is_first: Whether this is the first micro-batch of its optimizer step, or of a part of it.
         is_last: Whether this is the last one.
+        scale: Factor of the loss before the backward pass: the number of ranks, which average their
+            gradients, or 0 for a micro-batch that another rank has too.
     """
 
     def __init__(
-        self, prompt_rows: Sequence[PromptRow], step: "StepTotals", *, is_first: bool, is_last: bool
+        self,
+        prompt_rows: Sequence[PromptRow],
+        step: "StepTotals",
+        *,
+        is_first: bool,
+        is_last: bool,
+        scale: float = 1.0,
     ) -> None:
         samples = [sample for row in prompt_rows for sample in row.samples]
         completions = [sample.completion for sample in samples]
@@ -103,6 +110,7 @@ class MicroBatch:
         self.off_policy = step.off_policy
         self.is_first = is_first
         self.is_last = is_last
+        self.scale = scale
         self.prompt_lengths = torch.tensor([len(s.group.prompt.token_ids) for s in samples])
         self.completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
         self.input_ids = _pad([row.token_ids for row in prompt_rows], torch.long)
@@ -200,6 +208,8 @@ class OptimizerStep:
             not known yet.
         accumulated: Parts of this step whose gradients are already accumulated, all with the same
             `divisor`. Their completions are skipped; the losses of the others divide by it, too.
+        rank: Rank of this process, which iterates over its share of the micro-batches.
+        ranks: Number of ranks, which get equally many; see `scheduling.shares`.
 
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.
@@ -219,7 +229,10 @@ class OptimizerStep:
         row_cost: Callable[[Sequence[Sample], int], RowCost | None] | None = None,
         divisor: tuple[int, int] | None = None,
         accumulated: Sequence["OptimizerStep"] = (),
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
+        self._rank, self._ranks = rank, ranks
         samples = [s for s in samples if not s.completion.dropped]
         totals = StepTotals(len(samples), 0, off_policy, only_version)
         if mask_truncated:
@@ -245,11 +258,18 @@ class OptimizerStep:
         samples, tokens = self._encoded, self._micro_batch_tokens
         cost = self._row_cost(samples, tokens) if self._row_cost else None
         rows = share_prompts(samples, cost, tokens)
-        # Shared rows are kept apart because the other micro-batches need no mask.
-        return [
-            *split_by_tokens([row for row in rows if not row.shared], tokens),
-            *split_by_tokens([row for row in rows if row.shared], min(tokens, MASKED_POSITIONS)),
-        ]
+        longest = max(map(len, rows), default=0)
+        while True:
+            # Shared rows are kept apart because the other micro-batches need no mask.
+            batches = [
+                *split_by_tokens([row for row in rows if not row.shared], tokens),
+                *split_by_tokens(
+                    [row for row in rows if row.shared], min(tokens, MASKED_POSITIONS)
+                ),
+            ]
+            if len(batches) >= min(self._ranks, len(rows)) or tokens <= longest:
+                return batches
+            tokens = max(longest, tokens // 2)  # a rank without a micro-batch would be idle
 
     @property
     def micro_batches(self) -> list[list[Sample]]:
@@ -260,9 +280,16 @@ class OptimizerStep:
         return len(self._prompt_rows)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        last = len(self) - 1
-        for i, rows in enumerate(self._prompt_rows):
-            yield MicroBatch(rows, self.divisor, is_first=i == 0, is_last=i == last)
+        turns = share([max(map(len, rows)) * len(rows) for rows in self._prompt_rows], self._ranks)
+        for number, turn in enumerate(turns):
+            item, counts = turn[self._rank]
+            yield MicroBatch(
+                self._prompt_rows[item],
+                self.divisor,
+                is_first=number == 0,
+                is_last=number == len(turns) - 1,
+                scale=float(self._ranks) if counts else 0.0,
+            )
 
     def padding(self) -> PaddingCount:
         """Count positions and padding, of the accumulated parts too, without building tensors."""
@@ -350,19 +377,6 @@ def _cheapest_split(
         runs.append(list(items[cut[end] : end]))
         end = cut[end]
     return runs[::-1]
-
-
-def split_steps(num_groups: int, steps_per_round: int, *seed_parts: object) -> list[list[int]]:
-    """Distribute a round's groups over its optimizer steps, in an order given by `seed_parts`.
-
-    Returns:
-        `steps_per_round` lists of group positions, of equal length if possible.
-    """
-    order = list(range(num_groups))
-    if steps_per_round > 1:
-        random.Random(stable_hash(*seed_parts)).shuffle(order)
-    ends = [i * num_groups // steps_per_round for i in range(steps_per_round + 1)]
-    return [order[start:end] for start, end in pairwise(ends)]
 
 
 def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -42,6 +42,10 @@ class Round:
     """Parts of the round's only optimizer step whose gradients are accumulated; empty after a
     resume, because checkpoints hold no gradients."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave trace and accumulated steps out for other ranks, which have their own steps."""
+        return Round, (self.number, self.version, self.groups, None, self.metrics)
+
     def state_dict(self) -> dict[str, Any]:
         """What training on the round needs."""
         return {"number": self.number, "version": self.version, "groups": pack(self.groups)}

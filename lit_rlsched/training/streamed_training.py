@@ -67,8 +67,6 @@ class GradientStream:
         copies = [group.copy() for group in groups]
         round = Round(self._number, self._version, copies)
         self._update.assign_advantages(round)
-        part = self._update.part_of_step(round, self._divisor)
-        self._update.learner.accumulate(part)
-        self._parts.append(part)
+        self._parts.append(self._update.accumulate(round, self._divisor))
         self._copies += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)

@@ -1,15 +1,18 @@
 """Turn a round's scored groups into optimizer steps."""
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from lit_rlsched.precision import ForwardContext
 from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.team import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
-from lit_rlsched.training.micro_batches import OptimizerStep, split_steps
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.round import Round, drop_infinite_rewards, set_advantages
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Group, Sample, stable_hash
@@ -38,6 +41,7 @@ class Update:
     mask_stale: bool
     """Leave tokens of earlier policy versions out of the loss."""
     forward_context: ForwardContext
+    team: Team = field(default_factory=Team)
 
     @property
     def num_steps(self) -> int:
@@ -70,12 +74,33 @@ class Update:
         """Compute the log-probs that are needed under the weights at the start of the round."""
         learner = self.learner
         step = OptimizerStep(part.samples, self.micro_batch_tokens, row_cost=learner.row_cost)
+        with self.forward_context():  # around all, which casts the weights once
+            scores = self.team.share("score", self.score, list(step))
+        for samples, scored in zip(step.micro_batches, scores, strict=True):
+            for name, values in scored.items():
+                for sample, logprobs in zip(samples, values.tolist(), strict=True):
+                    length = len(sample.completion.token_ids)
+                    setattr(sample.completion, name, logprobs[:length])
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Compute log-probs `[B, C]` of a micro-batch by name, on the CPU; a task of the team."""
         with self.forward_context():
-            for samples, batch in zip(step.micro_batches, step, strict=True):
-                for name, values in learner.score(batch).items():
-                    for sample, logprobs in zip(samples, values.tolist(), strict=True):
-                        length = len(sample.completion.token_ids)
-                        setattr(sample.completion, name, logprobs[:length])
+            return {name: values.cpu() for name, values in self.learner.score(batch).items()}
+
+    def accumulate(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
+        """Accumulate the gradients of a part of the round's only step, on all ranks."""
+        return self.team.call("accumulate", self.accumulate_part, part, divisor)
+
+    def accumulate_part(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
+        """Accumulate this rank's share of the gradients; a task of the team."""
+        step = self.part_of_step(part, divisor)
+        self.learner.accumulate(step)
+        return step
+
+    def part_of_step(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
+        """Build a part of the round's only step; for `divisor` see `OptimizerStep`."""
+        return self._step_of(part.groups, part.version, divisor=divisor)
 
     def step(self, round: Round, index: int) -> OptimizerStep:
         """Build one of the round's optimizer steps.
@@ -93,10 +118,6 @@ class Update:
             step.divisor = replace(step.divisor, tokens=tokens)
         return step
 
-    def part_of_step(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
-        """Build a part of the round's only step; for `divisor` see `OptimizerStep`."""
-        return self._step_of(part.groups, part.version, divisor=divisor)
-
     def _step_of(self, groups: Sequence[Group], version: int, **parts: Any) -> OptimizerStep:
         return OptimizerStep(
             [Sample(g, c) for g in groups for c in g.completions],
@@ -106,5 +127,20 @@ class Update:
             off_policy=self.rule.off_policy,
             only_version=version if self.mask_stale else None,
             row_cost=self.learner.row_cost,
+            rank=self.team.rank,
+            ranks=self.team.size,
             **parts,
         )
+
+
+def split_steps(num_groups: int, steps_per_round: int, *seed_parts: object) -> list[list[int]]:
+    """Distribute a round's groups over its optimizer steps, in an order given by `seed_parts`.
+
+    Returns:
+        `steps_per_round` lists of group positions, of equal length if possible.
+    """
+    order = list(range(num_groups))
+    if steps_per_round > 1:
+        random.Random(stable_hash(*seed_parts)).shuffle(order)
+    ends = [i * num_groups // steps_per_round for i in range(steps_per_round + 1)]
+    return [order[start:end] for start, end in pairwise(ends)]

@@ -5,8 +5,9 @@ It cannot find one missed sync after a small update, which changes log-probs les
 in half precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine, engine_name
 from lit_rlsched.policy import evaluating, named_weights
 from lit_rlsched.precision import ForwardContext
-from lit_rlsched.training.finite import check_weights
+from lit_rlsched.sharding import whole
+from lit_rlsched.team import Team
+from lit_rlsched.training.finite import not_finite, refuse_weights
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
 
@@ -38,6 +41,71 @@ LONGEST, WAVES = 128, 32
 """Maximum tokens per completion, and completions per prompt, of the second comparison."""
 
 
+class PolicyReader:
+    """Reads weights and log-probs of the policy; with several ranks, on all of them at once."""
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        forward_context: ForwardContext = nullcontext,
+        team: Team | None = None,
+    ) -> None:
+        self._policy = policy
+        self._forward_context = forward_context
+        self._team = team or Team()
+
+    @property
+    def tasks(self) -> dict[str, Callable[..., Any]]:
+        """What the ranks that follow do when the leader reads."""
+        return {
+            "not_finite": self._not_finite,
+            "weights": self._weights,
+            "logprobs": self._logprobs,
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight under its checkpoint name, with adapters merged.
+
+        Raises:
+            FloatingPointError: If a weight is NaN or infinite; none is yielded.
+        """
+        wrong = self._team.call("not_finite", self._not_finite)
+        refuse_weights(sorted({name for of_rank in wrong for name in of_rank}))
+        return self._team.iterate("weights", self._weights)
+
+    def logprobs(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], temperature: float
+    ) -> list[Tensor]:
+        """Compute the log-probs of the tokens of each completion, in eval mode."""
+        ids = [
+            ([*prompt.token_ids], [*completion.token_ids])
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        return self._team.call("logprobs", self._logprobs, ids, temperature)
+
+    def _not_finite(self) -> list[list[str]]:
+        return self._team.all_gather(not_finite(self._policy))
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, whole(weight)) for name, weight in named_weights(self._policy))
+
+    @torch.no_grad()
+    def _logprobs(self, ids: list[tuple[list[int], list[int]]], temperature: float) -> list[Tensor]:
+        device = next(self._policy.parameters()).device
+        found = []
+        with evaluating(self._policy), self._forward_context():
+            for prompt, completion in ids:
+                logp, _ = completion_logprobs(
+                    self._policy,
+                    torch.tensor([[*prompt, *completion]], device=device),
+                    torch.tensor([len(prompt)], device=device),
+                    torch.tensor([len(completion)], device=device),
+                    temperature=temperature,
+                )
+                found.append(logp[0].cpu())
+        return found
+
+
 class WeightSync:
     """Loads the policy's weights into a started engine.
 
@@ -50,16 +118,15 @@ class WeightSync:
         self,
         engine: RolloutEngine,
         spec: EngineSpec,
-        policy: nn.Module,
+        policy: PolicyReader | nn.Module,
         *,
         probe: Sequence[Prompt] = (),
         temperature: float = 1.0,
-        forward_context: ForwardContext = nullcontext,
     ) -> None:
-        self._engine, self._spec, self._policy = engine, spec, policy
+        self._engine, self._spec = engine, spec
+        self._policy = policy if isinstance(policy, PolicyReader) else PolicyReader(policy)
         self._prompts = list(probe)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
-        self._forward_context = forward_context
 
     def __call__(self, version: int) -> dict[str, float]:
         """Load the weights of `version`; return `sync/max_logp_diff` if they are checked.
@@ -68,8 +135,7 @@ class WeightSync:
             FloatingPointError: If a weight is NaN or infinite; the engine does not get it.
             RuntimeError: If the engine does not decode with these weights.
         """
-        check_weights(self._policy)
-        self._engine.sync_weights(named_weights(self._policy), version)
+        self._engine.sync_weights(self._policy.weights(), version)
         while self._prompts:
             with suppress(EngineDied):  # its replacement has the weights, but not the requests
                 return {"sync/max_logp_diff": self.check(version)}
@@ -111,23 +177,15 @@ class WeightSync:
             gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
         return torch.cat(gaps)
 
-    @torch.no_grad()
     def _gap(self, drawn: Sequence[Completion]) -> Tensor:
         """Absolute differences of the tokens of all prompts, one after the other."""
-        device = next(self._policy.parameters()).device
-        differences = []
-        with evaluating(self._policy), self._forward_context():
-            for prompt, completion in zip(self._prompts, drawn, strict=True):
-                logp, _ = completion_logprobs(
-                    self._policy,
-                    torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=device),
-                    torch.tensor([len(prompt.token_ids)], device=device),
-                    torch.tensor([len(completion.token_ids)], device=device),
-                    temperature=self._temperature,
-                )
-                theirs = torch.tensor(completion.logprobs, dtype=logp.dtype)
-                differences.append((logp[0].cpu() - theirs).abs())
-        return torch.cat(differences)
+        ours = self._policy.logprobs(self._prompts, drawn, self._temperature)
+        return torch.cat(
+            [
+                (logp - torch.tensor(completion.logprobs, dtype=logp.dtype)).abs()
+                for logp, completion in zip(ours, drawn, strict=True)
+            ]
+        )
 
     def _draw(
         self, engine: RolloutEngine, version: int, tokens: int, wave: str = ""

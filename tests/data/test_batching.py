@@ -12,8 +12,8 @@ from lit_rlsched.training.micro_batches import (
     StepTotals,
     share_prompts,
     split_by_tokens,
-    split_steps,
 )
+from lit_rlsched.training.update import split_steps
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 

@@ -1,0 +1,167 @@
+"""FSDP2: each rank holds a part of every weight, gradient and optimizer state."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lit_rlsched.checkpoints import read_checkpoint
+from lit_rlsched.policy import base_model
+from lit_rlsched.training.logprobs import SHARDED_FORWARD, whole_logprobs
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shard the policy over all ranks with FSDP2: `Trainer(strategy="fsdp2")`.
+
+    Args:
+        save_distributed_checkpoint: Whether each rank saves its part, in a folder. By default rank
+            0 gathers everything into one file. Both can be resumed with any number of ranks.
+        **kwargs: See `lightning.pytorch.strategies.ModelParallelStrategy`.
+    """
+
+    strategy_name = "fsdp2"
+
+    def __init__(self, save_distributed_checkpoint: bool = False, **kwargs: Any) -> None:
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state as PyTorch's optimizers number it, on rank 0.
+
+        Lightning numbers all parameters of the model, also those that are not trained.
+        """
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        assert self.lightning_module is not None
+        state = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+        numbers = {name: i for i, name in enumerate(_names(state))}
+        return _renamed(state, numbers) if numbers else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Check a file as other strategies do; then each rank takes its part.
+
+        Raises:
+            CheckpointError: the file cannot be used as a checkpoint.
+            ValueError: it is of another model.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        checkpoint = read_checkpoint(path, verify=self.is_global_zero)
+        module: Any = self.lightning_module
+        check = getattr(module, "check_checkpoint", None)
+        strict = module.strict_loading if check is None else False
+        if check is not None:
+            check(checkpoint)  # adapters without their base are complete
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+        weights = checkpoint.pop("state_dict")
+        set_model_state_dict(module, weights if self.is_global_zero else {}, options=options)
+        states = checkpoint.pop("optimizer_states", [])
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            kept = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
+            by_id = {id(p): name for name, p in module.named_parameters()}
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            names = {i: by_id[id(p)] for i, p in enumerate(params)}
+            named = _renamed(state, names)
+            set_optimizer_state_dict(module, optimizer, named, options=options)
+            for group, (fused, foreach) in zip(optimizer.param_groups, kept, strict=True):
+                group |= {"fused": fused, "foreach": foreach}  # as this device steps best
+        return checkpoint
+
+
+def _names(state: Mapping[str, Any]) -> list[Any]:
+    return [name for group in state.get("param_groups", ()) for name in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with other names of its parameters."""
+    groups = [
+        {**group, "params": [names[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {
+        "state": {names[name]: values for name, values in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+if "fsdp2" not in StrategyRegistry:
+    StrategyRegistry.register("fsdp2", FSDP2Strategy, description=FSDP2Strategy.__doc__ or "")
+
+
+def is_sharded(trainer: Trainer | None) -> bool:
+    """Whether the Trainer's strategy shards the policy."""
+    return trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model, which are gathered one at a time."""
+    names = set(getattr(base_model(model), "_no_split_modules", None) or ())
+    return [part for part in model.modules() if type(part).__name__ in names]
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    """Shard a causal language model in place, layer by layer.
+
+    `completion_logprobs` of this model then gathers the weights as a forward pass does.
+
+    Args:
+        model: A transformers model, or one wrapped by PEFT.
+        mesh: Device mesh of one dimension over the ranks.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    gathered = "gathered_logprobs"
+    setattr(model, gathered, MethodType(whole_logprobs, model))
+    register_fsdp_forward_method(model, gathered)
+
+    def sharded(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        result = getattr(model, gathered)(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # embedding and LM head stay whole until a backward pass, so a step would not reach them
+            model.reshard()  # type: ignore[operator]
+        return result
+
+    setattr(model, SHARDED_FORWARD, sharded)
+
+
+@contextmanager
+def gradient_sync(trainer: Trainer, sync: bool) -> Iterator[None]:
+    """Whether the backward passes inside average gradients over the ranks.
+
+    Only DDP can skip it: with FSDP2 a rank has no room for whole gradients.
+    """
+    block = getattr(trainer.strategy, "block_backward_sync", None)
+    if sync or block is None or trainer.world_size == 1 or is_sharded(trainer):
+        yield
+    else:
+        with block():
+            yield
+
+
+def zero_gradient(module: nn.Module) -> None:
+    """Give each trainable parameter a gradient of zeros."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)

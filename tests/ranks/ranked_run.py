@@ -1,0 +1,205 @@
+"""Runs with one or several ranks: `ranked_run.py FOLDER`, with a list of runs as JSON on stdin.
+
+All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
+`name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
+`callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `wrong`. Rank 0 writes `FOLDER/NAME.json`; exit
+codes, times and what was printed are in the answer on stdout.
+"""
+
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from plain_module import Plain
+
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines, team_watch
+from lit_rlsched.callbacks import RNGState, RolloutCallback
+from lit_rlsched.checkpoints import AtomicCheckpointIO
+
+LIMIT = 200.0
+"""Seconds after which a run counts as hanging."""
+
+
+def digits(prompts, completions, completion_ids, answer, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [
+        1.0 if text.startswith(a) else sum(c.isdigit() for c in text) / max(1, len(text))
+        for text, a in zip(texts, answer, strict=True)
+    ]
+
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+class Recorder(RolloutCallback):
+    """What rank 0 draws, and what every rank sees."""
+
+    def __init__(self, wrong=None):
+        self.rounds, self.losses, self.hooks, self.wrong = [], [], 0, wrong or {}
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.hooks += 1
+        drawn = [(g.id, c.index, [*c.token_ids]) for g in round.groups for c in g.completions]
+        self.rounds.append(hashlib.blake2b(repr(drawn).encode(), digest_size=8).hexdigest())
+        self._go_wrong(trainer, "round")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(trainer.callback_metrics.get("loss", 0.0)))
+        self._go_wrong(trainer, "step")
+
+    def _go_wrong(self, trainer, place):
+        rank, where, number, what = self.wrong or (None,) * 4
+        counted = len(self.rounds if place == "round" else self.losses)
+        if (trainer.global_rank, place, counted) == (rank, where, number):
+            if what == "raise":
+                raise ValueError("something is wrong here")
+            os.kill(os.getpid(), getattr(signal, what))
+
+
+def weights(module):
+    from torch.distributed.tensor import DTensor
+
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return torch.cat([p.detach().double().flatten() for p in whole])
+
+
+def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", model=None, **more):
+    os.chdir(folder)
+    team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
+    kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
+    settings = {"learning_rate": 3e-4, **more.get("module", {})}
+    kind = kinds[settings.pop("kind", "grpo")]
+    module = Plain(model) if more.get("plain") else kind(model, **settings)
+    # one rank decodes in a child, too: with the same engine, in the same precision
+    engine = engines.ProcessEngine(getattr(engines, more.get("engine", "TransformersEngine"))())
+    data = {
+        "train_data": SUMS[:80],
+        "reward_funcs": [digits],
+        "engine": engine,
+        "prompts_per_round": 4,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "micro_batch_tokens": 128,
+        "seed": 3,
+        **more.get("data", {}),
+    }
+    recorder = Recorder(more.get("wrong"))
+    made = [getattr(callbacks, n)(**k) for n, k in more.get("callbacks", {}).items()]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_epochs=rounds,
+        precision=precision,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing="RoundCheckpoint" in more.get("callbacks", {}),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[recorder, *made, RNGState()],
+        plugins=[AtomicCheckpointIO(), *([LightningEnvironment()] if ranks > 1 else [])],
+    )
+    datamodule = RolloutDataModule(**data)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=more.get("ckpt_path"))
+    if more.get("save"):
+        trainer.save_checkpoint(more["save"])
+    flat = weights(module)
+    if trainer.global_rank == 0:
+        torch.save(flat, Path(folder, f"{name}.pt"))
+    metrics = {k: float(v) for k, v in sorted(trainer.callback_metrics.items())}
+    said = {
+        "rounds": recorder.rounds,
+        "losses": recorder.losses,
+        "hooks": recorder.hooks,
+        "imported": "lit_rlsched.distributed_team" in sys.modules,
+        "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
+        "metrics": {k: v for k, v in metrics.items() if not k.startswith("time/")},
+        "counters": dict(datamodule.counters),
+    }
+    Path(folder, f"{name}.{trainer.global_rank}.json").write_text(json.dumps(said))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fork(rank, port, log, folder, one):
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setpgid(0, 0)
+    ranks = one.get("ranks", 1)
+    if ranks > 1:
+        os.environ |= {
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
+    code = 1
+    try:
+        run(folder, **one)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        print(f"RAISED {type(error).__name__}: {error} {notes}", flush=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_ranks(folder, one):
+    port, began = free_port(), time.monotonic()
+    logs = [tempfile.TemporaryFile("w+") for _ in range(one.get("ranks", 1))]  # noqa: SIM115
+    pids = [fork(rank, port, log, folder, one) for rank, log in enumerate(logs)]
+    codes, ended = {}, {}
+    while len(codes) < len(pids) and time.monotonic() - began < one.get("limit", LIMIT):
+        for pid in set(pids) - codes.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                ended[pid] = time.monotonic() - began
+        time.sleep(0.02)
+    for pid in set(pids) - codes.keys():
+        os.kill(pid, signal.SIGUSR1)  # says where it hangs
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    said = []
+    for log in logs:
+        log.seek(0)
+        said.append(log.read())
+    return {
+        "name": one["name"],
+        "codes": [codes.get(pid) for pid in pids],  # None: it hung
+        "seconds": [ended.get(pid) for pid in pids],
+        "said": said,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    gc.collect()
+    gc.freeze()
+    print(json.dumps([run_ranks(sys.argv[1], one) for one in json.load(sys.stdin)]))

@@ -1,0 +1,70 @@
+"""The command line with two processes, started by Lightning and by torchrun."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+SHORT = {
+    "model": {"class_path": "GRPOModule", "init_args": {"model": "examples/countdown/model"}},
+    "data": {
+        "train_data": {"class_path": "Countdown", "init_args": {"size": 40}},
+        "val_data": {"class_path": "Countdown", "init_args": {"split": "heldout", "size": 4}},
+        "reward_funcs": ["lit_rlsched.rewards.functions.countdown_reward"],
+        "engine": {"class_path": "TransformersEngine"},
+        "prompts_per_round": 2,
+        "num_generations": 4,
+        "max_completion_length": 16,
+    },
+    "trainer": {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "devices": 2,
+        "callbacks": [{"class_path": "RolloutLogger"}],
+    },
+}
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+
+
+def fit(folder, *args, start=("-m",)):
+    config = folder / "short.yaml"
+    config.write_text(yaml.safe_dump(SHORT))
+    command = [sys.executable, *start, "lit_rlsched", "fit", "-c", str(config), *args]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=dict(os.environ)
+    )
+    return done
+
+
+@pytest.mark.parametrize("start", [("-m",), TORCHRUN], ids=["lightning", "torchrun"])
+def test_two_processes_write_one_run_that_resumes(tmp_path, start):
+    folder = tmp_path / "run"
+    options = ["--trainer.strategy=ddp", f"--trainer.default_root_dir={folder}"]
+    done = fit(tmp_path, *options, start=start)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Next:") == 1
+    assert done.stdout.count("round 2/2:") == 1
+    longer = ["--ckpt_path=last", "--trainer.max_epochs=3", "--trainer.strategy=fsdp2"]
+    done = fit(tmp_path, *longer, options[1], start=start)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("round 3/3:") == 1 and "round 2/3" not in done.stdout
+    rows = csv.DictReader((folder / "metrics/version_0/metrics.csv").open())
+    assert [int(float(row["rollout/round"])) for row in rows if row.get("reward")]
+
+
+def test_torchrun_without_a_folder_is_refused(tmp_path):
+    done = fit(tmp_path, "--trainer.strategy=ddp", start=TORCHRUN)
+    assert done.returncode != 0
+    assert "`trainer.default_root_dir` is missing" in done.stderr
+
+
+def test_a_strategy_that_does_not_work_is_refused_before_processes_start(tmp_path):
+    done = fit(tmp_path, "--trainer.strategy=ddp_spawn")
+    assert done.returncode == 2
+    assert "strategy='ddp'" in done.stderr and "Traceback" not in done.stderr

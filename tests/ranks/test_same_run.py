@@ -1,0 +1,153 @@
+"""One rank, several with DDP and several with FSDP2: the same completions and the same weights."""
+
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from several_ranks import ALONE, DDP, FSDP2, check_same, ended
+
+from lit_rlsched.checks import check_same_ranks, check_strategy
+from lit_rlsched.fsdp2 import FSDP2Strategy
+
+EXACT = {"precision": "64-true", "rounds": 6}
+
+
+def test_ddp_and_fsdp2_are_the_run_of_one_rank(run):
+    check_same(run(ALONE, DDP, FSDP2), 1e-6)
+
+
+@pytest.mark.slow
+def test_six_rounds_in_double_precision(run, exact_model):
+    four = {"ranks": 4, "strategy": "fsdp2"}
+    results = run(*({**EXACT, **r} for r in (ALONE, DDP, FSDP2, four)), model=exact_model)
+    check_same(results, 1e-12)
+
+
+VARIANTS = {
+    "two iterations of two steps, KL, validation": {
+        "module": {"beta": 0.05, "loss_type": "gspo"},
+        "data": {
+            "num_iterations": 2,
+            "steps_per_round": 2,
+            "val_data": [{"prompt": "10+1=", "answer": "11"}, {"prompt": "10+4=", "answer": "14"}],
+            "val_num_generations": 2,
+        },
+    },
+    "LoRA, RLOO": {"module": {"kind": "rloo", "lora_rank": 4}},
+    "streamed, gradient checkpointing": {
+        "module": {"gradient_checkpointing": True},
+        "callbacks": {"TailBatching": {}, "StreamedTraining": {"start": 0}},
+    },
+    "partial rounds": {
+        "module": {"old_logprobs": "engine", "advantage": "reinforce++"},
+        "callbacks": {
+            "SortedBatching": {"pool_rounds": 2, "mode": "partial"},
+            "LengthPrediction": {},
+            "MicroGroupSampling": {"slots": 6},
+        },
+    },
+    "selected completions": {
+        "module": {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"},
+        "data": {"mask_truncated_completions": True},
+        "callbacks": {"DownSampling": {"keep": 2}, "DynamicSampling": {}, "AdaptiveTimeouts": {}},
+    },
+    "fewer micro-batches than ranks": {
+        "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2}
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants(run, exact_model, variant):
+    exact = {"precision": "64-true", **variant}
+    check_same(run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=exact_model), 1e-12)
+
+
+@pytest.mark.slow
+def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
+    drafts = {
+        "callbacks": {"TailBatching": {"completion_ratio": 1.25, "reuse_drafts": True}},
+        "rounds": 4,
+    }
+    plain = {"plain": True}
+    for variant in (drafts, plain):
+        exact = {"precision": "64-true", **variant}
+        check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision(run, precision):
+    alone, *others = run(*({"precision": precision, **r} for r in (ALONE, DDP, FSDP2)))
+    for other in others:
+        assert set(other["codes"]) == {0}, "\n".join(other["said"])[-6000:]
+        # the engine may draw other tokens in the second round
+        assert other["ranks"][0]["rounds"][0] == alone["ranks"][0]["rounds"][0]
+        assert other["ranks"][0]["losses"][0] == pytest.approx(
+            alone["ranks"][0]["losses"][0], rel=0.05, abs=1e-3
+        )
+
+
+REFUSED = {
+    "bnpo": ({"module": {"loss_type": "bnpo"}}, DDP, "loss_type='bnpo'"),
+    "shared prefix": ({"module": {"shared_prefix": True}}, FSDP2, "shared_prefix=True"),
+    "drafts": (
+        {"callbacks": {"TailBatching": {"reuse_drafts": True}}},
+        FSDP2,
+        "Drafts are verified",
+    ),
+    "planner": ({"callbacks": {"ParallelismPlanner": {}}}, DDP, "ParallelismPlanner"),
+}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_shared_is_refused_by_name_on_every_rank(run):
+    refused = run(*({**more, **ranks} for more, ranks, _ in REFUSED.values()))
+    for result, (_, _, words) in zip(refused, REFUSED.values(), strict=True):
+        assert result["codes"] == [1, 1], "\n".join(result["said"])[-6000:]
+        assert all(words in said for said in result["said"]), "\n".join(result["said"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (FSDPStrategy(), "`FSDPStrategy` is not supported with 2 processes"),
+        (DDPStrategy(start_method="fork"), "starts its 2 processes from this one"),
+        (ModelParallelStrategy(), "splits layers over devices"),
+        (ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), "size=2"),
+    ],
+)
+def test_other_strategies_are_refused_with_the_fix(strategy, words):
+    if isinstance(strategy, DDPStrategy):
+        strategy._launcher = _MultiProcessingLauncher(strategy, "fork")
+    with pytest.raises(MisconfigurationException, match=r"strategy='fsdp2'") as error:
+        check_strategy(SimpleNamespace(strategy=strategy, world_size=2))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "strategy", [DDPStrategy(), FSDP2Strategy(), ModelParallelStrategy(2, tensor_parallel_size=1)]
+)
+def test_strategies_that_work(strategy):
+    check_strategy(SimpleNamespace(strategy=strategy, world_size=2))
+
+
+def test_ranks_that_differ_are_refused():
+    check_same_ranks([{"version": "0.1.0", "seed": 3}] * 3)
+    with pytest.raises(MisconfigurationException, match="Rank 2 has `seed=4`, and rank 0 has"):
+        check_same_ranks([{"seed": 3}, {"seed": 3}, {"seed": 4}])
+
+
+@pytest.mark.slow
+def test_on_vllm(run):
+    vllm = {"engine": "VLLMEngine"}
+    alone, *others = run(*({**vllm, **r} for r in (ALONE, DDP, FSDP2)))
+    for other in others:
+        leader = ended(other)["ranks"][0]
+        # the first round has the same weights; later ones differ by rounding
+        assert leader["rounds"][0] == alone["ranks"][0]["rounds"][0]
+        assert leader["losses"][0] == pytest.approx(alone["ranks"][0]["losses"][0], abs=1e-6)
+        assert leader["metrics"]["sync/max_logp_diff"] < 1e-4
