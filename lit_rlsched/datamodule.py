@@ -24,7 +24,7 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run_config import logged_settings
 from lit_rlsched.schedule import Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.startup import Startup
+from lit_rlsched.startup import Startup, make_engine
 from lit_rlsched.training_run import TrainingRun
 from lit_rlsched.types import Prompt, Sampling
 from lit_rlsched.wandb_runs import run_ids, warn_of_new_runs
@@ -145,15 +145,7 @@ class RolloutDataModule(LightningDataModule):
         )
         self.tokenizer_name = tokenizer
         self.chat_template_kwargs = chat_template_kwargs
-        if engine is None:
-            from lit_rlsched.engines.vllm import VLLMEngine
-
-            engine = VLLMEngine()
-        if num_engines > 1:
-            from lit_rlsched.engines.pool import EnginePool
-
-            engine = EnginePool.of(engine, num_engines)
-        self.engine = engine
+        self.engine = make_engine(engine, num_engines)
         self.prompts_per_round = prompts_per_round
         self.num_generations = num_generations
         self.steps_per_round = steps_per_round

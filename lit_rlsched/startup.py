@@ -15,7 +15,7 @@ from torch import nn
 
 from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.source import DomainSource
-from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.fsdp2 import is_sharded
 from lit_rlsched.gpu_setup import warn_of_unseen_gpu
@@ -276,6 +276,19 @@ class Startup:
     def _fire(self, hook: str, *args: Any) -> None:
         if self._trainer.training:
             fire(self._trainer, hook, *args)
+
+
+def make_engine(engine: RolloutEngine | None, num_engines: int) -> RolloutEngine:
+    """Return the run's engine: the given one or `VLLMEngine()`, or several of them as one."""
+    if engine is None:
+        from lit_rlsched.engines.vllm import VLLMEngine
+
+        engine = VLLMEngine()
+    if num_engines == 1:
+        return engine
+    from lit_rlsched.engines.pool import EnginePool
+
+    return EnginePool.of(engine, num_engines)
 
 
 def trainer_state(
