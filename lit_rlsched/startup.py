@@ -221,18 +221,14 @@ class Startup:
         if schedule.lengths is not None:
             schedule.lengths.bind(self.decode)
         data.rewards.start()
-        engine = data.engine
-        alone = len(engine.engines) == 1 and not isinstance(engine, ProcessEngine)
-        if data.run.team.size > 1 and alone:
-            engine = ProcessEngine(engine)  # in this one, vLLM would join the Trainer's ranks
         return RolloutSession(
-            engine,
+            data.engine,
             self.spec,
             Scorer(
                 data.rewards, self.decode, schedule.timeouts, self._trainer_state, data.has_rewards
             ),
             WeightSync(
-                engine,
+                data.engine,
                 self.spec,
                 self.policy_reader,
                 probe=self.prompts.all[:2] if data.verify_sync else (),
@@ -289,6 +285,13 @@ def make_engine(engine: RolloutEngine | None, num_engines: int) -> RolloutEngine
     from lit_rlsched.engines.pool import EnginePool
 
     return EnginePool.of(engine, num_engines)
+
+
+def in_own_process(engine: RolloutEngine) -> RolloutEngine:
+    """Return an engine that does not run in the trainer's process, where vLLM would join ranks."""
+    if len(engine.engines) > 1 or isinstance(engine, ProcessEngine):
+        return engine
+    return ProcessEngine(engine)
 
 
 def trainer_state(

@@ -30,6 +30,7 @@ from lit_rlsched.resuming import (
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.startup import in_own_process
 from lit_rlsched.team import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
@@ -162,6 +163,8 @@ class TrainingRun:
         """
         trainer = self._trainer
         check_strategy(trainer)
+        if trainer.world_size > 1:
+            self._data.engine = in_own_process(self._data.engine)
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             from lit_rlsched.distributed_team import DistributedTeam
 

@@ -390,3 +390,23 @@ def test_gradients_of_streamed_training_are_in_the_rollout(plan):
     for name in ("gradients", "activations", "passes at their peak"):
         assert plain[name].rollout == 0 < streamed[name].rollout <= streamed[name].update
         assert streamed[name].update == plain[name].update
+
+
+def test_with_fsdp2_a_rank_has_a_part(plan):
+    alone = items(ledger(plan()))
+    four = items(ledger(plan(trainer={"devices": 4, "strategy": "fsdp2"})))
+    for name in ("weights", "gradients", "optimizer state"):
+        assert four[name].update == pytest.approx(alone[name].update / 4, rel=1e-3)
+    # embedding and head whole, two layers, and the gradient of one: below the whole policy here
+    assert 0 < four["gathered weights"].update < 2 * alone["weights"].update
+    assert "gathered weights" not in alone
+    assert four["engine weights"].rollout and four["weights handed over"].host  # its own process
+
+
+def test_with_ddp_every_rank_has_all(plan):
+    alone, two = (
+        items(ledger(plan(trainer={"devices": n, "strategy": s})))
+        for n, s in ((1, "auto"), (2, "ddp"))
+    )
+    for name in ("weights", "gradients", "optimizer state", "activations"):
+        assert two[name].update == alone[name].update
