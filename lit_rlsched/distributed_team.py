@@ -35,20 +35,20 @@ class DistributedTeam(Team):
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.messages = 0
         """Number of messages so far, for benchmarks."""
-        self._leading = False
+        self.leading = False
         self._watch = TeamWatch(self.rank, self.all_gather)
 
     def lead(self, draw: Callable[[], T], tasks: Mapping[str, Callable[..., Any]]) -> T:
         if not self.leads:
             return self._follow(tasks)
-        self._leading = True
+        self.leading = True
         try:
             result = draw()
         except BaseException as error:
             self._tell(_FAIL, _portable(error))
             raise
         finally:
-            self._leading = False
+            self.leading = False
         self._tell(_END, result)
         return result
 
@@ -93,7 +93,7 @@ class DistributedTeam(Team):
         self._watch.close()
 
     def _ask(self, kind: str, name: str, args: Sequence[Any]) -> None:
-        if not self._leading:
+        if not self.leading:
             raise RuntimeError(f"The task `{name}` was called outside of `Team.lead`.")
         self._tell(kind, name, args)
 

@@ -247,7 +247,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
             samples,
             micro_batch_tokens,
             lambda: self.trainer.precision_plugin.forward_context(),
+            self._team,
         )
+
+    def decide_sharing(self, works: bool) -> None:
+        """Note that completions may share a prompt, or may not, as rank 0 has found."""
+        self._sharing.works = works
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:

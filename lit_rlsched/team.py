@@ -17,6 +17,8 @@ class Team:
 
     rank = 0
     size = 1
+    leading = False
+    """Whether this process is inside of `lead` and can call tasks of others."""
 
     @property
     def leads(self) -> bool:

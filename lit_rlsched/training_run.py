@@ -193,7 +193,7 @@ class TrainingRun:
 
     def lead(self, draw: Callable[[], T]) -> T:
         """Run `draw` where the engine is, while the other ranks do their part; see `Team.lead`."""
-        tasks: dict[str, Callable[..., Any]] = {}
+        tasks: dict[str, Any] = {}
         if not self.team.leads:
             module = self._trainer.lightning_module
             start: Callable[..., Any] = getattr(module, "on_round_start", lambda plan: None)
@@ -202,6 +202,7 @@ class TrainingRun:
                 "round_start": start,
                 "score": self.update.score,
                 "accumulate": self._accumulate,
+                "sharing": getattr(module, "decide_sharing", None),
             }
         return self.team.lead(draw, tasks)
 
@@ -228,8 +229,8 @@ class TrainingRun:
             yield step
 
     def _stop_together(self) -> None:
-        """Stop all ranks if a signal has asked the leader to."""
-        if self.team.size > 1 and self.team.broadcast(asked_to_stop(self._trainer)):
+        """Stop all ranks if a signal has asked one of them to."""
+        if self.team.size > 1 and any(self.team.all_gather(asked_to_stop(self._trainer))):
             raise SIGTERMException
 
     def _roll_out(self) -> Round:

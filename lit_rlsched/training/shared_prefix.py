@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lit_rlsched.policy import base_model, context_length
 from lit_rlsched.precision import ForwardContext
+from lit_rlsched.team import Team
 from lit_rlsched.training.lm_head import tolerance
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.micro_batches import PromptRow, RowCost, share_prompts
@@ -157,6 +158,7 @@ class Sharing:
         samples: Sequence[Sample],
         micro_batch_tokens: int,
         forward_context: ForwardContext,
+        team: Team | None = None,
     ) -> RowCost | None:
         """Return the cost by which completions share a prompt, or `None` if they must not.
 
@@ -169,8 +171,17 @@ class Sharing:
             rows = share_prompts(samples, cost, micro_batch_tokens)
             tried = next((row.samples for row in rows if row.shared), None)
             if tried is not None:
-                self.works = _is_right(model, tried[:CHECKED_COMPLETIONS], forward_context)
+                works = _is_right(model, tried[:CHECKED_COMPLETIONS], forward_context)
+                self.works = _agreed(works, team or Team())
         return None if self.works is False else cost
+
+
+def _agreed(works: bool, team: Team) -> bool:
+    """Let all ranks share prompts, or none: their micro-batches must be the same."""
+    if team.leading:
+        team.call("sharing", lambda works: None, works)
+        return works
+    return all(team.all_gather(works))
 
 
 def _is_right(model: nn.Module, samples: Sequence[Sample], forward_context: ForwardContext) -> bool:

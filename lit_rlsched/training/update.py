@@ -90,6 +90,8 @@ class Update:
 
     def accumulate(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
         """Accumulate the gradients of a part of the round's only step, on all ranks."""
+        if self.team.size > 1:
+            len(self.part_of_step(part, divisor))  # decides about shared prompts for all ranks
         return self.team.call("accumulate", self.accumulate_part, part, divisor)
 
     def accumulate_part(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:

@@ -94,6 +94,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "seed": 3,
         **more.get("data", {}),
     }
+    if more.get("long_prompts"):
+        data["train_data"] = [{**row, "prompt": 20 * row["prompt"]} for row in SUMS[:80]]
     recorder = Recorder(more.get("wrong"))
     made = [getattr(callbacks, n)(**k) for n, k in more.get("callbacks", {}).items()]
     trainer = Trainer(
@@ -123,6 +125,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "rounds": recorder.rounds,
         "losses": recorder.losses,
         "hooks": recorder.hooks,
+        "shares": None if more.get("plain") else module._sharing.works,
         "imported": "lit_rlsched.distributed_team" in sys.modules,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
         "metrics": {k: v for k, v in metrics.items() if not k.startswith("time/")},

@@ -67,6 +67,18 @@ def test_variants(run, exact_model, variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_completions_share_a_prompt_on_all_ranks(run, exact_model, streamed):
+    exact = {"precision": "64-true", "long_prompts": True}
+    exact["data"] = {"max_completion_length": 8, "micro_batch_tokens": 512}
+    if streamed:
+        exact["callbacks"] = {"StreamedTraining": {"start": 0}}
+    results = run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model)
+    check_same(results, 1e-12)
+    assert all(rank["shares"] is True for result in results for rank in result["ranks"])
+
+
+@pytest.mark.slow
 def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
     drafts = {
         "callbacks": {"TailBatching": {"completion_ratio": 1.25, "reuse_drafts": True}},
