@@ -1,6 +1,7 @@
 """The plain values that travel from the prompt source through the engine to the loss."""
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -39,11 +40,6 @@ class LengthOnly(Sequence[Any]):
 
     def __hash__(self) -> int:
         return hash((LengthOnly, self._length))
-
-
-def frozen(values: Sequence[Any]) -> Sequence[Any]:
-    """Return an immutable copy."""
-    return values if isinstance(values, LengthOnly) else tuple(values)
 
 
 def stable_hash(*parts: object) -> int:
@@ -137,14 +133,26 @@ class Draft:
     """Version of that policy."""
 
 
+def _ids() -> "array[int]":
+    return array("i")
+
+
+def _floats() -> "array[float]":
+    return array("d")
+
+
 @dataclass(slots=True)
 class Completion:
-    """One answer to a prompt, finished or not."""
+    """One answer to a prompt, finished or not.
+
+    Tokens take 12 bytes each: an int32 and, because engines give log-probs as Python floats, a
+    float64. Sequences of other types that the constructor gets become such arrays.
+    """
 
     index: int
     """Place in its group: 0 to `num_generations - 1`."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=_ids)
+    logprobs: "array[float]" = field(default_factory=_floats)
     """Log-prob of each token under the policy that drew it."""
     version_spans: list[tuple[int, int]] = field(default_factory=list)
     """`(policy version, number of tokens)` in order; the numbers add up to `len(token_ids)`."""
@@ -161,21 +169,29 @@ class Completion:
     dropped: str | None = None
     """Why it is not trained on: the name of a counter, such as `nonfinite_logprob`."""
     advantage: float = 0.0
-    old_logprobs: list[float] | None = None
+    old_logprobs: "array[float] | None" = None
     """Log-prob of each token by the trainer's forward pass under the weights of the round."""
-    ref_logprobs: list[float] | None = None
+    ref_logprobs: "array[float] | None" = None
     attempts: int = 0
     """Number of times that its tokens were discarded or became a draft."""
     draft: Draft | None = None
     """Tokens to verify before it is drawn further."""
 
+    def __post_init__(self) -> None:
+        for name, typecode in _ARRAYS:
+            values = getattr(self, name)
+            if isinstance(values, list | tuple):
+                setattr(self, name, array(typecode, values))
+
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under policy `version`."""
         if new := event.token_ids:
-            if not self.token_ids:  # the type of the first event decides: list or LengthOnly
-                self.token_ids, self.logprobs = new[:0], event.logprobs[:0]
-            self.token_ids += new
-            self.logprobs += event.logprobs
+            if type(new) is LengthOnly:
+                length: Any = LengthOnly(len(self.token_ids) + len(new))
+                self.token_ids = self.logprobs = length
+            else:
+                self.token_ids.extend(new)
+                self.logprobs.extend(event.logprobs)
             spans = self.version_spans
             if spans and spans[-1][0] == version:
                 spans[-1] = version, spans[-1][1] + len(new)
@@ -193,7 +209,7 @@ class Completion:
     def put_off(self) -> None:
         """Move the drawn tokens, all of one policy version, into `draft` and reset."""
         ((version, _),) = self.version_spans
-        draft = Draft(frozen(self.token_ids), frozen(self.logprobs), version)
+        draft = Draft(self.token_ids, self.logprobs, version)
         self.restart()
         self.draft = draft
 
@@ -229,6 +245,10 @@ class Completion:
     def correct(self) -> bool:
         """Whether the first reward function gave 1.0 or more."""
         return self.scores is not None and (self.scores[0] or 0.0) >= 1.0
+
+
+_ARRAYS = (("token_ids", "i"), ("logprobs", "d"), ("old_logprobs", "d"), ("ref_logprobs", "d"))
+"""Arrays of a completion, with their type codes."""
 
 
 @dataclass(slots=True)

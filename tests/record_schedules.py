@@ -395,8 +395,8 @@ def describe(completion: Any) -> dict[str, Any]:
         "advantage": c.advantage,
         "attempts": c.attempts,
         "logprobs": list(c.logprobs),
-        "old_logprobs": c.old_logprobs,
-        "ref_logprobs": c.ref_logprobs,
+        "old_logprobs": c.old_logprobs and list(c.old_logprobs),
+        "ref_logprobs": c.ref_logprobs and list(c.ref_logprobs),
         "draft": draft,
     }
 

@@ -1,5 +1,6 @@
 """A configured run without its weights, whose passes can be measured on fake tensors."""
 
+from array import array
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -212,10 +213,10 @@ def fake_batch(
     """
     samples = []
     for i in range(rows):
-        logprobs = [-1.0] * completion
+        logprobs = array("d", [-1.0]) * completion
         drawn = Completion(
             0,
-            [0] * completion,
+            array("i", [0]) * completion,
             logprobs,
             [(0, completion)],
             "stop",

@@ -12,7 +12,7 @@ from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
-from lit_rlsched.types import Completion, Event, Group, Request, Sample, frozen, stable_hash
+from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
 
 HEED_SECONDS = 0.5
 """Longest wait for a score before `heed` is called again."""
@@ -287,7 +287,7 @@ class RolloutController:
                     self.seed, sample.group, sample.completion, self._version, self._salt
                 ),
                 sampling=sample.group.sampling,
-                prefix_ids=frozen(sample.completion.token_ids),
+                prefix_ids=sample.completion.token_ids[:],
                 pause_at=probe if len(sample.completion.token_ids) < probe else None,
             )
             for sample in samples
@@ -362,9 +362,7 @@ class RolloutController:
             expected = request.expected
             if expected is not None:
                 expected = max(1.0, expected - (drawn - len(request.prefix_ids)))
-            request = replace(
-                request, prefix_ids=frozen(sample.completion.token_ids), expected=expected
-            )
+            request = replace(request, prefix_ids=sample.completion.token_ids[:], expected=expected)
             if request.pause_at is not None and drawn >= request.pause_at:
                 request = replace(request, pause_at=None)
                 probed.append(sample)

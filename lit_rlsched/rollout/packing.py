@@ -1,11 +1,13 @@
 """Groups as flat tensors, for checkpoints."""
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from lit_rlsched.types import Completion, Draft, FinishReason, Group, Prompt, Sampling
@@ -33,14 +35,14 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
         "extra": [json.dumps(c.extra) if c.extra else "" for c in completions],
         "logged": [c.logged for c in completions],
         "offsets": _offsets(c.token_ids for c in completions),
-        "token_ids": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
-        "logprobs": _floats(c.logprobs for c in completions),
+        "token_ids": _joined((c.token_ids for c in completions), np.int32),
+        "logprobs": _joined((c.logprobs for c in completions), np.float64),
         "span_offsets": _offsets(c.version_spans for c in completions),
         "spans": torch.tensor(spans, dtype=torch.int64).reshape(-1, 2),
         "draft_versions": [d and d.version for d in drafts],
         "draft_offsets": _offsets(d.token_ids if d else () for d in drafts),
-        "draft_ids": torch.tensor([t for d in drafts if d for t in d.token_ids], dtype=torch.int32),
-        "draft_logprobs": _floats(d.logprobs for d in drafts if d),
+        "draft_ids": _joined((d.token_ids for d in drafts if d), np.int32),
+        "draft_logprobs": _joined((d.logprobs for d in drafts if d), np.float64),
         "old": _optional([c.old_logprobs for c in completions], completions),
         "ref": _optional([c.ref_logprobs for c in completions], completions),
     }
@@ -49,12 +51,13 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
 def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group]:
     """Return the groups that `pack` stored; `prompt` finds a prompt by its uid."""
     offsets, missing = state["offsets"], [None] * len(state["index"])
-    spans = _slices(state["spans"], state["span_offsets"])
+    spans = [tuple(span) for span in state["spans"].tolist()]
+    span_offsets = state["span_offsets"].tolist()
     columns = {
         "index": state["index"].tolist(),
-        "token_ids": _slices(state["token_ids"], offsets),
-        "logprobs": _slices(state["logprobs"], offsets),
-        "version_spans": [[(version, tokens) for version, tokens in part] for part in spans],
+        "token_ids": _arrays("i", state["token_ids"], offsets),
+        "logprobs": _arrays("d", state["logprobs"], offsets),
+        "version_spans": [spans[a:b] for a, b in pairwise(span_offsets)],
         "finish_reason": [_FINISH[i] for i in state["finish"].tolist()],
         "scores": state["scores"],
         "extra": [json.loads(extra or "{}") for extra in state["extra"]],
@@ -63,8 +66,8 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
         "dropped": state["dropped"],
         "advantage": state["advantage"].tolist(),
         "draft": _drafts(state),
-        "old_logprobs": missing if state["old"] is None else _slices(state["old"], offsets),
-        "ref_logprobs": missing if state["ref"] is None else _slices(state["ref"], offsets),
+        "old_logprobs": missing if state["old"] is None else _arrays("d", state["old"], offsets),
+        "ref_logprobs": missing if state["ref"] is None else _arrays("d", state["ref"], offsets),
     }
     rows = zip(*columns.values(), strict=True)
     completions = (Completion(**dict(zip(columns, row, strict=True))) for row in rows)
@@ -75,32 +78,33 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
 
 
 def _drafts(state: dict[str, Any]) -> list[Draft | None]:
-    tokens = _slices(state["draft_ids"], state["draft_offsets"])
-    logprobs = _slices(state["draft_logprobs"], state["draft_offsets"])
+    tokens = _arrays("i", state["draft_ids"], state["draft_offsets"])
+    logprobs = _arrays("d", state["draft_logprobs"], state["draft_offsets"])
     drafts = zip(tokens, logprobs, state["draft_versions"], strict=True)
-    return [None if v is None else Draft(tuple(t), tuple(p), v) for t, p, v in drafts]
+    return [None if v is None else Draft(t, p, v) for t, p, v in drafts]
 
 
 def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:
     return torch.tensor([0, *(len(x) for x in lists)]).cumsum(0)
 
 
-def _floats(lists: Iterable[Sequence[float]]) -> torch.Tensor:
-    return torch.tensor([x for row in lists for x in row], dtype=torch.float64)
+def _joined(parts: Iterable[Sequence[float]], dtype: Any) -> torch.Tensor:
+    empty = np.empty(0, dtype)  # `concatenate` needs one array
+    return torch.from_numpy(np.concatenate([empty, *map(np.asarray, parts)], dtype=dtype))
 
 
 def _optional(
-    lists: list[list[float] | None], completions: list[Completion]
+    rows: "list[array[float] | None]", completions: list[Completion]
 ) -> torch.Tensor | None:
     """Return `None` if no completion has log-probs; dropped ones without them get zeros."""
-    if all(row is None for row in lists):
+    if all(row is None for row in rows):
         return None
-    return _floats(
-        [0.0] * len(c.token_ids) if row is None else row
-        for row, c in zip(lists, completions, strict=True)
+    zeros = (np.zeros(len(c.token_ids)) for c in completions)
+    return _joined(
+        (zero if row is None else row for row, zero in zip(rows, zeros, strict=True)), np.float64
     )
 
 
-def _slices(values: torch.Tensor, offsets: torch.Tensor) -> list[list[Any]]:
-    flat = values.tolist()
-    return [flat[a:b] for a, b in pairwise(offsets.tolist())]
+def _arrays(typecode: str, values: torch.Tensor, offsets: torch.Tensor) -> "list[array[Any]]":
+    flat = values.numpy()
+    return [array(typecode, flat[a:b].tobytes()) for a, b in pairwise(offsets.tolist())]

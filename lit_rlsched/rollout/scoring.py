@@ -1,7 +1,7 @@
 """From a finished completion's tokens to its scores."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from lit_rlsched.rewards.scheduler import RewardScheduler
@@ -24,7 +24,7 @@ class Scorer:
     def __init__(
         self,
         scheduler: RewardScheduler,
-        decode: Callable[[list[int]], str],
+        decode: Callable[[Sequence[int]], str],
         timeouts: AdaptiveTimeout | None = None,
         trainer_state: Callable[[], Any] = lambda: None,
         scores: bool = True,

@@ -3,6 +3,7 @@
 The method, its cost and its exactness are described in `docs/explanation/rollpacker.md`.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,8 +76,8 @@ class _Trial:
     def accept(self, tokens: int) -> None:
         """Move the first tokens of the draft into the completion."""
         completion = self.sample.completion
-        completion.token_ids = list(self.draft.token_ids[:tokens])
-        completion.logprobs = self.logprobs[:tokens].tolist()
+        completion.token_ids = array("i", self.draft.token_ids[:tokens])
+        completion.logprobs = array("d", self.logprobs[:tokens].tolist())
 
 
 class Drafts:

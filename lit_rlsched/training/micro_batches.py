@@ -1,10 +1,12 @@
 """Split an optimizer step's completions into padded micro-batches; nothing else pads."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from lit_rlsched.scheduling.shares import share
@@ -44,10 +46,12 @@ class PromptRow:
     """All of one group."""
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> "array[int]":
         """The prompt once, then each completion."""
-        completions = [t for sample in self.samples for t in sample.completion.token_ids]
-        return [*self.samples[0].group.prompt.token_ids, *completions]
+        ids = array("i", self.samples[0].group.prompt.token_ids)
+        for sample in self.samples:
+            ids.extend(sample.completion.token_ids)
+        return ids
 
     @property
     def shared(self) -> bool:
@@ -382,7 +386,7 @@ def _cheapest_split(
 def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     padded = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
     for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row, dtype=dtype)
+        padded[i, : len(row)] = torch.from_numpy(np.asarray(row))  # copies no array
     return padded
 
 

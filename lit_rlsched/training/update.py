@@ -1,6 +1,7 @@
 """Turn a round's scored groups into optimizer steps."""
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -78,9 +79,10 @@ class Update:
             scores = self.team.share("score", self.score, list(step))
         for samples, scored in zip(step.micro_batches, scores, strict=True):
             for name, values in scored.items():
-                for sample, logprobs in zip(samples, values.tolist(), strict=True):
+                rows = values.double().numpy()
+                for sample, logprobs in zip(samples, rows, strict=True):
                     length = len(sample.completion.token_ids)
-                    setattr(sample.completion, name, logprobs[:length])
+                    setattr(sample.completion, name, array("d", logprobs[:length].tobytes()))
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -293,7 +293,7 @@ def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
     for row in long.samples:
         draft, completion = drafts[row.id], row.completion
         n = len(draft.token_ids)
-        assert tuple(completion.token_ids[:n]) == draft.token_ids
+        assert completion.token_ids[:n] == draft.token_ids
         assert completion.logprobs[:n] == pytest.approx(draft.logprobs, abs=1e-4)
 
 

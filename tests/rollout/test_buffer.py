@@ -1,4 +1,5 @@
 import io
+from array import array
 
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ logs = st.sampled_from([{}, {"spread": [0.5]}, {"": [], "b": [-1.0, 2.5]}])
 def drafts(draw):
     tokens = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), min_size=1, max_size=4))
     token_ids, logprobs = zip(*tokens, strict=True)
-    return Draft(token_ids, logprobs, draw(st.integers(0, 2**40)))
+    return Draft(array("i", token_ids), array("d", logprobs), draw(st.integers(0, 2**40)))
 
 
 @st.composite
@@ -39,7 +40,7 @@ def completions(draw, index, scored):
         dropped=draw(st.sampled_from([None, "nonfinite_logprob"])),
     )
     if scored:
-        done.old_logprobs = draw(st.lists(floats, min_size=n, max_size=n))
+        done.old_logprobs = array("d", draw(st.lists(floats, min_size=n, max_size=n)))
     return done
 
 
@@ -69,6 +70,47 @@ def saved(state):
 def test_pack_and_unpack(groups):
     prompts = {g.prompt.uid: g.prompt for g in groups}
     assert unpack(saved(pack(groups)), prompts.__getitem__) == groups
+
+
+@given(pools())
+def test_packed_columns_are_those_of_a_plain_loop(groups):
+    done = [c for g in groups for c in g.completions]
+    packed = pack(groups)
+    assert packed["token_ids"].dtype == torch.int32 and packed["logprobs"].dtype == torch.float64
+    assert packed["token_ids"].tolist() == [t for c in done for t in c.token_ids]
+    assert packed["logprobs"].tolist() == [x for c in done for x in c.logprobs]
+    drafts = [c.draft for c in done if c.draft]
+    assert packed["draft_ids"].tolist() == [t for d in drafts for t in d.token_ids]
+    assert packed["draft_logprobs"].tolist() == [x for d in drafts for x in d.logprobs]
+    old = [c.old_logprobs for c in done]
+    if any(row is not None for row in old):
+        assert packed["old"].tolist() == [x for row in old for x in row]
+    else:
+        assert packed["old"] is None
+
+
+def test_dropped_completions_without_old_logprobs_get_zeros():
+    kept = Completion(0, [5, 6], [-1.0, -2.0], [(0, 2)], old_logprobs=[-1.5, -2.5])
+    dropped = Completion(1, [7], [float("inf")], [(0, 1)], dropped="nonfinite_logprob")
+    (group,) = unpack(
+        saved(pack([Group("a@0", Prompt("a", "", (1,)), Sampling(4), [kept, dropped])])),
+        lambda uid: Prompt(uid, "", (1,)),
+    )
+    assert [list(c.old_logprobs) for c in group.completions] == [[-1.5, -2.5], [0.0]]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(width=64)), max_size=9)))
+def test_a_completion_holds_12_bytes_a_token_and_every_value_exactly(events):
+    completion = Completion(0)
+    for new in events:
+        completion.take(Event("x", [t for t, _ in new], [p for _, p in new]), version=0)
+    tokens = [token for new in events for token in new]
+    assert list(completion.token_ids) == [t for t, _ in tokens]
+    assert list(map(repr, completion.logprobs)) == [repr(p) for _, p in tokens]
+    assert completion.token_ids.itemsize + completion.logprobs.itemsize == 12
+    twin = completion.copy()
+    twin.take(Event("x", [1], [-1.0]), version=0)
+    assert len(completion.token_ids) == len(tokens) == len(twin.token_ids) - 1
 
 
 def test_the_pool_survives_a_checkpoint():
@@ -169,7 +211,7 @@ def test_a_restart_forgets_all_but_the_attempts():
 def test_a_pool_begun_anew_tells_what_it_throws_away():
     pool, _ = partial_pool()
     tokens = sum(len(c.token_ids) for c in pool.completions)
-    pool.completions[0].draft = Draft((8, 1), (-1.5, -0.125), 5)
+    pool.completions[0].draft = Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), 5)
     assert pool.restart() == tokens + 2 > 2
     assert pool.restart() == 0
     assert all(c == Completion(c.index) for c in pool.completions)
@@ -178,7 +220,9 @@ def test_a_pool_begun_anew_tells_what_it_throws_away():
 def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     done = Completion(1, [8, 1], [-1.5, -0.125], [(5, 2)], "stop", scores=[1.0], text="text")
     done.put_off()
-    assert done == Completion(1, attempts=1, draft=Draft((8, 1), (-1.5, -0.125), 5))
+    assert done == Completion(
+        1, attempts=1, draft=Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), 5)
+    )
     copied = done.copy()
     copied.restart()  # a draft is never drawn on from
     assert copied == Completion(1, attempts=1) and done.draft is not None

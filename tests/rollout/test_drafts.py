@@ -187,7 +187,7 @@ def test_what_the_same_weights_drew_is_accepted_as_it_is():
     audit = verify(drafts, policy, groups)
     assert audit.accepted_tokens == audit.tokens > 160 and audit.completed == 160
     for draft, completion in zip(were, (c for g in groups for c in g.completions), strict=True):
-        assert tuple(completion.token_ids) == draft.token_ids
+        assert completion.token_ids == draft.token_ids
         assert completion.logprobs == pytest.approx(draft.logprobs, abs=1e-9)
 
 

@@ -342,7 +342,7 @@ def test_partial_keeps_who_drew_each_token(case):
                 start = 0
                 for version, tokens in c.version_spans:
                     expected = drawn_logprobs(group, c, start, tokens, version)
-                    assert c.logprobs[start : start + tokens] == expected
+                    assert list(c.logprobs[start : start + tokens]) == expected
                     start += tokens
             if most is not None:
                 assert all(c.staleness(r.version) <= most for g in r.trained for c in g.completions)
