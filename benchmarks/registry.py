@@ -102,6 +102,12 @@ BENCHMARKS = {
     "ranks": Benchmark(
         "seconds, CPU seconds and messages of one and of two trainer processes", 5, on="2 cores"
     ),
+    "startup": Benchmark(
+        "seconds and memory of a start with up to a million prompts, and of a round of tokens",
+        8,
+        "text of the prompts, tokens of the round",
+        on="2 cores",
+    ),
     "restart": Benchmark("seconds to restart vLLM with another size", 2, RANDOM, on="2 cores"),
     "engines": Benchmark(
         "tokens per second of two engines on the logical clock, free-running, and against one",

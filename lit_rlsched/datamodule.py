@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import checks
+from lit_rlsched.data.prompts import Prompts
+from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import Rows, load_rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
@@ -26,7 +28,7 @@ from lit_rlsched.schedule import Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup, make_engine
 from lit_rlsched.training_run import TrainingRun
-from lit_rlsched.types import Prompt, Sampling
+from lit_rlsched.types import Sampling
 from lit_rlsched.wandb_runs import run_ids, warn_of_new_runs
 
 
@@ -169,7 +171,7 @@ class RolloutDataModule(LightningDataModule):
         """Everything that callbacks have set for this run."""
         self.run = TrainingRun(self)
         """The run's rounds and its position in them."""
-        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.rows: dict[str, RowTable] = {}
         """Data sets read so far, by stage: `train`, `val`, `test`, `predict`."""
         self.has_rewards = True
         """Whether completions are scored; False in `predict` if the rows lack columns for it."""
@@ -323,7 +325,7 @@ class RolloutDataModule(LightningDataModule):
         assert self._startup is not None, "not started"
         return self._startup
 
-    def held_out(self, stage: str) -> list[Prompt]:
+    def held_out(self, stage: str) -> Prompts:
         """Tokenised prompts of `val`, `test` or `predict`; starts the session if it must."""
         # Lightning may ask for the length of a loader after teardown, which must start nothing
         if self._startup is None or stage not in self._startup.prompts.held_out:

@@ -1,5 +1,6 @@
 """From the data module's settings to a started engine."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -140,10 +141,9 @@ class Startup:
     @property
     def source(self) -> DomainSource:
         """A new source of the training prompts, at its beginning."""
-        data = self._data
-        return DomainSource(
-            self.prompts.train, data.seed, data.shuffle, data.schedule.rule.domain_of
-        )
+        data, rule = self._data, self._data.schedule.rule
+        domain_of = rule.domain_of if rule.has_domains else None
+        return DomainSource(self.prompts.train, data.seed, data.shuffle, domain_of)
 
     @cached_property
     def spec(self) -> EngineSpec:
@@ -202,7 +202,7 @@ class Startup:
             self._order,
         )
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Convert the tokens of a completion to text."""
         ids = np.asarray(token_ids)  # transformers checks every element of a list
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -231,7 +231,7 @@ class Startup:
                 data.engine,
                 self.spec,
                 self.policy_reader,
-                probe=self.prompts.all[:2] if data.verify_sync else (),
+                probe=self.prompts.first(2) if data.verify_sync else (),
                 temperature=data.sampling.temperature,
             ),
             lambda: self.admission(self.spec),

@@ -14,6 +14,7 @@ from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
 from lit_rlsched.checks import check_same_ranks, check_strategy
 from lit_rlsched.clock import Clock
+from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.hooks import fire, fire_in_module
@@ -349,8 +350,10 @@ class TrainingRun:
 
     def _restore(self, state: dict[str, Any]) -> None:
         data, startup = self._data, self._data.startup
-        prompts = {prompt.uid: prompt for prompt in startup.prompts.train}
-        self.rounds.load_state_dict(state, prompts.__getitem__)
+        train = startup.prompts.train
+        assert isinstance(train, Prompts)
+        prompt_of_uid = train.of_uid
+        self.rounds.load_state_dict(state, prompt_of_uid)
         pool = self.rounds.runner.planner.pool
         for completion in pool.completions:
             if not data.schedule.rule.keeps_drafts:
@@ -364,5 +367,5 @@ class TrainingRun:
         self.advice.load_state_dict(state.get("advice", {}))
         self.current, self._start, self._empty_steps = None, 0, 0
         if (saved := state["round"]) is not None:
-            self.current = Round.from_state(saved, prompts.__getitem__)
+            self.current = Round.from_state(saved, prompt_of_uid)
             self._start, self._empty_steps = saved["start"], saved["empty_steps"]

@@ -1,8 +1,15 @@
 """Fixtures for every test: a tiny random Qwen3 with a character tokenizer, made on the spot."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+if "LIT_RLSCHED_TEST_CACHE" not in os.environ:  # workers and child processes share it
+    cache = tempfile.mkdtemp(prefix="lit_rlsched-test-cache-")
+    os.environ.update(LIT_RLSCHED_TEST_CACHE=cache, HF_DATASETS_CACHE=cache)
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 import functools
 import gc

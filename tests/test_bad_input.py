@@ -112,7 +112,7 @@ def test_a_list_in_latin_1_is_named_with_the_line(tmp_path):
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "\u00e9"}', encoding="utf-8-sig")
-    assert load_rows(tmp_path / "prompts.jsonl") == [{"prompt": "\u00e9"}]
+    assert list(load_rows(tmp_path / "prompts.jsonl")) == [{"prompt": "\u00e9"}]
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

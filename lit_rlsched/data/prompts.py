@@ -1,43 +1,153 @@
-"""Rows tokenised to prompts."""
+"""Rows tokenised to prompts, once: token ids are memory-mapped, and a prompt is made when drawn."""
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from functools import cached_property
+from hashlib import blake2b
+from importlib.metadata import version
+from itertools import chain, islice, pairwise
+from typing import Any, overload
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+from tqdm import tqdm
 
-from lit_rlsched.data.rows import Row
-from lit_rlsched.types import Prompt, stable_hash
+from lit_rlsched.data.arrow_cache import BATCH, digest, mapped
+from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.rows import load_rows
+from lit_rlsched.data.uids import UidIndex
+from lit_rlsched.types import Prompt
+
+_FORMAT = "tokens-1"
+"""Changes when token ids are stored in another way."""
+
+
+class Prompts(Sequence[Prompt]):
+    """Prompts of a data set, each made when it is asked for.
+
+    Args:
+        rows: The rows.
+        tokens: Columns `token_ids` and `hash`, for each row.
+        numbers: Numbers of the rows that are prompts, in order.
+    """
+
+    def __init__(self, rows: RowTable, tokens: pa.Table, numbers: NDArray[np.int64]) -> None:
+        self._rows = rows
+        self._token_ids = tokens["token_ids"]
+        self._hashes = tokens["hash"]
+        self.numbers = numbers
+        self.lengths: NDArray[np.int32] = pc.list_value_length(self._token_ids).to_numpy()[numbers]
+        """Number of tokens of each prompt."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Prompt]: ...
+    def __getitem__(self, at: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        number = int(self.numbers[at])
+        return self._prompt(number, self._rows[number], self._token_ids[number].as_py())
+
+    def __iter__(self) -> Iterator[Prompt]:
+        wanted = iter(self.numbers.tolist())
+        number = next(wanted, None)
+        for i, row in enumerate(self._rows):
+            if i == number:
+                yield self._prompt(i, row, self._token_ids[i].as_py())
+                number = next(wanted, None)
+
+    def _prompt(self, number: int, row: Row, token_ids: list[int]) -> Prompt:
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
+        uid = self._rows.uids[number].as_py()
+        return Prompt(uid, row["prompt"], tuple(token_ids), columns)
+
+    @cached_property
+    def uids(self) -> pa.StringArray:
+        """Uids of the prompts, in order."""
+        return self._rows.uids.take(pa.array(self.numbers))
+
+    @cached_property
+    def _index(self) -> UidIndex:
+        return UidIndex(self.uids)
+
+    def of_uid(self, uid: str) -> Prompt:
+        """Return the prompt with this uid.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self[self._index[uid]]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of main memory, without what is mapped from disk: indices, lengths and uids."""
+        orders = 3 * self.numbers.nbytes  # of uids, and of two passes
+        return self.numbers.nbytes + self.lengths.nbytes + 2 * self.uids.nbytes + orders
+
+    def also_in(self, others: "Prompts") -> list[int]:
+        """Positions of the prompts whose tokens are those of a prompt of `others`."""
+        ours, theirs = (p._hashes.to_numpy()[p.numbers] for p in (self, others))
+        order = np.argsort(theirs)
+        places = np.searchsorted(theirs, ours, sorter=order).clip(max=len(theirs) - 1)
+        candidates = order[places]
+        return [
+            int(i)
+            for i in np.flatnonzero(theirs[candidates] == ours)
+            if self[int(i)].token_ids == others[int(candidates[i])].token_ids
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
     """All prompts of a run, each tokenised once."""
 
-    train: list[Prompt]
-    held_out: dict[str, list[Prompt]]
+    train: Prompts | list[Prompt]
+    """Empty if nothing is trained."""
+    held_out: dict[str, Prompts]
     """Prompts by stage: `val`, `test`, `predict`."""
 
     @property
-    def all(self) -> list[Prompt]:
-        """Every prompt, those of `train` first."""
-        return [*self.train, *(p for prompts in self.held_out.values() for p in prompts)]
+    def _sets(self) -> list[Prompts]:
+        train = [self.train] if isinstance(self.train, Prompts) else []
+        return [*train, *self.held_out.values()]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sets))
+
+    def first(self, number: int) -> list[Prompt]:
+        """The first prompts, those of `train` before others."""
+        return [*islice(chain(*self._sets), number)]
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt."""
-        return max(len(p.token_ids) for p in self.all)
+        return max(int(prompts.lengths.max()) for prompts in self._sets)
 
     @property
     def shortest(self) -> int:
         """Number of tokens of the shortest prompt."""
-        return min(len(p.token_ids) for p in self.all)
+        return min(int(prompts.lengths.min()) for prompts in self._sets)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of main memory."""
+        return sum(prompts.memory for prompts in self._sets)
 
 
 def tokenize(
-    rows: Mapping[str, list[Row]],
+    rows: Mapping[str, RowTable],
     tokenizer: Any,
     *,
     context: int,
@@ -63,30 +173,31 @@ def tokenize(
         )
         for name, data in rows.items()
     }
-    train = sets.pop("train", [])
-    known = {p.token_ids for p in train}
-    if shared := [p for p in sets.get("val", ()) if p.token_ids in known]:
+    train = sets.pop("train", None)
+    if train is not None and "val" in sets and (shared := sets["val"].also_in(train)):
         rank_zero_warn(
             f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
-            f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
+            f"{str(sets['val'][shared[0]].text)[:80]!r}: the validation figures are not held out."
         )
-    return PromptSets(train, sets)
+    return PromptSets([] if train is None else train, sets)
 
 
 def make_prompts(
-    rows: Sequence[Row],
+    rows: RowTable | Sequence[Row],
     tokenizer: Any,
     *,
     max_prompt_length: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Prompt]:
+) -> Prompts:
     """Tokenise each prompt once, as TRL does, without truncation.
 
     A string goes through `tokenizer(text)`, special tokens included; chat messages through the chat
-    template with the generation prompt. Of equal rows only the first is kept, with a warning.
+    template with the generation prompt. Of equal rows only the first is kept, with a warning. Token
+    ids of a fast tokenizer are kept in the cache of `datasets`: the next call with the same rows,
+    tokenizer and chat template maps them.
 
     Args:
-        rows: Rows as `load_rows` returns them.
+        rows: Rows as `load_rows` takes or returns them.
         tokenizer: Tokenizer of the policy.
         max_prompt_length: Maximum number of tokens per prompt.
         chat_template_kwargs: Arguments for `apply_chat_template`, such as
@@ -95,76 +206,78 @@ def make_prompts(
     Raises:
         ValueError: two rows have the same uid, or a prompt is too long or has no tokens.
     """
-    numbers, duplicates = unique_rows(rows)
-    if duplicates:
+    table = rows if isinstance(rows, RowTable) else load_rows(rows)
+    numbers, duplicates = table.unique()
+    if len(duplicates):
         warnings.warn(
-            f"{len(duplicates)} of {len(rows)} rows repeat an earlier row and are left out (the "
-            f"first is row {duplicates[0]}: {str(rows[duplicates[0]]['prompt'])[:80]!r}). Give "
-            "every row a `uid` to keep them.",
+            f"{len(duplicates)} of {len(table)} rows repeat an earlier row and are left out (the "
+            f"first is row {duplicates[0]}: {str(table[int(duplicates[0])]['prompt'])[:80]!r}). "
+            "Give every row a `uid` to keep them.",
             stacklevel=2,
         )
-    texts = [rows[number]["prompt"] for number in numbers.values()]
-    tokenized = _tokenize(texts, tokenizer, chat_template_kwargs or {})
-    prompts = []
-    for uid, number in numbers.items():
-        row = rows[number]
-        columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
-        token_ids = tokenized[_text_key(row["prompt"])]
-        prompts.append(Prompt(uid, row["prompt"], token_ids, columns))
-    _check_lengths(prompts, numbers, max_prompt_length)
+    settings = chat_template_kwargs or {}
+    key = _key(table, tokenizer, settings)
+    prompts = Prompts(table, mapped(key, lambda: _token_ids(table, tokenizer, settings)), numbers)
+    _check_lengths(prompts, max_prompt_length)
     return prompts
 
 
-def unique_rows(rows: Sequence[Row]) -> tuple[dict[str, int], list[int]]:
-    """Give every row a uid, and keep the first of equal rows.
+def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | None:
+    """Name of the rows' token ids; `None` if rows or tokenizer have no stable name."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or rows.key is None:
+        return None
+    backend.no_truncation()  # as every call does, but the first call must not change the key
+    backend.no_padding()
+    template = str(tokenizer.chat_template)
+    return digest(
+        _FORMAT,
+        rows.key,
+        type(tokenizer).__qualname__,
+        backend.to_str(),
+        tokenizer.special_tokens_map,
+        template,
+        json.dumps(settings, sort_keys=True, default=repr),
+        date.today() if "strftime_now" in template else "",
+        version("transformers"),
+        version("tokenizers"),
+    )
 
-    The uid is the column `uid`, or a hash of all columns: one prompt with two answers is two
-    prompts, and a row's uid does not depend on the other rows.
 
-    Returns:
-        `{uid: row number}` in the order of the rows, and the numbers of the rows that equal an
-        earlier one.
-
-    Raises:
-        ValueError: two rows have the same explicit `uid`.
-    """
-    numbers: dict[str, int] = {}
-    duplicates = []
-    for number, row in enumerate(rows):
-        given = row.get("uid")
-        uid = _hash_uid(row, number) if given is None else str(given)
-        if uid not in numbers:
-            numbers[uid] = number
-        elif given is None and rows[numbers[uid]].get("uid") is None:
-            duplicates.append(number)
-        else:
-            raise ValueError(
-                f"Rows {numbers[uid]} and {number} have the same `uid` {uid!r}. A uid names one "
-                "prompt: make them different, or leave the column out."
+def _token_ids(
+    rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]
+) -> Iterator[pa.RecordBatch]:
+    bar = tqdm(  # from two seconds on, in a terminal only
+        total=len(rows), desc="Tokenizing prompts", delay=2, leave=False, disable=None
+    )
+    with bar:
+        for texts, tokenized in _ahead(rows, tokenizer, settings):
+            ids = pa.array([tokenized[_text_key(text)] for text in texts], pa.list_(pa.int32()))
+            values, ends = ids.values.to_numpy(), ids.offsets.to_numpy().tolist()
+            hashes = [
+                int.from_bytes(blake2b(values[a:b].tobytes(), digest_size=8).digest(), "big")
+                for a, b in pairwise(ends)
+            ]
+            yield pa.RecordBatch.from_arrays(
+                [ids, pa.array(hashes, pa.uint64())], names=["token_ids", "hash"]
             )
-    return numbers, duplicates
+            bar.update(len(texts))
 
 
-def _hash_uid(row: Row, number: int) -> str:
-    columns = {str(name): value for name, value in row.items() if name != "uid"}
-
-    def plain(value: Any) -> str:
-        own: Any = type(value).__repr__
-        if own is object.__repr__:
-            raise ValueError(
-                f"Row {number} has a {type(value).__name__} in its columns, which looks different "
-                "in every run, so that no stable name can be made from the row. Add a column `uid`."
-            )
-        return repr(value)
-
-    try:
-        text = json.dumps(columns, sort_keys=True, default=plain)
-    except TypeError as error:
-        raise ValueError(
-            f"Row {number}: no stable name can be made from its columns ({error}). "
-            "Add a column `uid`, or make every key of its dicts a string."
-        ) from None
-    return f"{stable_hash(text):016x}"
+def _ahead(
+    rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]
+) -> Iterator[tuple[list[Any], dict[str, list[int]]]]:
+    """Yield batches of prompts with their token ids; the next batch is tokenised meanwhile."""
+    with ThreadPoolExecutor(1) as thread:  # a fast tokenizer does not hold Python's lock
+        waiting: deque[tuple[list[Any], Future[dict[str, list[int]]]]] = deque()
+        for start in range(0, len(rows), BATCH):
+            texts = rows.prompts(start, start + BATCH)
+            waiting.append((texts, thread.submit(_tokenize, texts, tokenizer, settings)))
+            if len(waiting) > 2:
+                texts, done = waiting.popleft()
+                yield texts, done.result()
+        for texts, done in waiting:
+            yield texts, done.result()
 
 
 def _text_key(prompt: str | Sequence[Mapping[str, Any]]) -> str:
@@ -173,15 +286,15 @@ def _text_key(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _tokenize(
     prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, list[int]]:
     """Token ids by `_text_key`."""
     unique = {_text_key(prompt): prompt for prompt in prompts}
     strings = [prompt for prompt in unique.values() if isinstance(prompt, str)]
     chats = {key: prompt for key, prompt in unique.items() if not isinstance(prompt, str)}
-    tokenized: dict[str, tuple[int, ...]] = {}
+    tokenized: dict[str, list[int]] = {}
     if strings:
-        ids = tokenizer(text=strings)["input_ids"]
-        tokenized |= zip(strings, map(tuple, ids), strict=True)
+        ids = tokenizer(text=strings, return_attention_mask=False)["input_ids"]
+        tokenized |= zip(strings, ids, strict=True)
     if chats:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
@@ -193,29 +306,28 @@ def _tokenize(
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
+            tokenizer_kwargs={"return_attention_mask": False},
             **chat_template_kwargs,
         )["input_ids"]
-        tokenized |= zip(chats, map(tuple, ids), strict=True)
+        tokenized |= zip(chats, ids, strict=True)
     return tokenized
 
 
-def _check_lengths(
-    prompts: Sequence[Prompt], numbers: Mapping[str, int], max_prompt_length: int
-) -> None:
-    for prompt in prompts:
-        if not prompt.token_ids:
-            raise ValueError(
-                f"The prompt of row {numbers[prompt.uid]} (uid {prompt.uid}) has no tokens: "
-                f"{str(prompt.text)[:80]!r}. Drop or fill the row."
-            )
-    long = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_length]
-    if long:
-        longest = max(len(prompt.token_ids) for prompt in long)
+def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:
+    numbers, lengths = prompts.numbers, prompts.lengths
+    if (empty := np.flatnonzero(lengths == 0)).size:
+        prompt = prompts[int(empty[0])]
         raise ValueError(
-            f"The prompt of row {numbers[long[0].uid]} (uid {long[0].uid}) has "
-            f"{len(long[0].token_ids)} tokens, but the model's context less "
+            f"The prompt of row {numbers[empty[0]]} (uid {prompt.uid}) has no tokens: "
+            f"{str(prompt.text)[:80]!r}. Drop or fill the row."
+        )
+    if (long := np.flatnonzero(lengths > max_prompt_length)).size:
+        prompt = prompts[int(long[0])]
+        raise ValueError(
+            f"The prompt of row {numbers[long[0]]} (uid {prompt.uid}) has "
+            f"{len(prompt.token_ids)} tokens, but the model's context less "
             f"`max_completion_length` is {max_prompt_length}. "
-            f"{len(long)} of {len(prompts)} prompts exceed it, the longest with {longest}. "
+            f"{len(long)} of {len(prompts)} prompts exceed it, the longest with {lengths.max()}. "
             "Prompts are never cut: filter or shorten them, or make room (a smaller "
             "`max_completion_length`, a model with a longer context)."
         )

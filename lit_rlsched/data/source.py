@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from lit_rlsched.data.uids import UidIndex, fingerprint
 from lit_rlsched.types import Prompt, stable_hash
 
 
@@ -43,7 +45,10 @@ class PromptSource:
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
-        self.prompts = list(prompts)
+        uids = getattr(prompts, "uids", None)
+        self.prompts = list(prompts) if uids is None else prompts
+        if uids is None:
+            uids = pa.array([prompt.uid for prompt in prompts], pa.string())
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
@@ -52,12 +57,14 @@ class PromptSource:
         """Position in the order of this pass."""
         self._deferred: list[tuple[int, int]] = []
         """Skipped prompts: index and pass."""
-        uids = [prompt.uid for prompt in self.prompts]
-        self._indices = {uid: index for index, uid in enumerate(uids)}
-        self._fingerprint = f"{len(uids)} prompts, {stable_hash(*uids):016x}"
+        self._indices = UidIndex(uids)
+        self._fingerprint = fingerprint(uids)
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._indices
 
     def draw(self, n: int, besides: Collection[str] = ()) -> list[Draw]:
         """Take the next `n` prompts, all different.
@@ -143,7 +150,8 @@ class DomainSource:
         prompts: See `PromptSource`.
         seed: See `PromptSource`.
         shuffle: See `PromptSource`.
-        domain_of: Returns the domain of a prompt.
+        domain_of: Returns the domain of a prompt. `None`: all have the domain `None`, and no
+            prompt is looked at.
     """
 
     def __init__(
@@ -151,13 +159,15 @@ class DomainSource:
         prompts: Sequence[Prompt],
         seed: int,
         shuffle: bool,
-        domain_of: Callable[[Prompt], str | None],
+        domain_of: Callable[[Prompt], str | None] | None,
     ) -> None:
-        parts: dict[str | None, list[Prompt]] = {}
-        for prompt in prompts:
-            parts.setdefault(domain_of(prompt), []).append(prompt)
+        parts: dict[str | None, Sequence[Prompt]] = {None: prompts}
+        if domain_of is not None:
+            positions: dict[str | None, list[int]] = {}
+            for position, prompt in enumerate(prompts):
+                positions.setdefault(domain_of(prompt), []).append(position)
+            parts = {domain: _part(prompts, at) for domain, at in positions.items()}
         self.sources = {d: PromptSource(part, seed, shuffle) for d, part in parts.items()}
-        self._domains = {prompt.uid: d for d, part in parts.items() for prompt in part}
 
     @property
     def domains(self) -> Collection[str | None]:
@@ -177,7 +187,7 @@ class DomainSource:
         return len(self.sources[domain]) - len(self._of(besides, domain))
 
     def _of(self, uids: Collection[str], domain: str | None) -> list[str]:
-        return [uid for uid in uids if self._domains[uid] == domain]
+        return [uid for uid in uids if uid in self.sources[domain]]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in each domain."""
@@ -203,6 +213,34 @@ class DomainSource:
 def _names(domains: Iterable[str | None]) -> str:
     named = sorted(domain for domain in domains if domain is not None)
     return f"the domains {named}" if named else "one domain"
+
+
+class _Part(Sequence[Prompt]):
+    """Those of the prompts of a data set that are at some positions."""
+
+    def __init__(self, prompts: Sequence[Prompt], positions: NDArray[np.int64], uids: Any) -> None:
+        self._prompts = prompts
+        self._positions = positions
+        self.uids = uids
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, at: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Prompt]: ...
+    def __getitem__(self, at: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return self._prompts[int(self._positions[at])]
+
+
+def _part(prompts: Sequence[Prompt], positions: list[int]) -> Sequence[Prompt]:
+    uids = getattr(prompts, "uids", None)
+    if uids is None:
+        return [prompts[position] for position in positions]
+    return _Part(prompts, np.array(positions), uids.take(pa.array(positions)))
 
 
 @lru_cache(maxsize=4)

@@ -205,8 +205,8 @@ class HubDataset(PromptTask):
         self.prompt_column = prompt_column
         self.instructions = instructions
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Read the rows; the first call downloads them."""
+    def dataset(self) -> Any:
+        """Open the data set; the first call downloads it."""
         import datasets
 
         data = datasets.load_dataset(self.name, self.config, split=self.split)
@@ -217,15 +217,23 @@ class HubDataset(PromptTask):
             )
         if self.prompt_column != "prompt":
             data = data.rename_column(self.prompt_column, "prompt")
-        rows = data.to_list()
-        for row in rows if self.instructions else ():
-            if not isinstance(row["prompt"], str):
-                raise ValueError(
-                    f"`HubDataset(instructions=...)`: the column `{self.prompt_column}` of "
-                    f"`{self.name}` holds chat messages, not strings. Leave `instructions` out."
-                )
-            row["prompt"] = _user_message(row["prompt"], self.instructions)
-        return rows
+        if not self.instructions:
+            return data
+        kind = getattr(data.features["prompt"], "dtype", "list")
+        if kind not in ("string", "large_string"):
+            raise ValueError(
+                f"`HubDataset(instructions=...)`: the column `{self.prompt_column}` of "
+                f"`{self.name}` holds chat messages, not strings. Leave `instructions` out."
+            )
+        return data.map(_instructed, batched=True, fn_kwargs={"instructions": self.instructions})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Read the rows; the first call downloads them."""
+        return self.dataset().to_list()
+
+
+def _instructed(batch: Any, instructions: str) -> dict[str, Any]:
+    return {"prompt": [_user_message(prompt, instructions) for prompt in batch["prompt"]]}
 
 
 def _row(task: str, question: str, entry: Any, instructions: str = "") -> dict[str, Any]:

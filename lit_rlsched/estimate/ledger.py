@@ -1,5 +1,6 @@
 """Memory of a planned run in its rollouts and updates, and the largest settings that fit."""
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,8 +17,6 @@ from lit_rlsched.policy import base_model, find_policy
 from lit_rlsched.training.logprobs import default_chunk
 from lit_rlsched.types import Completion
 
-SAMPLE = 1000
-"""Maximum number of prompts whose bytes are counted; the total is extrapolated."""
 MOST_GENERATIONS = 1 << 16
 """Largest `num_generations` that is tried."""
 FURTHEST = 4
@@ -55,9 +54,7 @@ class Ledger:
         self.memory = memory
         self.num_generations: int = run.datamodule.num_generations
         self.micro_batch_tokens: int = run.datamodule.micro_batch_tokens
-        self.prompts = run.startup.prompts.all
-        part = self.prompts[:: -(-len(self.prompts) // SAMPLE)]
-        self._prompt_bytes = object_bytes(part) * len(self.prompts) // len(part)
+        self.prompts = run.startup.prompts
         self.slots = self._slots()
         """Maximum number of completions that decode at once."""
 
@@ -135,9 +132,9 @@ class Ledger:
         yield Item("passes at their peak", beside, max(peak, step) - kept, f"measured: {how}")
 
     def _object_items(self, drawn: int) -> Iterator[Item]:
-        how = f"{len(self.prompts):,}, each tokenized once"
-        yield Item("prompts", self._prompt_bytes, self._prompt_bytes, how, host=True)
-        how = f"{drawn:,} of {self.run.limit:,} tokens: ids and log-probs as Python objects"
+        how, held = f"indices of {len(self.prompts):,}; rows are on disk", self.prompts.memory
+        yield Item("prompts", held, held, how, host=True)
+        how = f"{drawn:,} of {self.run.limit:,} tokens: ids and log-probs as arrays"
         completions = drawn * self._completion_bytes
         yield Item("completions", completions, completions, how, host=True)
 
@@ -145,12 +142,11 @@ class Ledger:
     def _completion_bytes(self) -> int:
         """Bytes of a completion of full length in the update."""
         run, length = self.run, self.run.limit
-        logprobs = [float(i) for i in range(length)]
-        completion = Completion(0, [i + 10**6 for i in range(length)], logprobs)
+        completion = Completion(0, array("i", bytes(4 * length)), array("d", bytes(8 * length)))
         if run.datamodule.steps_per_epoch > 1 or run.module.needs_reference:
-            completion.old_logprobs = [x + 0.5 for x in logprobs]
+            completion.old_logprobs = completion.logprobs[:]
         if run.module.needs_reference:
-            completion.ref_logprobs = [x + 0.25 for x in logprobs]
+            completion.ref_logprobs = completion.logprobs[:]
         return object_bytes(completion)
 
     def engine(self, slots: int) -> Footprint:

@@ -142,7 +142,7 @@ def offered_arguments(function: Callable[..., Any]) -> set[str]:
 
 
 def check_columns(
-    function: Callable[..., Any], name: str, rows: Sequence[Mapping[str, Any]], data: str
+    function: Callable[..., Any], name: str, first_rows: Mapping[tuple[Any, ...], int], data: str
 ) -> None:
     """Refuse a function that cannot be called with the columns of the data.
 
@@ -150,7 +150,7 @@ def check_columns(
         function: Reward function. An attribute `required_columns` names columns that it needs
             besides its arguments.
         name: Name of the function.
-        rows: Rows of the data set.
+        first_rows: Sets of columns that rows of the data set have, and the first row with each.
         data: Name of the data set's setting.
 
     Raises:
@@ -163,10 +163,7 @@ def check_columns(
         *(p.name for p in parameters.values() if p.default is p.empty and p.kind not in _VARIADIC),
         *getattr(function, "required_columns", ()),
     ]
-    first: dict[tuple[Any, ...], int] = {}
-    for number, row in enumerate(rows):
-        first.setdefault(tuple(row), number)
-    for row_columns, number in first.items():
+    for row_columns, number in first_rows.items():
         columns = sorted(set(map(str, row_columns)) - {*NOT_PASSED})
         known = [*columns, *GIVEN, *OFFERED]
         for argument in required:

@@ -138,14 +138,20 @@ class RewardScheduler:
         """Refuse functions that cannot be called with the columns of these rows.
 
         Args:
-            rows: Rows of the data set, with all columns.
+            rows: Rows of the data set, with all columns. An attribute `column_sets` (the number of
+                the first row with each set of columns) saves looking at every row.
             data: Name of the data set's setting.
 
         Raises:
             ValueError: names function, argument and columns.
         """
+        first_rows = getattr(rows, "column_sets", None)
+        if first_rows is None:
+            first_rows = {}
+            for number, row in enumerate(rows):
+                first_rows.setdefault(tuple(row), number)
         for name, function in zip(self.names, self._functions, strict=True):
-            check_columns(function, name, rows, data)
+            check_columns(function, name, first_rows, data)
 
     def start(self) -> None:
         """Launch the workers and wait until all have imported the functions.

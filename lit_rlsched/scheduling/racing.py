@@ -63,6 +63,10 @@ class RacingRound(RoundRule):
         # losers wait until they fill a round of their own
         self.most_deferred = update_prompts - 1 if self.ends_early else 0
 
+    @property
+    def has_domains(self) -> bool:
+        return self.shares is not None
+
     def domain_of(self, prompt: Prompt) -> str | None:
         return None if self.shares is None else domain_of(prompt)
 

@@ -70,6 +70,11 @@ class RoundRule(ABC):
         """The same number by domain; `None` stands for any domain."""
         return [(None, self.fresh_prompts(pool))]
 
+    @property
+    def has_domains(self) -> bool:
+        """Whether `domain_of` may differ between prompts."""
+        return type(self).domain_of is not RoundRule.domain_of
+
     def domain_of(self, prompt: Prompt) -> str | None:
         """The domain whose quota a prompt counts towards; `None` without quotas."""
         return None

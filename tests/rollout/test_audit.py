@@ -1,4 +1,5 @@
 import io
+from array import array
 from fractions import Fraction
 
 import numpy as np
@@ -282,7 +283,7 @@ def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
     assert (harvest.drafted, harvest.unfinished) == ((attempts, []) if keeps else ([], attempts))
     assert [g.id for g in harvest.left] == ["a@0"] and harvest.trained == [won]
     _, second, third = harvest.left[0].completions
-    draft = Draft((7, 7), (-0.5, -0.5), 4) if keeps else None
+    draft = Draft(array("i", [7, 7]), array("d", [-0.5, -0.5]), 4) if keeps else None
     assert second == Completion(1, attempts=1, draft=draft) and third == Completion(2)
     assert harvest.discarded_tokens == (0 if keeps else 5)
 

@@ -144,8 +144,7 @@ def accept_some(groups, version, limit, whole=0):
             if stable_hash("whole", group.id, completion.index, version) % 10 < whole:
                 n = len(draft.token_ids)
             audit += DraftAudit(len(draft.token_ids), n, n == len(draft.token_ids))
-            completion.token_ids = list(draft.token_ids[:n])
-            completion.logprobs = list(draft.logprobs[:n])
+            completion.token_ids, completion.logprobs = draft.token_ids[:n], draft.logprobs[:n]
             if n < len(draft.token_ids):
                 completion.token_ids.append(9)
                 completion.logprobs.append(-0.5)
@@ -169,7 +168,7 @@ class Scores:
         return len(self.due)
 
     def submit(self, group, completion):
-        name = group.id, completion.index, completion.token_ids
+        name = group.id, completion.index, list(completion.token_ids)
         turns = stable_hash(self._haste, *name) % (self._latency + 1)
         if group.prompt.uid in self._late:
             turns = 10**6

@@ -1,0 +1,195 @@
+"""Seconds and memory until the first prompts are drawn, and of a round of 4 million tokens.
+
+    python -m benchmarks run startup
+
+Prompts are strings of about 180 tokens in a JSONL file: words of an invented vocabulary, the
+frequent ones more often, and a byte-level BPE tokenizer that is trained on some of them. A start
+reads and checks the rows, tokenises them and draws 32 prompts. Each start is a process of its own;
+the second one finds the files that the first one has cached. `anonymous` is the largest memory that
+a process had for itself, beyond its libraries; `mapped` is the part of the cached files that it has
+read, which all ranks of a machine share. A round is filled in steps of ten tokens.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+
+PROMPTS, COMPLETIONS, LENGTH = 512, 8, 1000
+"""Of the round."""
+WORDS, TOKENS = 30_000, 180
+
+
+def make_words(seed: int = 0) -> list[str]:
+    """Return a vocabulary of words of two to nine letters."""
+    rng = np.random.default_rng(seed)
+    letters = rng.integers(97, 123, (WORDS, 9)).astype(np.uint8)
+    sizes = rng.integers(2, 10, WORDS)
+    return [bytes(row[:n]).decode() for row, n in zip(letters, sizes, strict=True)]
+
+
+def texts(number: int, words: int, seed: int = 1) -> Iterator[str]:
+    """Yield prompts of so many words."""
+    vocabulary = np.array(make_words(), dtype=object)
+    share = 1 / np.arange(10, WORDS + 10)
+    cumulative, rng = np.cumsum(share / share.sum()), np.random.default_rng(seed)
+    for _ in range(number):
+        chosen = np.searchsorted(cumulative, rng.random(words)).clip(max=WORDS - 1)
+        yield " ".join(vocabulary[chosen])
+
+
+def make_tokenizer(folder: Path) -> int:
+    """Train and save a tokenizer; return the number of words that give 180 tokens."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    sample = list(texts(2000, TOKENS))
+    bpe.train_from_iterator(sample, vocab_size=16_000, show_progress=False)
+    bpe.save(str(folder / "bpe.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "bpe.json"))
+    tokenizer.save_pretrained(folder)
+    tokens = sum(map(len, tokenizer(text=sample[:200])["input_ids"])) / 200
+    return round(TOKENS * TOKENS / tokens)
+
+
+def make_rows(folder: Path, sizes: Sequence[int], words: int) -> None:
+    """Write a file of rows for each size; a smaller one is the beginning of a larger one."""
+    with (folder / f"{max(sizes)}.jsonl").open("w") as file:
+        for number, text in enumerate(texts(max(sizes), words)):
+            file.write(json.dumps({"prompt": text, "answer": str(number)}) + "\n")
+    for size in sizes:
+        if size < max(sizes):
+            with (folder / f"{max(sizes)}.jsonl").open() as whole:
+                lines = (next(whole) for _ in range(size))
+                (folder / f"{size}.jsonl").write_text("".join(lines))
+
+
+def memory(field: str) -> float:
+    """Return a field of this process's memory, in MiB."""
+    (kibibytes,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kibibytes) / 1024
+
+
+@contextmanager
+def watched(figures: dict[str, float]) -> Iterator[None]:
+    """Measure seconds, the peak of anonymous memory, and mapped files, of a block."""
+    before, over = {name: memory(name) for name in ("RssAnon", "RssFile")}, threading.Event()
+    peak = before["RssAnon"]
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.02):
+            peak = max(peak, memory("RssAnon"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    began = perf_counter()
+    yield
+    figures["seconds"] = perf_counter() - began
+    over.set()
+    thread.join()
+    figures["anonymous MiB"] = max(peak, memory("RssAnon")) - before["RssAnon"]
+    figures["mapped MiB"] = memory("RssFile") - before["RssFile"]
+
+
+def start(folder: str, size: int) -> dict[str, float]:
+    """Read, tokenise and draw."""
+    import torch  # noqa: F401  # as in a run, before the memory is measured
+    from transformers import AutoTokenizer
+
+    from lit_rlsched.data.prompts import tokenize
+    from lit_rlsched.data.rows import load_rows
+    from lit_rlsched.data.source import PromptSource
+
+    tokenizer, figures = AutoTokenizer.from_pretrained(folder), dict[str, float]()
+    tokenizer(text=["warm up"])
+    with watched(figures):
+        rows = {"train": load_rows(f"{folder}/{size}.jsonl")}
+        limits: dict[str, Any] = {"context": 4096, "max_completion_length": 2048}
+        prompts = tokenize(rows, tokenizer, chat_template_kwargs=None, **limits)
+        source = PromptSource(prompts.train, seed=0)
+        drawn = source.draw(32)
+    figures["tokens a prompt"] = sum(len(d.prompt.token_ids) for d in drawn) / 32
+    figures["resident MiB"] = memory("VmHWM")
+    return figures
+
+
+def round_of_tokens(folder: str, size: int) -> dict[str, float]:
+    """Fill, pack and unpack a round."""
+    from lit_rlsched.rollout.packing import pack, unpack
+    from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling
+
+    rng, before = np.random.default_rng(0), memory("RssAnon")
+    prompts = {str(p): Prompt(str(p), "", (1,)) for p in range(PROMPTS)}
+    groups = [
+        Group(f"{uid}@0", prompt, Sampling(LENGTH), [Completion(c) for c in range(COMPLETIONS)])
+        for uid, prompt in prompts.items()
+    ]
+    for completion in (c for group in groups for c in group.completions):
+        for _ in range(0, LENGTH, 10):
+            ids, logprobs = rng.integers(0, 150_000, 10), np.log(rng.random(10))
+            completion.take(Event("", ids.tolist(), logprobs.tolist()), 0)
+    held, began = memory("RssAnon") - before, perf_counter()
+    state = pack(groups)
+    packed = perf_counter()
+    unpack(state, prompts.__getitem__)
+    tokens = PROMPTS * COMPLETIONS * LENGTH
+    return {
+        "tokens": tokens,
+        "bytes a token": held * 2**20 / tokens,
+        "pack s": packed - began,
+        "unpack s": perf_counter() - packed,
+        "packed bytes a token": sum(state[n].nbytes for n in ("token_ids", "logprobs")) / tokens,
+    }
+
+
+def in_process(side: Callable[..., Any], folder: str, size: int) -> dict[str, float]:
+    """Run one measurement in a new process."""
+    one = json.dumps([side.__name__, folder, size])
+    env = {**os.environ, "HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.startup", "--one", one]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line for each start and for the round."""
+    parser = results.parser("startup", __doc__)
+    sizes = [2000, 200_000, 1_000_000]
+    parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="numbers of prompts")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = results.parse(parser, arguments)
+    if args.one is not None:
+        name, folder, size = json.loads(args.one)
+        print(json.dumps({"start": start, "round_of_tokens": round_of_tokens}[name](folder, size)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.sizes:
+            make_rows(Path(folder), args.sizes, make_tokenizer(Path(folder)))
+        cases = [
+            (start, size, f"{size} prompts, {n} time")
+            for size in args.sizes
+            for n in ("first", "second")
+        ]
+        for side, size, row in [*cases, (round_of_tokens, 0, "round")]:
+            figures = in_process(side, folder, size)
+            results.add(row, figures)
+            print(row, *(f"{name} {value:,.2f}" for name, value in figures.items()), sep=", ")
+
+
+if __name__ == "__main__":
+    main()

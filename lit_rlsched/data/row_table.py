@@ -1,0 +1,178 @@
+"""Rows in memory-mapped Arrow, with their uids; a row is made when it is asked for."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from lit_rlsched.data.arrow_cache import BATCH
+from lit_rlsched.types import stable_hash
+
+Row = dict[str, Any]
+
+
+class RowTable(Sequence[Row]):
+    """Rows of a data set.
+
+    Args:
+        table: Columns `uid`, `given` (whether the row has a column `uid`), `names` (the names of
+            its columns, as JSON) and `row`: a struct, or JSON.
+        key: Name of the content, the same for the same rows; `None` if there is none.
+        objects: The rows themselves, if JSON cannot hold them.
+    """
+
+    def __init__(
+        self, table: pa.Table, key: str | None, objects: Sequence[Row] | None = None
+    ) -> None:
+        self._table = table
+        self.key = key
+        self._objects = objects
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        if self._objects is not None:
+            return self._objects[at]
+        return _decoded(self._table["row"][int(at)].as_py())
+
+    def __iter__(self) -> Iterator[Row]:
+        if self._objects is not None:
+            yield from self._objects
+            return
+        for start in range(0, len(self), BATCH):
+            yield from map(_decoded, self._table["row"].slice(start, BATCH).to_pylist())
+
+    def prompts(self, start: int, stop: int) -> list[Any]:
+        """The column `prompt` of some rows."""
+        if self._objects is not None:
+            return [row["prompt"] for row in self._objects[start:stop]]
+        rows = self._table["row"].slice(start, stop - start)
+        if pa.types.is_struct(rows.type):
+            return pc.struct_field(rows, "prompt").to_pylist()
+        return [json.loads(row)["prompt"] for row in rows.to_pylist()]
+
+    @cached_property
+    def uids(self) -> pa.StringArray:
+        """The column `uid`, or a hash of all columns."""
+        return self._table["uid"].combine_chunks()
+
+    @cached_property
+    def column_sets(self) -> dict[tuple[str, ...], int]:
+        """Sets of columns that rows have, with the number of the first such row."""
+        names = self._table["names"].combine_chunks()
+        first = _first(names)
+        numbers = np.flatnonzero(first == np.arange(len(first))).tolist()
+        return {tuple(json.loads(names[number].as_py())): number for number in numbers}
+
+    def unique(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Keep the first of equal rows.
+
+        Returns:
+            The numbers of the rows with different uids, and of those that equal an earlier row.
+
+        Raises:
+            ValueError: two rows have the same explicit `uid`.
+        """
+        first, numbers = _first(self.uids), np.arange(len(self))
+        repeated = np.flatnonzero(first != numbers)
+        given = self._table["given"].to_numpy()
+        if (wrong := repeated[given[repeated] | given[first[repeated]]]).size:
+            number = int(wrong[0])
+            raise ValueError(
+                f"Rows {first[number]} and {number} have the same `uid` "
+                f"{self.uids[number].as_py()!r}. A uid names one prompt: make them different, or "
+                "leave the column out."
+            )
+        return np.flatnonzero(first == numbers), repeated
+
+
+def _decoded(row: Any) -> Row:
+    return json.loads(row) if isinstance(row, str) else row
+
+
+def _first(values: pa.StringArray) -> NDArray[np.int64]:
+    """For each value, the position of the first one that equals it."""
+    codes = values.dictionary_encode().indices.to_numpy()
+    _, first = np.unique(codes, return_index=True)
+    return first[codes]
+
+
+def record_batch(
+    rows: Sequence[Row], first: int, stored: Iterable[str] | pa.StructArray
+) -> pa.RecordBatch:
+    """Make a batch of a table.
+
+    Args:
+        rows: Rows, each with a prompt.
+        first: Number of the first row.
+        stored: The same rows as JSON or as a struct.
+    """
+    uids, given, names = [], [], []
+    named: dict[tuple[str, ...], str] = {}
+    for number, row in enumerate(rows, start=first):
+        uids.append(row_uid(row, number))
+        given.append(row.get("uid") is not None)
+        columns = tuple(row)
+        if columns not in named:
+            named[columns] = json.dumps([str(name) for name in columns])
+        names.append(named[columns])
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(uids, pa.string()),
+            pa.array(given, pa.bool_()),
+            pa.array(names, pa.string()),
+            stored if isinstance(stored, pa.StructArray) else pa.array(stored, pa.large_string()),
+        ],
+        names=["uid", "given", "names", "row"],
+    )
+
+
+def row_uid(row: Mapping[str, Any], number: int) -> str:
+    """Return the column `uid`, or a hash of all columns.
+
+    One prompt with two answers is two prompts, and a row's uid does not depend on other rows.
+
+    Raises:
+        ValueError: the row has no stable name.
+    """
+    if (given := row.get("uid")) is not None:
+        return str(given)
+    columns = {str(name): value for name, value in row.items() if name != "uid"}
+    try:
+        return f"{stable_hash(_ENCODER.encode(columns)):016x}"
+    except _LooksDifferent as error:
+        raise ValueError(
+            f"Row {number} has a {error} in its columns, which looks different in every run, so "
+            "that no stable name can be made from the row. Add a column `uid`."
+        ) from None
+    except TypeError as error:
+        raise ValueError(
+            f"Row {number}: no stable name can be made from its columns ({error}). "
+            "Add a column `uid`, or make every key of its dicts a string."
+        ) from None
+
+
+class _LooksDifferent(Exception):
+    pass
+
+
+def _plain(value: Any) -> str:
+    own: Any = type(value).__repr__
+    if own is object.__repr__:
+        raise _LooksDifferent(type(value).__name__)
+    return repr(value)
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, default=_plain)  # `json.dumps` would make one a row
