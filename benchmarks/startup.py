@@ -3,7 +3,8 @@
     python -m benchmarks run startup
 
 Prompts are strings of about 180 tokens in a JSONL file: words of an invented vocabulary, the
-frequent ones more often, and a byte-level BPE tokenizer that is trained on some of them. A start
+frequent ones more often. The tokenizer is a byte-level BPE that is trained on some of them; the
+quick task's tokenizer of characters is `--tokenizer examples/countdown/model`. A start
 reads and checks the rows, tokenises them and draws 32 prompts. Each start is a process of its own;
 the second one finds the files that the first one has cached. `anonymous` is the largest memory that
 a process had for itself, beyond its libraries; `mapped` is the part of the cached files that it has
@@ -51,16 +52,19 @@ def texts(number: int, words: int, seed: int = 1) -> Iterator[str]:
         yield " ".join(vocabulary[chosen])
 
 
-def make_tokenizer(folder: Path) -> int:
-    """Train and save a tokenizer; return the number of words that give 180 tokens."""
+def make_tokenizer(folder: Path, given: str | None) -> int:
+    """Save a given or a trained tokenizer; return the number of words that give 180 tokens."""
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    bpe = ByteLevelBPETokenizer()
     sample = list(texts(2000, TOKENS))
-    bpe.train_from_iterator(sample, vocab_size=16_000, show_progress=False)
-    bpe.save(str(folder / "bpe.json"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "bpe.json"))
+    if given is not None:
+        tokenizer = AutoTokenizer.from_pretrained(given)
+    else:
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(sample, vocab_size=16_000, show_progress=False)
+        bpe.save(str(folder / "bpe.json"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "bpe.json"))
     tokenizer.save_pretrained(folder)
     tokens = sum(map(len, tokenizer(text=sample[:200])["input_ids"])) / 200
     return round(TOKENS * TOKENS / tokens)
@@ -171,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = results.parser("startup", __doc__)
     sizes = [2000, 200_000, 1_000_000]
     parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="numbers of prompts")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer; by default one is trained")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = results.parse(parser, arguments)
     if args.one is not None:
@@ -179,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.sizes:
-            make_rows(Path(folder), args.sizes, make_tokenizer(Path(folder)))
+            words = make_tokenizer(Path(folder), args.tokenizer)
+            make_rows(Path(folder), args.sizes, words)
         cases = [
             (start, size, f"{size} prompts, {n} time")
             for size in args.sizes
