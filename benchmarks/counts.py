@@ -12,6 +12,7 @@ instructions with vLLM.
 
 import json
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -72,7 +73,12 @@ def drawn_rounds(
         logs = np.log(60) + 0.7 * own + 0.7 * rng.normal(size=generations)
         lengths = np.exp(logs).clip(1, limit).astype(int).tolist()
         completions = [
-            Completion(i, [1 + n.bit_length()] * n, [0.0] * n, advantage=float(i % 2 or -1))
+            Completion(
+                i,
+                array("i", [1 + n.bit_length()]) * n,
+                array("d", bytes(8 * n)),
+                advantage=float(i % 2 or -1),
+            )
             for i, n in enumerate(lengths)
         ]
         ids = tuple(rng.integers(20, 60, prompt_tokens + rng.integers(40)).tolist())

@@ -45,7 +45,7 @@ class Recorder(RolloutCallback):
                     "prompt": str(prompt.text),
                     "prompt_ids": list(prompt.token_ids),
                     "index": completion.index,
-                    "token_ids": completion.token_ids,
+                    "token_ids": list(completion.token_ids),
                     "logprobs": completion.logprobs,
                     "finish_reason": completion.finish_reason,
                     "limit": row.group.sampling.max_completion_length,

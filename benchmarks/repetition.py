@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,12 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (PROMPT + k * COMPLETION,), generator=draw).tolist()
     prompt = Prompt("0", "", tuple(ids[:PROMPT]))
     completions = [
-        Completion(i, ids[at : at + COMPLETION], [0.0] * COMPLETION, advantage=float(i % 2 or -1))
+        Completion(
+            i,
+            array("i", ids[at : at + COMPLETION]),
+            array("d", bytes(8 * COMPLETION)),
+            advantage=float(i % 2 or -1),
+        )
         for i, at in enumerate(range(PROMPT, len(ids), COMPLETION))
     ]
     group = Group("0", prompt, Sampling(COMPLETION), completions)

@@ -100,7 +100,7 @@ class Clocked:
             self.steps += trace.decode_steps
             self.tokens += trace.tokens
             self.prefill_tokens += trace.total("prefill_tokens")
-        return {Sample(g, c).id: c.token_ids for g in plan for c in g.completions}
+        return {Sample(g, c).id: list(c.token_ids) for g in plan for c in g.completions}
 
 
 def wall_clock(recording: str, slots: int, warm_up: int, rounds: int) -> None:

@@ -59,7 +59,7 @@ class Shape:
                 z = NormalDist().inv_cdf((at[row] + 0.5) / len(lengths))
                 length = round(min(self.limit, max(1, self.median * math.exp(self.sigma * z))))
                 more = max(0, length - len(completion.token_ids))
-                token_ids = [*completion.token_ids, *completion.token_ids[-1:] * more][:length]
+                token_ids = (completion.token_ids + completion.token_ids[-1:] * more)[:length]
                 completions.append(Completion(completion.index, token_ids))
                 row += 1
             groups.append(Group(group.id, group.prompt, Sampling(self.limit), completions))

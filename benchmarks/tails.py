@@ -20,6 +20,7 @@ adds to a decode step (7 B parameters at 560 TFLOP/s). A draft takes one forward
 trainer, or three if a part of it is rejected; the engine then prefills the accepted part.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -144,7 +145,8 @@ class Verifier:
                 noise = _uniform("after", *key)
                 length = self.lengths.longer(kept, group.prompt.token_ids, noise)
                 tokens.append(EOS if length == kept + 1 else EOS + 1)
-            completion.token_ids, completion.logprobs = tokens, [0.0] * len(tokens)
+            completion.token_ids = array("i", tokens)
+            completion.logprobs = array("d", bytes(8 * len(tokens)))
             completion.version_spans = [(version, len(tokens))]
             if tokens[-1] == EOS:
                 completion.finish_reason = "stop"

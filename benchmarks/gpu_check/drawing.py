@@ -61,7 +61,7 @@ def draw(engine: RolloutEngine, batch: Sequence[Request]) -> Drawn:
 
 def tokens_of(drawn: Drawn) -> list[list[int]]:
     """Return the completions in the order of their requests."""
-    return [completion.token_ids for completion in drawn.values()]
+    return [list(completion.token_ids) for completion in drawn.values()]
 
 
 def sync(engine: RolloutEngine, policy: nn.Module, version: int = 0) -> float:

@@ -88,7 +88,7 @@ def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:
     return torch.tensor([0, *(len(x) for x in lists)]).cumsum(0)
 
 
-def _joined(parts: Iterable[Sequence[float]], dtype: Any) -> torch.Tensor:
+def _joined(parts: Iterable[Any], dtype: Any) -> torch.Tensor:
     empty = np.empty(0, dtype)  # `concatenate` needs one array
     return torch.from_numpy(np.concatenate([empty, *map(np.asarray, parts)], dtype=dtype))
 
