@@ -72,8 +72,8 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     The upper bar counts rounds or, with `max_steps`, optimizer steps. If the output is not a
     terminal, a line is printed for each round instead, such as ::
 
-        round 21/60: reward 0.684, 1,770 tokens/s, 76 tokens on average, 1 % cut, 73 % idle,
-        rollout 11 s, update 2.3 s, loss 0.1244, 6 min left
+        round 4/60: reward 0.305, 1,978 tokens/s, 40 tokens on average, 0 % cut, 54 % idle,
+        rollout 5.8 s, update 3.4 s, loss -0.04183, 10 min left
 
     `cut` is the share of completions that reached `max_completion_length`, `idle` the share of
     slot-time without a completion. A round that was validated has the held-out accuracy too; rounds
