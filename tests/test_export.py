@@ -154,7 +154,10 @@ def in_family(family, saved, tmp_path):
     module = GRPOModule(str(base))
     path = saved(module)
     full = load(export(path, str(tmp_path / "full")))
-    torch.testing.assert_close(logprobs(full), logprobs(module.model), atol=1e-5, rtol=0)
+    # transformers sets the padding token's embedding of this family to 0 after it is loaded
+    same = slice(1 if family == "youtu" else 0, None)
+    logps = [logprobs(model)[..., same] for model in (full, module.model)]
+    torch.testing.assert_close(*logps, atol=1e-5, rtol=0)
     half, expected = load(export(path, str(tmp_path / "half"), dtype="bf16")), tmp_path / "twin"
     module.model.save_pretrained(expected)  # by transformers itself
     expected = load(expected, dtype=torch.bfloat16).state_dict()
@@ -169,9 +172,15 @@ def test_what_transformers_keeps_in_float32(saved, tmp_path):
     assert {tensor.dtype for tensor in kept} == {torch.float32}
 
 
+TEXT_MODELS = ("emu3", "mllama")
+"""Families whose text models `AutoModelForCausalLM` saves, but does not load."""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LOOK_AHEAD) - set(NOT_TINY)))
+@pytest.mark.parametrize(
+    "family", sorted(set(FAMILIES) - set(LOOK_AHEAD) - set(NOT_TINY) - set(TEXT_MODELS))
+)
 def test_every_family(family, saved, tmp_path):
     in_family(family, saved, tmp_path)
 
