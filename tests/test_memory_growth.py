@@ -1,11 +1,10 @@
 """What a long run holds does not grow with its rounds."""
 
 import os
-import subprocess
-import sys
 import textwrap
 from importlib.util import find_spec
 
+import forked
 import pytest
 
 
@@ -37,8 +36,6 @@ def test_resident_memory_stays_where_every_step_has_another_number_of_tokens(tin
         engine.close()
         print("grew by", resident[-1] - resident[99])
     """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=280
-    )
+    process = forked.run(exec, textwrap.dedent(script), {}, timeout=280)
     assert process.returncode == 0, process.stderr
     assert float(process.stdout.rpartition("grew by")[2]) < 5, "MB in a hundred rounds"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from jsonargparse import Namespace
@@ -248,10 +249,7 @@ def test_a_folder_of_python_users_is_locked_while_they_train(fit, tmp_path):
     class Look(RolloutLogger):
         def on_round_end(self, trainer, pl_module, round):
             super().on_round_end(trainer, pl_module, round)
-            script = "import sys; from lit_rlsched.run_folder import occupy; from pathlib import "
-            script += "Path; occupy(Path(sys.argv[1]))"
-            process = subprocess.run([sys.executable, "-c", script, folder], capture_output=True)
-            self.said = process.stderr.decode()
+            self.said = forked.run(occupy, folder, timeout=120).stderr
 
     look = Look()
     fit(callbacks=[look], trainer=once)

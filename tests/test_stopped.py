@@ -4,10 +4,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from lit_rlsched.checkpoints import read_checkpoint
@@ -59,14 +58,12 @@ def fit(tiny_model, tmp_path):
     (tmp_path / "short.yaml").write_text(CONFIG.replace("MODEL", tiny_model))
 
     def fit(*arguments, **environment):
-        return subprocess.run(
-            [sys.executable, "-m", "lit_rlsched", "fit", "-c", "short.yaml", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            capture_output=True,
-            text=True,
+        return forked.run(
+            forked.command_line,
+            *("fit", "-c", "short.yaml", *arguments),
+            folder=tmp_path,
+            environment={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             timeout=280,
-            start_new_session=True,
         )
 
     return fit
@@ -95,6 +92,8 @@ def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
     folder = tmp_path / "runs/short/version_0"
     assert (folder / "learning.png").exists()
 
+    if name == "SIGINT":
+        return  # what follows is the same
     resumed = fit("--ckpt_path", path)
     assert resumed.returncode == 0, resumed.stderr
     assert [p.name for p in (tmp_path / "runs/short").iterdir()] == ["version_0"]
@@ -117,7 +116,8 @@ def test_a_second_interrupt_stops_at_once(fit, tmp_path):
 def test_slurm_saves_in_mid_rollout_and_the_requeued_job_is_the_run_that_was_never_stopped(
     fit, tmp_path
 ):
-    whole = fit()
+    engine = "--data.engine=TransformersEngine"  # in this process: it starts sooner
+    whole = fit(engine)
     assert whole.returncode == 0, whole.stderr
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$REQUEUED"\n')
     (tmp_path / "scontrol").chmod(0o755)
@@ -133,10 +133,10 @@ def test_slurm_saves_in_mid_rollout_and_the_requeued_job_is_the_run_that_was_nev
         "SLURM_NODEID": "0",
     }
     # the job's time is up: saved and put back by the first signal, killed by the second
-    killed = fit(*send("[SIGUSR1,SIGKILL]"), **slurm)
+    killed = fit(engine, *send("[SIGUSR1,SIGKILL]"), **slurm)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    goes_on = fit(*send("[]"), **slurm, SLURM_RESTART_COUNT="1")
+    goes_on = fit(engine, *send("[]"), **slurm, SLURM_RESTART_COUNT="1")
     assert goes_on.returncode == 0, goes_on.stderr
     never_stopped, requeued = sorted((tmp_path / "runs/short").iterdir())
     drawn, expected = [

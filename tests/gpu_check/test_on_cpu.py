@@ -1,53 +1,59 @@
 """The checks themselves, on CPU with tiny limits: they run, and what needs a GPU is skipped.
 
-`test_runner.py` tests the processes of the checks. Here they are forks of one that has imported
-vLLM, which takes longer than most checks.
+`test_runner.py` tests the processes of the checks. Here they are forks.
 """
 
-import gc
 import json
 import multiprocessing
 import os
-import signal
-import sys
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import forked
 import pytest
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import child, runner
+from benchmarks.gpu_check import child, runner, runs
 from benchmarks.gpu_check.checks import CHECKS
 
 SKIPPED = {"environment", "tiny-fp32-graphs", "tiny-bf16-graphs", "sleep-cycles"}
 if len(os.sched_getaffinity(0)) < 2:
     SKIPPED.add("two-devices")
-MODULES = {check.function.partition(":")[0] for check in CHECKS}
+
+
+class Fork:
+    """`python -m lit_rlsched` in place of `subprocess.Popen`."""
+
+    def __init__(self, command):
+        arguments = command[command.index("lit_rlsched") + 1 :]
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=forked.command_line, args=arguments)
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self):
+        self.process.join()
+        return self.process.exitcode
+
+
+def run_command(command, check):
+    assert Fork(command).wait() == 0
+
+
+def run_check(*arguments):
+    runs.subprocess = SimpleNamespace(run=run_command, Popen=Fork)
+    return child.main(*arguments)
 
 
 def run_forked(command, limit, output, environment):
     """In place of `runner._run`."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vllm.v1.engine.llm_engine", "lit_rlsched.cli", *MODULES])
-    process = server.Process(target=check, args=(command[3:], dict(environment), output.name))
-    process.start()
-    process.join(limit)
-    code = process.exitcode
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return code
-
-
-def check(arguments, environment, log):
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream.fileno())
-    gc.freeze()  # vLLM collects garbage again and again, and thaws what is frozen
-    gc.freeze = gc.unfreeze = lambda: None
-    sys.exit(child.main(*arguments))
+    done = forked.run(run_check, *command[3:], timeout=limit, environment=environment)
+    output.write(done.stdout + done.stderr)
+    return done.returncode
 
 
 @pytest.mark.slow
