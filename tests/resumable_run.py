@@ -1,14 +1,13 @@
 """Runs that kill themselves where they are told to.
 
-`resumable_run.py FOLDER ENGINE MODEL SCHEDULE PLACE...`: first a run in `FOLDER/whole` that nothing
-stops; then, in `FOLDER/killed`, one process after the other is killed at each place, each resumes
-where the one before was killed, and a last one runs to the end. The two that come to their end
-print their figures. All are forks of this process, which has done the imports and nothing else. At
-a place that begins with TERM, the process is sent SIGTERM instead, and must save the run and exit
-with 143; nothing else saves then.
+`runs` first makes a run in `FOLDER/whole` that nothing stops; then, in `FOLDER/killed`, one process
+after the other is killed at each place, each resumes where the one before was killed, and a last
+one runs to the end. The two that come to their end print their figures. All are forks of the
+process that `runs` is called in, which has done the imports and nothing else. At a place that
+begins with TERM, the process is sent SIGTERM instead, and must save the run and exit with 143;
+nothing else saves then.
 """
 
-import gc
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import cloudpickle
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -41,6 +41,7 @@ from lit_rlsched.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run_folder import newest_checkpoint
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else reward workers import torch
 SCHEDULES = {
     **{
         name: (
@@ -192,6 +193,13 @@ class Uids(RolloutCallback):
         self.uids, self.spans = state_dict["uids"], state_dict["spans"]
 
 
+class Rows(RolloutLogger):
+    """Writes completions, and draws no pictures: they take as long as the run."""
+
+    def _draw(self, trainer):
+        pass
+
+
 class History(RolloutCallback):
     """The figures of every validation, kept in the checkpoint."""
 
@@ -245,7 +253,7 @@ def main(folder, engine, model, schedule, place, stops):
     data = RolloutDataModule(
         rows[:30],
         [coin if schedule == "selected" else digits],
-        val_data=rows[30:],
+        val_data=rows[30:33],
         val_num_generations=2,
         engine=engines.ProcessEngine(decoder) if schedule == "streamed" else decoder,
         micro_batch_tokens=256,
@@ -268,7 +276,7 @@ def main(folder, engine, model, schedule, place, stops):
             RNGState(),
             *callbacks(),
             prediction,
-            RolloutLogger(num_completions=4),
+            Rows(num_completions=4),
             uids,
             recovered,
             history,
@@ -327,14 +335,9 @@ def run(*args, function=main):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-if __name__ == "__main__":
-    folder, *settings = sys.argv[1:5]
-    places = sys.argv[5:]
-    if settings[0] == "VLLMEngine":
-        import vllm.v1.engine.llm_engine  # noqa: F401
-    gc.collect()
-    gc.freeze()  # vLLM collects garbage again and again, and thaws what is frozen
-    gc.freeze = gc.unfreeze = lambda: None
+def runs(folder, engine, model, schedule, *places):
+    """A run that nothing stops, and one that ends at each place in its turn."""
+    settings = engine, model, schedule
     stops = any(place.startswith("TERM ") for place in places)
     for name, place in [("whole", "never"), *(("killed", p) for p in (*places, "never"))]:
         status = run(f"{folder}/{name}", *settings, place, stops)
