@@ -1,8 +1,8 @@
 """A run whose processes are killed and stopped where it is told.
 
-`faulty_run.py FOLDER ENGINE MODEL STRIKE...`: a strike is `engine KILL rollout`: which process,
-which signal and in which phase of the run; they fall in their order, one in a round at most. Where
-the trainer is killed, another process goes on from its last checkpoint: all are forks of this one,
+A strike is `engine KILL rollout`: which process, which signal and in which phase of the run; they
+fall in their order, one in a round at most but for those in a start. Where the trainer is killed,
+another process goes on from its last checkpoint: all are forks of the one that `runs` is called in,
 which has done the imports by then and nothing else.
 """
 
@@ -28,12 +28,13 @@ from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.checkpoints import AtomicCheckpointIO
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
 
-cloudpickle.register_pickle_by_value(resumable_run)  # else each reward worker imports torch
+for module in (resumable_run, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(module)  # else each reward worker imports torch
 PHASES = ("start", "sync", "rollout", "scoring", "update", "validation", "checkpoint")
-STEPS = 8
+SIGNALS = ("KILL", "STOP")
+STEPS = len(PHASES) * len(SIGNALS) + 1
 STOPPED = 1
 """Seconds that the trainer is stopped for."""
-REWARD_TIMEOUT = 5
 MARKS = {
     "engine": "engines._engine_server",
     "reward": "rewards/reward_worker.py",
@@ -52,9 +53,11 @@ class Run:
         """A process is in that phase; if it is time for the next strike, it falls here."""
         strikes = (self.folder / "strikes").read_text().splitlines()
         number = len([*self.folder.glob("struck *")])
-        if number == len(strikes) or number > int((self.folder / "step").read_text()):
+        if number == len(strikes):
             return
         who, how, where = strikes[number].split()
+        if number > int((self.folder / "step").read_text()) and where != "start":
+            return
         targets = self.processes(who)
         if where != phase or not targets:
             return
@@ -115,7 +118,7 @@ class Phases(RolloutCallback):
     """Those that the trainer is in."""
 
     def __init__(self, here: Run) -> None:
-        self.here, self.tokens = here, []
+        self.here, self.tokens, self.differences = here, [], []
 
     def on_train_start(self, trainer, pl_module):
         (self.here.folder / "step").write_text(str(trainer.global_step))
@@ -125,6 +128,8 @@ class Phases(RolloutCallback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         (self.here.folder / "step").write_text(str(trainer.global_step))
+        metrics = trainer.callback_metrics
+        self.differences.append(float(metrics["sampling/sampling_logp_difference/max"]))
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.here.reach("validation")
@@ -200,7 +205,7 @@ def main(folder: str, engine: str, model: str) -> None:
         val_num_generations=1,
         engine=decoder,
         reward_workers=1,
-        reward_timeout=REWARD_TIMEOUT,
+        reward_timeout=2 if "reward STOP" in (here.folder / "strikes").read_text() else 30,
         prompts_per_round=2,
         num_generations=4,
         max_completion_length=16,
@@ -230,14 +235,15 @@ def main(folder: str, engine: str, model: str) -> None:
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "steps": trainer.global_step,
         "tokens": phases.tokens,
+        "difference": max(phases.differences),
         "restarts": decoder.restarts,
         "counters": dict(data.counters),
     }
     print("\n" + json.dumps(figures), flush=True)
 
 
-if __name__ == "__main__":
-    folder, engine, model, *strikes = sys.argv[1:]
+def runs(folder: str, engine: str, model: str, *strikes: str) -> None:
+    """A run to its end; it prints its figures."""
     Path(folder).mkdir()
     (Path(folder) / "strikes").write_text("\n".join(strikes))
     (Path(folder) / "step").write_text("0")

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-from importlib.util import find_spec
 
 import pytest
 
@@ -13,9 +12,7 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
     TailBatching,
 )
-from lit_rlsched.engines import ProcessEngine, VLLMEngine
-
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 
 
 class Kill(RolloutCallback):
@@ -40,11 +37,10 @@ class Kill(RolloutCallback):
 
 
 @pytest.mark.slow
-@needs_vllm
 def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
     kill = Kill()
     callbacks = [kill, TailBatching(1.5), StreamedTraining(start=0), AdaptiveTimeouts()]
-    engine = ProcessEngine(VLLMEngine())
+    engine = ProcessEngine(TransformersEngine())
     settings = {"max_completion_length": 64, "num_generations": 2, "prompts_per_round": 2}
     trainer, _, data = fit(
         callbacks=callbacks,
