@@ -15,8 +15,9 @@ ifndef BUILD
 BUILD  := $(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
-# Slow tests often wait, and the longest come first.
-SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5 --dist load --maxschedchunk 2
+# Slow tests often wait, and the longest come first. A group shares one start of vLLM's workers.
+SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5
+SLOW   += --dist loadgroup --no-loadscope-reorder
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 

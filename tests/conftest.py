@@ -33,7 +33,7 @@ from transformers import (
 pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=40)
 hypothesis.settings.register_profile(  # few examples, always the same ones, none made smaller
     "mutants",
     deadline=None,
@@ -72,7 +72,18 @@ def pytest_unconfigure() -> None:
     unfreeze()
 
 
-LONGEST = ("test_fault_sweep", "test_resume", "test_on_cpu", "test_vllm_parallel")
+LONGEST = (
+    "test_fault_sweep",
+    "test_vllm_parallel",
+    "test_resume",
+    "test_on_cpu",
+    "test_stopped",
+    "test_chaos",
+    "test_parallelism_planner",
+    "test_examples",
+    "test_metrics",
+    "test_docs",
+)
 """They begin first, so that none is left for a single worker at the end."""
 
 

@@ -102,6 +102,9 @@ def spec(model: str) -> EngineSpec:
     return EngineSpec(model, 4, 128, ())  # nothing ends a completion but its limit
 
 
+group = pytest.mark.xdist_group("split model")  # all in one worker of the tests: `both` starts once
+
+
 @pytest.fixture(scope="module")
 def both(
     model: str, tmp_path_factory: pytest.TempPathFactory
@@ -162,6 +165,7 @@ def engines(
     yield both
 
 
+@group
 @needs_workers
 def test_the_split_model_draws_the_same(engines: tuple[VLLMEngine, VLLMEngine]) -> None:
     whole, split = engines
@@ -173,12 +177,14 @@ def test_the_split_model_draws_the_same(engines: tuple[VLLMEngine, VLLMEngine]) 
     assert (a.prefill_tokens, a.cached_tokens) == (b.prefill_tokens, b.cached_tokens)
 
 
+@group
 @needs_workers
 def test_each_worker_holds_some_of_the_heads(engines: tuple[VLLMEngine, VLLMEngine]) -> None:
     whole, split = engines
     assert (whole.kv_capacity, split.kv_capacity) == (8 * 32, 17 * 32)
 
 
+@group
 @needs_workers
 def test_a_small_cache_preempts_the_whole_model_only(
     engines: tuple[VLLMEngine, VLLMEngine],
@@ -190,6 +196,7 @@ def test_a_small_cache_preempts_the_whole_model_only(
     assert split.stats().preemptions == before[1] == 0
 
 
+@group
 @needs_workers
 def test_weights_reach_every_worker(
     engines: tuple[VLLMEngine, VLLMEngine], policy: PreTrainedModel
@@ -213,6 +220,7 @@ def test_weights_reach_every_worker(
         assert new["r3"][1][:1] != pytest.approx(old["r3"][1][:1], abs=1e-3)
 
 
+@group
 @needs_workers
 def test_what_pauses_or_is_aborted_goes_on_with_its_noise(
     engines: tuple[VLLMEngine, VLLMEngine],
@@ -236,6 +244,7 @@ def test_what_pauses_or_is_aborted_goes_on_with_its_noise(
     check_same(together, expected)
 
 
+@group
 @needs_workers
 def test_ctrl_c_is_the_trainers(engines: tuple[VLLMEngine, VLLMEngine]) -> None:
     _, split = engines
@@ -245,6 +254,7 @@ def test_ctrl_c_is_the_trainers(engines: tuple[VLLMEngine, VLLMEngine]) -> None:
     check_same(run(split, requests(1)), expected)
 
 
+@group
 @needs_workers
 def test_workers_see_only_what_they_should(engines: tuple[VLLMEngine, VLLMEngine]) -> None:
     def process(worker: object) -> tuple[str | None, int, bool, str]:
