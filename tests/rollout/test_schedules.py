@@ -113,8 +113,13 @@ def bench(request, tiny_model, make_policy, scheduler):
 
 SCHEDULES = [
     *product([1, 5, 24], ["continuous", "rounds"], ["fifo"], [None], [0]),
-    *product([5], ["continuous", "rounds"], ["shortest_first", "longest_first"], PREDICTORS, [0]),
-    *product([5, 24], ["continuous"], ["planned"], PREDICTORS[1:], [0, 6]),
+    *product([5], ["continuous"], ["shortest_first"], [None, SiblingMax], [0]),
+    *product([5], ["continuous"], ["longest_first"], [PromptHistory, TokenConditioned], [0]),
+    *product([5], ["rounds"], ["shortest_first"], [PromptHistory, TokenConditioned], [0]),
+    *product([5], ["rounds"], ["longest_first"], [None, SiblingMax], [0]),
+    *product([5], ["continuous"], ["planned"], PREDICTORS[1:], [6]),
+    *product([5], ["continuous"], ["planned"], [TokenConditioned], [0]),
+    *product([24], ["continuous"], ["planned"], [SiblingMax], [0, 6]),
     *product([5, 24], ["continuous"], ["least_attained"], [None], [0]),
     (5, "rounds", "longest_first", TokenConditioned, 6),
 ]
@@ -128,8 +133,9 @@ SCHEDULES = [
 )
 @pytest.mark.parametrize(("slots", "refill", "order", "predictor", "probe"), SCHEDULES)
 def test_a_schedule_changes_when_never_what(bench, slots, refill, order, predictor, probe):
+    rounds = 2 if predictor else 1  # it has learned from the first
     trace, drawn = bench.run(
-        Admission(slots, refill, order), predictor and predictor(), probe, rounds=2
+        Admission(slots, refill, order), predictor and predictor(), probe, rounds
     )
     same(drawn, bench.plain, bench.atol)
     assert max(trace.steps["running"]) <= slots
