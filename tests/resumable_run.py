@@ -253,7 +253,7 @@ def main(folder, engine, model, schedule, place, stops):
     data = RolloutDataModule(
         rows[:30],
         [coin if schedule == "selected" else digits],
-        val_data=rows[30:33],
+        val_data=rows[30:34],
         val_num_generations=2,
         engine=engines.ProcessEngine(decoder) if schedule == "streamed" else decoder,
         micro_batch_tokens=256,
