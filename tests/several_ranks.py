@@ -21,7 +21,8 @@ def check_same(results, tolerance):
     for other in others:
         leader, *followers = other["ranks"]
         assert leader["rounds"] == only["rounds"]
-        assert leader["losses"] == pytest.approx(only["losses"], abs=10 * tolerance)
+        if any(only["losses"]):  # with automatic optimization there is one for each micro-batch
+            assert leader["losses"] == pytest.approx(only["losses"], abs=10 * tolerance)
         assert leader["metrics"].keys() >= only["metrics"].keys()
         assert leader["counters"] == only["counters"]
         for follower in followers:

@@ -7,7 +7,6 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.logs import log_now
 from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
 from lit_rlsched.training.round import Round
 
@@ -73,13 +72,10 @@ class AdaptiveTimeouts(RolloutCallback):
         """Log the time-outs of the round's prompts."""
         limits = [self.timeouts.of(group.prompt.uid) for group in round.groups]
         anchored = [self.timeouts.anchored(group.prompt.uid) for group in round.groups]
-        log_now(
-            trainer,
-            {
-                "reward_timeout/mean": sum(limits) / len(limits),
-                "reward_timeout/anchored": sum(anchored) / len(anchored),
-            },
-        )
+        round.metrics |= {
+            "reward_timeout/mean": sum(limits) / len(limits),
+            "reward_timeout/anchored": sum(anchored) / len(anchored),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the anchors."""
