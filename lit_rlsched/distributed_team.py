@@ -85,8 +85,9 @@ class DistributedTeam(Team):
     def failed(self, error: BaseException) -> None:
         if isinstance(error, SIGTERMException | KeyboardInterrupt):
             return  # every rank stops
-        if self._watch.cause is not None:
-            error.add_note(self._watch.cause)
+        # A lost connection is an error before the other side of it is known to have ended.
+        if (cause := self._watch.cause(seconds=1.0)) is not None:
+            error.add_note(cause)
         self._watch.tell(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:

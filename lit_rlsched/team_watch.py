@@ -32,8 +32,8 @@ class TeamWatch:
     """
 
     def __init__(self, rank: int, all_gather: Callable[[Any], list[Any]]) -> None:
-        self.cause: str | None = None
-        """Which rank has failed first, and how."""
+        self._cause: str | None = None
+        self._failed = threading.Event()
         self._rank = rank
         self._ending = threading.Event()
         self._sending = threading.Lock()
@@ -56,6 +56,11 @@ class TeamWatch:
             threading.Thread(
                 target=self._listen, args=(other,), daemon=True, name=f"team-watch-{other}"
             ).start()
+
+    def cause(self, seconds: float) -> str | None:
+        """Wait at most so long, and return which other rank has failed first, and how."""
+        self._failed.wait(seconds)
+        return self._cause
 
     def tell(self, message: str) -> None:
         """Tell the other ranks why this one ends."""
@@ -90,9 +95,10 @@ class TeamWatch:
                 )
             except (OSError, EOFError):
                 message = f"{name} has died"
-        if message == _DONE or self.cause is not None:
+        if message == _DONE or self._cause is not None:
             return
-        self.cause = message
+        self._cause = message
+        self._failed.set()
         if self._ending.is_set():
             return
         print(f"error: {message}. The run ends.", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ All ranks are forks of this process, which has done the imports and nothing else
 codes, times and what was printed are in the answer on stdout.
 """
 
+import dataclasses
 import faulthandler
 import gc
 import hashlib
@@ -23,7 +24,15 @@ from lightning import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from plain_module import Plain
 
-from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines, team_watch
+from lit_rlsched import (
+    GRPOModule,
+    RLOOModule,
+    RolloutDataModule,
+    callbacks,
+    engines,
+    team_watch,
+    training_run,
+)
 from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.checkpoints import AtomicCheckpointIO
 
@@ -40,6 +49,13 @@ def digits(prompts, completions, completion_ids, answer, **kwargs):
 
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+class OwnCopy(engines.TransformersEngine):
+    """Decodes with its own copy of the policy, as in a child process, but without its imports."""
+
+    def start(self, spec):
+        super().start(dataclasses.replace(spec, policy=None))
 
 
 class Recorder(RolloutCallback):
@@ -81,8 +97,11 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]
     module = Plain(model) if more.get("plain") else kind(model, **settings)
-    # one rank decodes in a child, too: with the same engine, in the same precision
-    engine = engines.ProcessEngine(getattr(engines, more.get("engine", "TransformersEngine"))())
+    if "engine" in more:
+        engine = engines.ProcessEngine(getattr(engines, more["engine"])())
+    else:
+        engine = OwnCopy()
+        training_run.in_own_process = lambda engine: engine
     data = {
         "train_data": SUMS[:80],
         "reward_funcs": [digits],

@@ -13,18 +13,18 @@ CASES = {
     "rank 1 is killed": ({**FSDP2, "wrong": [1, "step", 1, "SIGKILL"]}, "has died"),
     "the leader is killed": ({**DDP, "wrong": [0, "round", 1, "SIGKILL"]}, "Rank 0 (process"),
     "rank 1 is stopped": (
-        {**DDP, "wrong": [1, "step", 1, "SIGSTOP"], "silence": 5},
+        {**DDP, "wrong": [1, "step", 1, "SIGSTOP"], "silence": 5, "limit": 30},
         "shows no sign of life",
     ),
     "the leader is stopped": (
-        {**FSDP2, "wrong": [0, "round", 1, "SIGSTOP"], "silence": 5},
+        {**FSDP2, "wrong": [0, "round", 1, "SIGSTOP"], "silence": 5, "limit": 30},
         "shows no sign of life",
     ),
 }
 
 
 def test_all_ranks_end_and_one_says_why(run):
-    results = run(*({"rounds": 3, "limit": 90, **case} for case, _ in CASES.values()))
+    results = run(*({"rounds": 3, "limit": 60, **case} for case, _ in CASES.values()))
     for name, result, (case, words) in zip(CASES, results, CASES.values(), strict=True):
         rank, _, _, what = case["wrong"]
         others = [code for i, code in enumerate(result["codes"]) if i != rank]

@@ -39,6 +39,7 @@ VARIANTS = {
     "streamed, gradient checkpointing": {
         "module": {"gradient_checkpointing": True},
         "callbacks": {"TailBatching": {}, "StreamedTraining": {"start": 0}},
+        "engine": "TransformersEngine",
     },
     "partial rounds": {
         "module": {"old_logprobs": "engine", "advantage": "reinforce++"},
@@ -72,7 +73,10 @@ def test_completions_share_a_prompt_on_all_ranks(run, exact_model, streamed):
     exact = {"precision": "64-true", "long_prompts": True}
     exact["data"] = {"max_completion_length": 8, "micro_batch_tokens": 512}
     if streamed:
-        exact["callbacks"] = {"StreamedTraining": {"start": 0}}
+        exact |= {
+            "callbacks": {"StreamedTraining": {"start": 0}},
+            "engine": "TransformersEngine",
+        }
     results = run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model)
     check_same(results, 1e-12)
     assert all(rank["shares"] is True for result in results for rank in result["ranks"])
