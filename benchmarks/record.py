@@ -46,7 +46,7 @@ class Recorder(RolloutCallback):
                     "prompt_ids": list(prompt.token_ids),
                     "index": completion.index,
                     "token_ids": list(completion.token_ids),
-                    "logprobs": completion.logprobs,
+                    "logprobs": list(completion.logprobs),
                     "finish_reason": completion.finish_reason,
                     "limit": row.group.sampling.max_completion_length,
                 }

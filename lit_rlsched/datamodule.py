@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched import checks
 from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
-from lit_rlsched.data.rows import Rows, load_rows
+from lit_rlsched.data.rows import Rows, is_stream, load_rows, open_stream
+from lit_rlsched.data.stream import RowStream
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
@@ -41,8 +42,9 @@ class RolloutDataModule(LightningDataModule):
 
     Args:
         train_data: Prompts to train on: a JSONL, JSON or Parquet file, a data set's folder or hub
-            name, a task such as `Countdown`, or rows. A row has a `prompt` (string or chat
-            messages), optionally a `uid`, and any columns that the reward functions take.
+            name, a task such as `Countdown`, or rows; also a `datasets.IterableDataset`, which is
+            read while the run needs it. A row has a `prompt` (string or chat messages), optionally
+            a `uid`, and any columns that the reward functions take.
         reward_funcs: Reward functions with TRL's signature.
         val_data: Held-out prompts for validation, in the same forms.
         test_data: Prompts for `test`; by default `val_data`.
@@ -171,7 +173,7 @@ class RolloutDataModule(LightningDataModule):
         """Everything that callbacks have set for this run."""
         self.run = TrainingRun(self)
         """The run's rounds and its position in them."""
-        self.rows: dict[str, RowTable] = {}
+        self.rows: dict[str, RowTable | RowStream] = {}
         """Data sets read so far, by stage: `train`, `val`, `test`, `predict`."""
         self.has_rewards = True
         """Whether completions are scored; False in `predict` if the rows lack columns for it."""
@@ -214,7 +216,8 @@ class RolloutDataModule(LightningDataModule):
                 f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
             )
         if name not in self.rows:
-            self.rows[name] = load_rows(data)
+            streamed = name == "train" and is_stream(data)
+            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data)
         try:
             self.rewards.check_columns(self.rows[name], f"{name}_data")
         except ValueError as error:

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.data import AttributeDict
 
 from lit_rlsched import __version__
 from lit_rlsched.data.rows import name_of
+from lit_rlsched.data.stream import RowStream
 from lit_rlsched.init_args import RemembersInit, plain
 from lit_rlsched.redaction import without_secrets
 
@@ -44,7 +45,10 @@ def run_config(trainer: Trainer, data: "RolloutDataModule") -> dict[str, Any]:
         "schedule": schedule(trainer),
         "engine": plain(data.engine),
         **{
-            f"{name}_data": {"source": _source(getattr(data, f"{name}_data")), "rows": len(rows)}
+            f"{name}_data": {
+                "source": _source(getattr(data, f"{name}_data")),
+                "rows": None if isinstance(rows, RowStream) else len(rows),
+            }
             for name, rows in data.rows.items()
         },
         "reward_funcs": dict(zip(data.rewards.names, data.rewards.weights, strict=True)),

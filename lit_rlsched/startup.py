@@ -14,8 +14,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_rlsched.data.prompts import PromptSets, tokenize
+from lit_rlsched.data.prompts import PromptSets, tokenize, tokenize_one
+from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.source import DomainSource
+from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.fsdp2 import is_sharded
@@ -59,22 +61,36 @@ class Startup:
         self._tokenizer = load_tokenizer(
             data.tokenizer_name or str(base_model(self.policy).name_or_path)
         )
+        context = context_length(self.policy)
         self.prompts: PromptSets = tokenize(
-            data.rows,
+            {name: rows for name, rows in data.rows.items() if isinstance(rows, RowTable)},
             self._tokenizer,
-            context=context_length(self.policy),
+            context=context,
             max_completion_length=limit,
             chat_template_kwargs=data.chat_template_kwargs,
         )
+        if isinstance(stream := data.rows.get("train"), RowStream):
+            settings = self._tokenizer, data.chat_template_kwargs
+            source = StreamSource(
+                stream.rows,
+                lambda prompt: tokenize_one(prompt, *settings),
+                lambda uid, columns: data.rewards.check_rows([(uid, columns)]),
+                max_prompt_length=min(context, data.micro_batch_tokens) - limit,
+                seed=data.seed,
+                shuffle=data.shuffle,
+            )
+            self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
         self._check_ranks()
         unscored = () if data.has_rewards and self._trainer.predicting else ("predict",)
         held_out = (ps for stage, ps in self.prompts.held_out.items() if stage not in unscored)
-        scored = chain(self.prompts.train, *held_out)
+        scored = chain(() if self.prompts.stream else self.prompts.train, *held_out)
         data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in scored)
         schedule = data.schedule
         self._slots = schedule.slots.share(len(data.engine.engines))
-        if train := self.prompts.train:
+        if self.prompts.stream:
+            check_streams(schedule.rule.has_domains)
+        elif train := self.prompts.train:
             schedule.rule.check_enough(len(train))
             schedule.rule.check_domains(train)
             self._check_gen_batches()
@@ -139,8 +155,10 @@ class Startup:
         return find_policy(self._trainer.lightning_module)
 
     @property
-    def source(self) -> DomainSource:
+    def source(self) -> DomainSource | StreamSource:
         """A new source of the training prompts, at its beginning."""
+        if isinstance(self.prompts.train, StreamSource):
+            return self.prompts.train
         data, rule = self._data, self._data.schedule.rule
         domain_of = rule.domain_of if rule.has_domains else None
         return DomainSource(self.prompts.train, data.seed, data.shuffle, domain_of)
@@ -266,7 +284,8 @@ class Startup:
             rank_zero_warn(text)
 
     def _trainer_state(self) -> SimpleNamespace:
-        data, prompts = self._data, len(self.prompts.train)
+        data = self._data
+        prompts = None if self.prompts.stream else len(self.prompts.train)
         return trainer_state(self._trainer, data.steps_per_epoch, data.prompts_per_round, prompts)
 
     def _fire(self, hook: str, *args: Any) -> None:
@@ -295,7 +314,7 @@ def in_own_process(engine: RolloutEngine) -> RolloutEngine:
 
 
 def trainer_state(
-    trainer: Trainer, steps_per_round: int, prompts_per_round: int, prompts: int
+    trainer: Trainer, steps_per_round: int, prompts_per_round: int, prompts: int | None
 ) -> SimpleNamespace:
     """TRL's `trainer_state` for reward functions, as a plain object that can be pickled.
 
@@ -303,16 +322,16 @@ def trainer_state(
         trainer: The run's Trainer.
         steps_per_round: Number of optimizer steps per round, iterations included.
         prompts_per_round: Number of prompts that a round trains on.
-        prompts: Number of prompts in `train_data`.
+        prompts: Number of prompts in `train_data`; `None` if it is a stream.
 
     Returns:
         `global_step`, the optimizer steps taken; `max_steps`, the step at which the run ends, -1 if
-        it has no end; and `epoch`, the fractional number of passes over `train_data`. As in
-        `transformers.TrainerState`.
+        it has no end; and `epoch`, the fractional number of passes over `train_data`, or for a
+        stream the fraction of the run. As in `transformers.TrainerState`.
     """
     ends = [trainer.max_steps, (trainer.max_epochs or -1) * steps_per_round]
-    return SimpleNamespace(
-        global_step=trainer.global_step,
-        max_steps=min((end for end in ends if end > 0), default=-1),
-        epoch=trainer.global_step / steps_per_round * prompts_per_round / max(1, prompts),
-    )
+    max_steps = min((end for end in ends if end > 0), default=-1)
+    epoch = trainer.global_step / max(1, max_steps)
+    if prompts is not None:
+        epoch = trainer.global_step / steps_per_round * prompts_per_round / max(1, prompts)
+    return SimpleNamespace(global_step=trainer.global_step, max_steps=max_steps, epoch=epoch)

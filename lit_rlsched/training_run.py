@@ -14,8 +14,8 @@ from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
 from lit_rlsched.checks import check_same_ranks, check_strategy
 from lit_rlsched.clock import Clock
-from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.rows import name_of
+from lit_rlsched.data.stream import StreamSource
 from lit_rlsched.fit_settings import FitSettings
 from lit_rlsched.hooks import fire, fire_in_module
 from lit_rlsched.interrupts import asked_to_stop, stop_together
@@ -317,12 +317,20 @@ class TrainingRun:
             "reward_funcs": list(self._data.rewards.names),
             "train_data": name_of(self._data.train_data),
             **self.rounds.state_dict(),
+            "prompts": self._streamed_prompts(None if over else self.current),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "seconds": self.clock.seconds,
             "advice": self.advice.state_dict(),
             "round": saved,
         }
+
+    def _streamed_prompts(self, round: Round | None) -> Any:
+        """Prompts of a stream that pool and round need; a stream gives each of them once."""
+        planner = self.rounds.runner.planner
+        if not isinstance(planner.source, StreamSource):
+            return None
+        return planner.source.pack([*planner.pool, *(round.groups if round else ())])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state of a checkpoint, and keep it until its prompts are tokenised.
@@ -350,9 +358,11 @@ class TrainingRun:
 
     def _restore(self, state: dict[str, Any]) -> None:
         data, startup = self._data, self._data.startup
-        train = startup.prompts.train
-        assert isinstance(train, Prompts)
-        prompt_of_uid = train.of_uid
+        source = self.rounds.runner.planner.source
+        if isinstance(source, StreamSource):
+            prompt_of_uid = source.unpack(state.get("prompts") or ()).__getitem__
+        else:
+            prompt_of_uid = startup.prompts.train.of_uid
         self.rounds.load_state_dict(state, prompt_of_uid)
         pool = self.rounds.runner.planner.pool
         for completion in pool.completions:

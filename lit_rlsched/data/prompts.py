@@ -113,8 +113,8 @@ class Prompts(Sequence[Prompt]):
 class PromptSets:
     """All prompts of a run, each tokenised once."""
 
-    train: Prompts | list[Prompt]
-    """Empty if nothing is trained."""
+    train: Any
+    """`Prompts`, a `StreamSource`, or an empty list if nothing is trained."""
     held_out: dict[str, Prompts]
     """Prompts by stage: `val`, `test`, `predict`."""
 
@@ -128,17 +128,25 @@ class PromptSets:
 
     def first(self, number: int) -> list[Prompt]:
         """The first prompts, those of `train` before others."""
-        return [*islice(chain(*self._sets), number)]
+        streamed = self.train.first(number) if self.stream else []
+        return [*islice(chain(streamed, *self._sets), number)]
+
+    @property
+    def stream(self) -> bool:
+        """Whether the training prompts are a stream."""
+        return hasattr(self.train, "max_prompt_length")
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(int(prompts.lengths.max()) for prompts in self._sets)
+        """Number of tokens of the longest prompt; of a stream, of the longest that it may have."""
+        streamed = [self.train.max_prompt_length] if self.stream else []
+        return max([*streamed, *(int(prompts.lengths.max()) for prompts in self._sets)])
 
     @property
     def shortest(self) -> int:
         """Number of tokens of the shortest prompt."""
-        return min(int(prompts.lengths.min()) for prompts in self._sets)
+        streamed = [1] if self.stream else []
+        return min([*streamed, *(int(prompts.lengths.min()) for prompts in self._sets)])
 
     @property
     def memory(self) -> int:
@@ -180,6 +188,13 @@ def tokenize(
             f"{str(sets['val'][shared[0]].text)[:80]!r}: the validation figures are not held out."
         )
     return PromptSets([] if train is None else train, sets)
+
+
+def tokenize_one(
+    prompt: Any, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
+) -> list[int]:
+    """Tokenise a prompt as `make_prompts` does."""
+    return _tokenize([prompt], tokenizer, chat_template_kwargs or {})[_text_key(prompt)]
 
 
 def make_prompts(

@@ -42,6 +42,12 @@ def load_rows(spec: Rows | Any) -> RowTable:
     """
     if isinstance(spec, str | Path):
         return _read(str(spec))
+    if is_stream(spec):
+        raise TypeError(
+            "`load_rows` reads data sets of known size, and this is a stream (`IterableDataset`). "
+            "`train_data` may be one. For held-out data take some of its rows: "
+            "`datasets.Dataset.from_list(list(stream.take(200)))`."
+        )
     if isinstance(spec, HubDataset):
         return _of_dataset(spec.dataset(), type(spec).__name__)
     if isinstance(spec, PromptTask):
@@ -55,6 +61,18 @@ def load_rows(spec: Rows | Any) -> RowTable:
         ".parquet file, a folder of `datasets.save_to_disk`, a hub name, a `datasets.Dataset`, "
         "a list of dicts, or a task such as `Countdown`."
     )
+
+
+def is_stream(spec: Any) -> bool:
+    """Return whether rows come from a `datasets.IterableDataset`, whose size is not known."""
+    if isinstance(spec, HubDataset):
+        return spec.streaming
+    return type(spec).__name__ == "IterableDataset" and hasattr(spec, "set_epoch")
+
+
+def open_stream(spec: Any) -> Any:
+    """Return the `datasets.IterableDataset`."""
+    return spec.dataset() if isinstance(spec, HubDataset) else spec
 
 
 def name_of(spec: Rows | Any) -> str:
@@ -108,7 +126,7 @@ def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:
     _check_some(len(rows), name)
     _check_rows(rows, name)
-    if not all(map(_is_json, rows)):
+    if not all(map(is_json, rows)):
         batch = record_batch(rows, 0, [""] * len(rows))
         return RowTable(pa.Table.from_batches([batch]), None, rows)
     content = hashlib.sha256()
@@ -124,13 +142,13 @@ def _batches(rows: Sequence[Row]) -> Iterator[pa.RecordBatch]:
         yield record_batch(some, first, list(map(json.dumps, some)))
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
     """Return whether JSON gives back the same value, of the same type."""
     kind = type(value)
     if kind is list:
-        return all(map(_is_json, value))
+        return all(map(is_json, value))
     if kind is dict:
-        return all(type(key) is str for key in value) and all(map(_is_json, value.values()))
+        return all(type(key) is str for key in value) and all(map(is_json, value.values()))
     return kind in (str, int, float, bool, type(None))
 
 
@@ -148,7 +166,7 @@ def _of_lines(path: Path) -> Iterator[pa.RecordBatch]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{at(number)} is not JSON: {error}.") from None
             texts.append(line)
-            _check_row(rows[-1], number, at)
+            check_row(rows[-1], number, at)
             if len(rows) == BATCH:
                 yield record_batch(rows, first, texts)
                 first, rows, texts = first + BATCH, [], []
@@ -219,10 +237,10 @@ def _check_rows(rows: Sequence[Any], name: str, first: int = 0) -> None:
         return f"`{name}`, row {number} (the first is 0)"
 
     for number, row in enumerate(rows, start=first):
-        _check_row(row, number, at)
+        check_row(row, number, at)
 
 
-def _check_row(row: Any, number: int, at: Callable[[int], str]) -> None:
+def check_row(row: Any, number: int, at: Callable[[int], str]) -> None:
     """Refuse an unusable row; `at` says where a row is."""
     text = row.get("prompt") if type(row) is dict else None
     if type(text) is str and text and text.isascii() and not text.isspace():

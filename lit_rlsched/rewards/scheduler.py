@@ -134,7 +134,7 @@ class RewardScheduler:
                 except ValueError as error:
                     raise ValueError(f"`{name}` refuses the row `{uid}`: {error}") from None
 
-    def check_columns(self, rows: Sequence[Mapping[str, Any]], data: str) -> None:
+    def check_columns(self, rows: Sequence[Mapping[str, Any]] | Any, data: str) -> None:
         """Refuse functions that cannot be called with the columns of these rows.
 
         Args:

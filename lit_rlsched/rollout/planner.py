@@ -10,6 +10,7 @@ from lit_rlsched.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from lit_rlsched.data.source import DomainSource
+    from lit_rlsched.data.stream import StreamSource
 
 
 class RoundPlanner:
@@ -26,12 +27,12 @@ class RoundPlanner:
 
     def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
         self.pool = pool
-        self.source: DomainSource | None = None
+        self.source: DomainSource | StreamSource | None = None
         """Gives the next prompts; set by `connect` once they are tokenised."""
         self.sampling = sampling
         self.num_generations = num_generations
 
-    def connect(self, source: "DomainSource") -> None:
+    def connect(self, source: "DomainSource | StreamSource") -> None:
         """Draw from `source`. A known source with the same domains keeps its position instead."""
         if self.source is None or set(self.source.domains) != set(source.domains):
             self.source = source
