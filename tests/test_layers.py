@@ -78,13 +78,14 @@ import lit_rlsched.scheduling as package
 for module in pkgutil.iter_modules(package.__path__):
     importlib.import_module(f"lit_rlsched.scheduling.{module.name}")
 from itertools import count, islice
+from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Prompt, Sampling
-engine = SimulatedEngine(length_only=True, stream=False)
-session = simulated_session(engine, 16, 201, lambda: Admission(16))
+engine = EnginePool([SimulatedEngine(length_only=True, stream=False) for _ in range(2)])
+session = simulated_session(engine, 16, 201, lambda: Admission(8))
 rule = TailRound(4, 2, 1.5)
 visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in count())
 rounds = list(islice(simulated_rounds(session, visits, Sampling(200), 2, lambda n: rule), 6))

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.policy import named_weights
@@ -162,6 +162,21 @@ def test_one_of_two_is_killed_or_stopped_in_the_middle_of_a_round(alone, two, ho
     whole = completions(draw(alone, FullRound(PROMPTS))[0])
     assert [c.token_ids for c in completions(groups)] == [c.token_ids for c in whole]
     assert sum(tokens for *_, tokens in spans) == sum(len(c.token_ids) for c in whole)
+
+
+@pytest.mark.slow
+def test_one_of_two_that_does_not_start_ends_both():
+    class Refusing(SimulatedEngine):
+        def start(self, spec):
+            if spec.index == 1:
+                raise ValueError("not with this model")
+            super().start(spec)
+
+    pool = EnginePool.of(Refusing(), 2)
+    with pytest.raises(ValueError, match="not with this model") as error:
+        pool.start(EngineSpec("", 2, 64, (1,)))
+    assert "In the process of engine 1 of 2:" in error.value.__notes__[0]
+    assert [engine.pid for engine in pool.engines] == [None, None]
 
 
 class Rounds(RolloutCallback):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.engines import ProcessEngine, SimulatedEngine
+from lit_rlsched.engines import ProcessEngine, SimulatedEngine, remote
 from lit_rlsched.engines import pool_worker as module
 from lit_rlsched.engines._engine_server import Server
 from lit_rlsched.engines.base import EngineDied, EngineSpec
@@ -27,7 +27,7 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.simulate.rounds import Unscored
+from lit_rlsched.simulate.rounds import Unscored, Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 
 LIMIT = 24
@@ -335,6 +335,49 @@ def test_gradients_overlap_once_with_steps_of_two_engines():
     trace.take_turn({0: step(0, 4, 1, ["a"], {"a": 1}), 1: step(1, 2, 1, ["b"], {"b": 1})})
     trace.worked(1.0, 5.0)
     assert trace.overlap_seconds == 3.0
+
+
+def test_the_lead_of_an_engine_is_bounded(monkeypatch):
+    """It waits in the middle of a round until its steps were taken."""
+    monkeypatch.setattr(remote, "LEAD", 4)
+    leads = []
+
+    class Watched(SimulatedEngine):
+        def jump(self, steps):
+            self.made = getattr(self, "made", 0) + 1
+            return super().jump(steps)
+
+    round = Round(0, 2, 1)
+    round.lengths = {"0/0": 24, "1/0": 24}
+    played = [Played(Watched(lambda request: 24), seed) for seed in range(2)]
+    pool = EnginePool(played)
+    pool.start(EngineSpec("", 2, 64, (1,)))
+    worker = pool.make_worker(Admission(1))
+    worker.start_trace()
+
+    def heed():
+        for engine in played:
+            while engine.child._turn():  # for as long as it may
+                pass
+            made = getattr(engine.child.server._engine, "made", 0)
+            leads.append(made - worker.trace.decode_steps)
+
+    controller = RolloutController(worker, Unscored(), seed=0, heed=heed)
+    list(controller.run(round.groups(), FullRound(2), 0))
+    assert max(leads) == 3 or max(leads) == 4
+    assert min(leads[2:-8]) > 0, "it is ahead all the time"
+
+
+def test_simulated_rounds_on_two_engines():
+    engines = [SimulatedEngine(length_only=True, stream=False) for _ in range(2)]
+    session = simulated_session(EnginePool(engines), 8, 201, lambda: Admission(4))
+    visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in range(12))
+    rule = SortedRound(3, 6, 2)
+    rounds = [*simulated_rounds(session, visits, Sampling(200), 2, lambda number: rule)]
+    trained = [group.id for drawn in rounds for group in drawn.harvest.trained]
+    assert sorted(trained) == sorted(map(str, range(12)))
+    assert all(set(drawn.trace.steps["engine"]) == {0, 1} for drawn in rounds[:1])
+    assert all(0 <= drawn.trace.bubble_ratio < 1 for drawn in rounds)
 
 
 def test_slots_of_an_engine_are_equal():
