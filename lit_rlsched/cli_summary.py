@@ -130,10 +130,10 @@ def _engine(data: RolloutDataModule) -> str:
     name, inner = data.engine.name, getattr(data.engine.engines[0], "engine", None)
     if inner is not None:
         name += f" of {type(inner).__name__}"
+    at_once = f"up to {counted(data.session.spec.slots, 'completion')} at once"
     if (engines := len(data.engine.engines)) > 1:
-        name = f"{engines} engines, each {name}"
-    decode = "decode together" if engines > 1 else "decodes"
-    return f"{name}, {decode} up to {counted(data.session.spec.slots, 'completion')} at once"
+        return f"{engines} engines ({name}), which decode {at_once}"
+    return f"{name}, decodes {at_once}"
 
 
 def _memory(module: LightningModule, data: RolloutDataModule) -> str:

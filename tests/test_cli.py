@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from lit_rlsched import cli_summary
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
     DownSampling,
@@ -21,6 +23,8 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.cli import main
+from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.engines.pool import EnginePool
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted({*(ROOT / "configs").glob("**/*.yaml")} - {ROOT / "configs/sweep.yaml"})
@@ -333,3 +337,10 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
 )
 def test_every_callback_describes_itself(callback, words):
     assert words in callback.describe() and bool(words) == bool(callback.describe())
+
+
+def test_the_number_of_engines_is_told():
+    session = SimpleNamespace(spec=SimpleNamespace(slots=12))
+    data = SimpleNamespace(engine=EnginePool.of(TransformersEngine(), 3), session=session)
+    told = "3 engines (ProcessEngine of TransformersEngine), which decode up to 12 completions"
+    assert cli_summary._engine(data) == f"{told} at once"
