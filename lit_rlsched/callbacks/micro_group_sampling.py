@@ -22,7 +22,8 @@ class MicroGroupSampling(RolloutCallback):
 
     Without this callback up to 256 completions decode at once; with vLLM on a GPU of 70 GiB or more
     up to 1,024, if the cache holds that many at half the maximum length. Each round logs the number
-    as `rollout/slots`.
+    as `rollout/slots`. With `num_engines` above 1, this is the default of each engine, and `slots`
+    and `memory_budget` are totals that the engines share equally.
 
     Args:
         slots: Maximum number of completions that decode at once (the paper's fixed slots). Refused
