@@ -211,23 +211,23 @@ def test_a_run_resumes_on_another_number_of_engines(fit, tmp_path):
             assert engines == (first if one.number < 2 else then)
         for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
             # engines in processes compute in float32, the one in this process in float64
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_pool_of_prompts_is_left_to_another_number_of_engines(fit, tmp_path):
     """Rounds that end early keep unfinished completions, none of which is lost."""
-    rounds, callbacks = Rounds(), lambda: [SortedBatching(3, mode="partial")]
+    rounds, slots = Rounds(), MicroGroupSampling(slots=6)
     saved = ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1)
     settings = {"prompts_per_round": 2, "max_completion_length": 64}
     fit(
-        callbacks=[rounds, saved, *callbacks()],
+        callbacks=[rounds, saved, SortedBatching(3, mode="partial"), slots],
         trainer={"max_epochs": 1, "enable_checkpointing": True},
         num_engines=2,
         **settings,
     )
     fit(
-        callbacks=[rounds, *callbacks()],
+        callbacks=[rounds, SortedBatching(3, mode="partial"), slots],
         trainer={"max_epochs": 3},
         ckpt_path=str(tmp_path / "last.ckpt"),
         **settings,
