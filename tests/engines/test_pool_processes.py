@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
@@ -188,19 +189,23 @@ class Rounds(RolloutCallback):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_another_number_of_engines(fit, tmp_path):
+def test_a_run_resumes_on_another_number_of_engines(fit, tmp_path, tiny_model):
     """And draws what a run on one engine draws."""
+
+    def module():  # engines in processes round their log-probs to float32: they are not used
+        return GRPOModule(tiny_model, learning_rate=1e-3, importance_sampling_mode=None)
+
     whole, double = Rounds(), {"precision": "64-true", "max_epochs": 4}
     slots = MicroGroupSampling(slots=8)
-    _, module, _ = fit(callbacks=[whole, slots], trainer=double)
+    _, alone, _ = fit(module(), callbacks=[whole, slots], trainer=double)
     for first, then in ((2, 1), (1, 2)):
         halves = Rounds()
         saved = ModelCheckpoint(tmp_path / str(first), save_last=True, every_n_epochs=1)
         save = {"max_epochs": 2, "enable_checkpointing": True}
-        fit(callbacks=[halves, slots, saved], trainer=double | save, num_engines=first)
+        fit(module(), callbacks=[halves, slots, saved], trainer=double | save, num_engines=first)
         path = str(tmp_path / str(first) / "last.ckpt")
         _, other, data = fit(
-            callbacks=[halves, slots], trainer=double, num_engines=then, ckpt_path=path
+            module(), callbacks=[halves, slots], trainer=double, num_engines=then, ckpt_path=path
         )
         assert len(data.engine.engines) == then
         for one, same in zip(halves.rounds, whole.rounds, strict=True):
@@ -209,9 +214,8 @@ def test_a_run_resumes_on_another_number_of_engines(fit, tmp_path):
             assert tokens[0] == tokens[1]
             engines = one.metrics.get("rollout/engines", 1)
             assert engines == (first if one.number < 2 else then)
-        for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
-            # engines in processes compute in float32, the one in this process in float64
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        for ours, theirs in zip(other.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow
