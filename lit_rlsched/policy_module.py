@@ -370,7 +370,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
 
     @property
     def _team(self) -> Team:
-        run = getattr(getattr(self.trainer, "datamodule", None), "run", None)
+        run = getattr(getattr(self._trainer, "datamodule", None), "run", None)
         return getattr(run, "team", None) or Team()
 
     def _divide_by_totals(self, step: OptimizerStep) -> None:

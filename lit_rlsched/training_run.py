@@ -182,7 +182,7 @@ class TrainingRun:
         data = self._data
         self.settings = FitSettings(self._trainer, data.steps_per_epoch)
         self.clock.start()
-        describe_runs(self._trainer, data.engine.name)
+        describe_runs(self._trainer, data.engine)
 
     def finish(self) -> None:
         """Stop the clock, and give the Trainer its settings back."""

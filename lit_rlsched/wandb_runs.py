@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run_config import algorithm, run_name, schedule
 
 AXES = ("rollout/round", "num_tokens", "time/total")
@@ -24,19 +25,19 @@ def wandb_loggers(trainer: Trainer) -> Iterator[WandbLogger]:
         yield from (one for one in trainer.loggers if isinstance(one, WandbLogger))
 
 
-def describe_runs(trainer: Trainer, engine: str) -> None:
+def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
     """Give each W&B run tags, x-axes and, if its logger has no `name`, a name.
 
     Args:
         trainer: Trainer with its module and callbacks.
-        engine: Name of the engine's class.
+        engine: The run's engine.
     """
     step = {"step_metric": "trainer/global_step", "step_sync": True}  # as `WandbLogger` does
     for logger in wandb_loggers(trainer):
         run: Any = logger.experiment
         if logger._name is None and "WANDB_NAME" not in os.environ:
             run.name = run_name(trainer)
-        tags = (algorithm(trainer.lightning_module), *schedule(trainer), engine)
+        tags = (algorithm(trainer.lightning_module), *schedule(trainer), engine.name)
         run.tags = tuple(dict.fromkeys((*(run.tags or ()), *tags)))
         for name in AXES:
             run.define_metric(name)

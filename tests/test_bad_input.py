@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -421,8 +422,8 @@ def test_accumulation_of_a_module_that_does_it_itself(fit):
 
 def test_several_processes(sums, digits):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
-    data.trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(MisconfigurationException, match=r"runs 2 processes.*Use `devices=1"):
+    data.trainer = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
+    with pytest.raises(MisconfigurationException, match=r"FSDPStrategy.*2 processes.*ddp"):
         data.setup("fit")
 
 
