@@ -177,7 +177,7 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
     given = config.trainer.default_root_dir
     if config.ckpt_path == "last":
         trained = Path(given) if given is not None else newest_folder(root)
-        config.ckpt_path = trained and _last(trained, config)
+        config.ckpt_path = trained and _last(trained, config, "Checkpoint of")
         if config.ckpt_path is None:
             raise ValueError(
                 f"`ckpt_path=last`: there is no checkpoint in `{trained or root}`. Name one with "
@@ -186,12 +186,13 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
     return Path(given) if given is not None else new_folder(root, subcommand)
 
 
-def _last(folder: Path, config: Namespace) -> str | None:
+def _last(folder: Path, config: Namespace, verb: str = "The run resumes in") -> str | None:
     path = newest_checkpoint(folder, *_checkpoint_folders(config))
     if path is None:
-        rank_zero_info(f"There is no checkpoint in `{folder}`: the run starts from scratch.")
+        if verb == "The run resumes in":
+            rank_zero_info(f"There is no checkpoint in `{folder}`: the run starts from scratch.")
         return None
-    rank_zero_info(f"The run resumes in `{folder}`.")
+    rank_zero_info(f"{verb} `{folder}`: `{path.name}`.")
     return str(path)
 
 

@@ -60,8 +60,13 @@ def new_folder(root: Path, kind: str = "version") -> Path:
 
 
 def newest_folder(root: Path) -> Path | None:
-    """Return the `root/version_N` with the largest N."""
-    return max(_numbered(root, "version"), default=(0, None))[1]
+    """Return the newest `root/version_N` with a checkpoint; the newest of all if none has one.
+
+    A run with a wrong setting leaves a folder, and one that was killed early has nothing to resume.
+    """
+    folders = [folder for _, folder in sorted(_numbered(root, "version"), reverse=True)]
+    found = (folder for folder in folders if next(folder.rglob("*.ckpt"), None) is not None)
+    return next(found, folders[0] if folders else None)
 
 
 def _numbered(root: Path, kind: str) -> list[tuple[int, Path]]:
