@@ -19,7 +19,7 @@ extensions = [
     "reference",
     "llms_txt",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
 html_theme = "furo"
 html_title = f"lit_rlsched {release}"
 html_static_path = ["static"]

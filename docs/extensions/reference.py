@@ -95,7 +95,25 @@ def expand(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+_HIDDEN = "\N{MODIFIER LETTER COLON}"
+
+
+def hide_colon(app: Sphinx, what: str, *rest: Any) -> None:
+    """Hide the colons in an attribute's first line, before which napoleon expects a type."""
+    lines: list[str] = rest[-1]
+    if what in ("attribute", "data", "property"):
+        lines[:1] = [line.replace(":", _HIDDEN) for line in lines[:1]]
+
+
+def show_colon(app: Sphinx, what: str, *rest: Any) -> None:
+    """Show them again."""
+    lines: list[str] = rest[-1]
+    lines[:1] = [line.replace(_HIDDEN, ":") for line in lines[:1]]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the extension."""
     app.connect("source-read", expand)
+    app.connect("autodoc-process-docstring", hide_colon, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", show_colon, priority=600)
     return {"parallel_read_safe": True}
