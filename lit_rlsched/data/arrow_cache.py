@@ -27,22 +27,30 @@ def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> 
     One process writes; the others of the machine wait for it and map the same file.
 
     Args:
-        key: Name of the content. `None`: a temporary file, for content that has no stable name.
+        key: Name of the content. `None`: a temporary file, for content that has no stable name. A
+            folder that cannot be written has the same effect.
         batches: Makes the content, of at least one row.
     """
-    if key is None:
+    if key is None or not _writable(cache_folder()):
         with TemporaryDirectory(prefix="lit_rlsched-") as folder:
             path = Path(folder, "rows.arrow")
             _write(path, batches())
             return _map(path)  # the mapping outlives the name of the file
     path = cache_folder() / f"{key}.arrow"
-    path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
             _write(unfinished, batches())
             unfinished.replace(path)
     return _map(path)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def digest(*parts: object) -> str:

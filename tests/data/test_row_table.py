@@ -228,6 +228,16 @@ def test_processes_that_start_together_write_once() -> None:
     assert all(table.to_pydict() == {"x": [1, 2, 3]} for table in results)
 
 
+def test_without_a_cache_that_can_be_written_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
+    for number in (1, 2):
+        table = mapped("key", lambda: iter([pa.record_batch({"x": [number]})]))  # noqa: B023
+        assert table.to_pydict() == {"x": [number]}
+
+
 def test_an_error_while_writing_leaves_no_file() -> None:
     def broken() -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"x": [1]})
