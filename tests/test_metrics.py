@@ -153,6 +153,7 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
             engine=ProcessEngine(TransformersEngine()),
             **short,
         ),
+        fit(num_engines=2, trainer={"max_epochs": 1}, **short),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {
