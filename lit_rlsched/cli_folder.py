@@ -81,19 +81,21 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
         _refuse_best(config)
     if config.trainer.fast_dev_run:
         return None
-    if getattr(rank_zero_only, "rank", 0):  # of torchrun, SLURM or Lightning
-        folder = _follow(config)
-        config.trainer.default_root_dir = str(folder)
-        config.trainer.logger = _loggers(config.trainer.logger, str(folder))
-        return folder
+    leads = not getattr(rank_zero_only, "rank", 0)  # of torchrun, SLURM or Lightning
+    folder = _lead(config, subcommand) if leads else _follow(config)
+    config.trainer.default_root_dir = str(folder)
+    config.trainer.logger = _loggers(config.trainer.logger, str(folder))
+    if leads and subcommand == "fit":
+        _continue_wandb_runs(config, folder)
+    return folder
+
+
+def _lead(config: Namespace, subcommand: str) -> Path:
+    """Choose the folder, and tell the ranks that Lightning starts."""
     root = Path("runs") / _name(config)
     folder = _fit(config, root) if subcommand == "fit" else _evaluate(config, root, subcommand)
     atexit.register(remove_unused, folder)
     os.environ[_OF_RANKS] = json.dumps([str(folder), config.ckpt_path])
-    config.trainer.default_root_dir = str(folder)
-    config.trainer.logger = _loggers(config.trainer.logger, str(folder))
-    if subcommand == "fit":
-        _continue_wandb_runs(config, folder)
     return folder
 
 
@@ -177,7 +179,7 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
     given = config.trainer.default_root_dir
     if config.ckpt_path == "last":
         trained = Path(given) if given is not None else newest_folder(root)
-        config.ckpt_path = trained and _last(trained, config, "Checkpoint of")
+        config.ckpt_path = trained and _last(trained, config, resumes=False)
         if config.ckpt_path is None:
             raise ValueError(
                 f"`ckpt_path=last`: there is no checkpoint in `{trained or root}`. Name one with "
@@ -186,14 +188,15 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
     return Path(given) if given is not None else new_folder(root, subcommand)
 
 
-def _last(folder: Path, config: Namespace, verb: str = "The run resumes in") -> str | None:
+def _last(folder: Path, config: Namespace, resumes: bool = True) -> str | None:
     path = newest_checkpoint(folder, *_checkpoint_folders(config))
-    if path is None:
-        if verb == "The run resumes in":
-            rank_zero_info(f"There is no checkpoint in `{folder}`: the run starts from scratch.")
-        return None
-    rank_zero_info(f"{verb} `{folder}`: `{path.name}`.")
-    return str(path)
+    if path is not None:
+        what = "The run resumes in" if resumes else "Checkpoint of"
+        rank_zero_info(f"{what} `{folder}`: `{path.name}`.")
+        return str(path)
+    if resumes:
+        rank_zero_info(f"There is no checkpoint in `{folder}`: the run starts from scratch.")
+    return None
 
 
 def _checkpoint_folders(config: Namespace) -> Iterator[Path]:

@@ -190,14 +190,10 @@ class RolloutDataModule(LightningDataModule):
             MisconfigurationException: the Trainer's strategy is not supported, or the data set of
                 `stage` is missing.
         """
-        assert self.trainer is not None
         self.run.join()
         stage = TrainerFn(stage).value  # messages would show the enum's name
         if stage == "fit":
             self.run.begin()
-            checks.check_group_size(self.num_generations, self.run.learner.needs_group)
-            if self.run.learner.needs_engine_logprobs(off_policy=False):
-                checks.check_logprobs("`old_logprobs='engine'`", self.engine, self.sampling)
             self._read("train", stage)
             if self.val_data is not None:
                 self._read("val", stage)

@@ -1,7 +1,7 @@
 """Several processes of a run: messages from the leader to the others, and what they do together."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -64,8 +64,8 @@ class DistributedTeam(Team):
         finally:
             deque(values, maxlen=0)  # the other ranks go through all of it
 
-    def share(self, name: str, task: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        if not items:
+    def share(self, name: str, task: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        if not (items := list(items)):
             return []
         self._ask(_SHARE, name, items)
         return self._share(task, items)

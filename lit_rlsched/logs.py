@@ -52,21 +52,17 @@ class StepMetrics:
         """Add the metrics of one micro-batch with `weight` tokens."""
         self._weight += weight
         for name, value in metrics.items():
-            if (best := _extreme(name)) is None:
-                value = value * weight
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
-            else:
-                self._sums[name] = best(self._sums.get(name, value), value)
+            self._merge(name, value if _extreme(name) else value * weight)
 
     def add(self, other: "StepMetrics") -> None:
         """Add the micro-batches of another rank."""
         self._weight += other._weight
         for name, value in other._sums.items():
-            if name not in self._sums:
-                self._sums[name] = value
-            else:
-                add = _extreme(name) or torch.add
-                self._sums[name] = add(self._sums[name], value.to(self._sums[name].device))
+            self._merge(name, value)
+
+    def _merge(self, name: str, value: Tensor) -> None:
+        add = _extreme(name) or torch.add
+        self._sums[name] = add(self._sums[name], value) if name in self._sums else value
 
     def to(self, device: torch.device | str) -> "StepMetrics":
         """Return a copy on another device."""

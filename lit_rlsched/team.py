@@ -1,6 +1,6 @@
 """The processes of a run: one draws the rollouts, and all of them run the policy together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ class Team:
         """Iterate over a task on every rank, and yield the leader's values; inside of `lead`."""
         return task(*args)
 
-    def share(self, name: str, task: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Divide items among the ranks; return the task's results in order; inside of `lead`."""
-        return [task(item) for item in items]
+    def share(self, name: str, task: Callable[[T], R], items: Iterable[T]) -> Iterable[R]:
+        """Divide items among the ranks; give the task's results in order; inside of `lead`."""
+        return map(task, items)
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of the ranks."""

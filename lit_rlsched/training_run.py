@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
-from lit_rlsched.checks import check_same_ranks, check_strategy
+from lit_rlsched.checks import check_group_size, check_logprobs, check_same_ranks, check_strategy
 from lit_rlsched.clock import Clock
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.data.stream import StreamSource
@@ -178,11 +178,18 @@ class TrainingRun:
         return {name: getattr(self._data, name) for name in _SAME_ON_RESUME}
 
     def begin(self) -> None:
-        """Read the Trainer's settings, start the clock, and describe the run to W&B."""
+        """Read the Trainer's settings, start the clock, describe the run to W&B, and check it.
+
+        Raises:
+            ValueError: data module and module contradict each other.
+        """
         data = self._data
         self.settings = FitSettings(self._trainer, data.steps_per_epoch)
         self.clock.start()
         describe_runs(self._trainer, data.engine)
+        check_group_size(data.num_generations, self.learner.needs_group)
+        if self.learner.needs_engine_logprobs(off_policy=False):
+            check_logprobs("`old_logprobs='engine'`", data.engine, data.sampling)
 
     def finish(self) -> None:
         """Stop the clock, and give the Trainer its settings back."""
@@ -197,10 +204,9 @@ class TrainingRun:
         tasks: dict[str, Any] = {}
         if not self.team.leads:
             module = self._trainer.lightning_module
-            start: Callable[..., Any] = getattr(module, "on_round_start", lambda plan: None)
             tasks = {
                 **self._data.startup.policy_reader.tasks,
-                "round_start": start,
+                "round_start": partial(fire_in_module, self._trainer, "on_round_start"),
                 "score": self.update.score,
                 "accumulate": self._accumulate,
                 "sharing": getattr(module, "decide_sharing", None),
@@ -239,8 +245,8 @@ class TrainingRun:
         trainer = self._trainer
         self._parts = []
         round, self.counters = self.lead(self._draw)
-        self.current, self._start, self._empty_steps = round, round.version, 0
         if not self.team.leads:
+            self.current, self._start, self._empty_steps = round, round.version, 0
             round.accumulated = self._parts
             fire_in_module(trainer, "on_round_end", round)
         log_now(trainer, self.position | round.metrics)

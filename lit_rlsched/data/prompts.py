@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lit_rlsched.data.arrow_cache import BATCH, digest, mapped
-from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.row_table import Row, RowTable, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.uids import UidIndex
 from lit_rlsched.types import Prompt
@@ -41,6 +41,7 @@ class Prompts(Sequence[Prompt]):
 
     def __init__(self, rows: RowTable, tokens: pa.Table, numbers: NDArray[np.int64]) -> None:
         self._rows = rows
+        self._tokens = tokens
         self._token_ids = tokens["token_ids"]
         self._hashes = tokens["hash"]
         self.numbers = numbers
@@ -69,9 +70,12 @@ class Prompts(Sequence[Prompt]):
                 number = next(wanted, None)
 
     def _prompt(self, number: int, row: Row, token_ids: list[int]) -> Prompt:
-        columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
         uid = self._rows.uids[number].as_py()
-        return Prompt(uid, row["prompt"], tuple(token_ids), columns)
+        return Prompt(uid, row["prompt"], tuple(token_ids), other_columns(row))
+
+    def subset(self, positions: Sequence[int]) -> "Prompts":
+        """Return the prompts at these positions."""
+        return Prompts(self._rows, self._tokens, self.numbers[np.asarray(positions)])
 
     @cached_property
     def uids(self) -> pa.StringArray:

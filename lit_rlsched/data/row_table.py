@@ -139,6 +139,11 @@ def record_batch(
     )
 
 
+def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that reward functions get, besides prompt and uid."""
+    return {name: value for name, value in row.items() if name not in ("prompt", "uid")}
+
+
 def row_uid(row: Mapping[str, Any], number: int) -> str:
     """Return the column `uid`, or a hash of all columns.
 

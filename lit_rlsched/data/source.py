@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -132,15 +132,24 @@ class PromptSource:
                 f"one ({self._fingerprint}). Resume with the same prompts in the same order, or "
                 "start a new run from the weights alone."
             )
-        for name in ("seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"The checkpoint was made with `{name}={state[name]}`, this run has `{name}="
-                    f"{getattr(self, name)}`: the order of the prompts would change within a pass. "
-                    f"Resume with `{name}={state[name]}`."
-                )
+        check_same_order(state, self.seed, self.shuffle)
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         self._deferred = [(int(index), int(epoch)) for index, epoch in state["deferred"]]
+
+
+def check_same_order(state: Mapping[str, Any], seed: int, shuffle: bool) -> None:
+    """Refuse a position in prompts that come in another order.
+
+    Raises:
+        ValueError: names the setting, both values and the fix.
+    """
+    for name, ours in (("seed", seed), ("shuffle", shuffle)):
+        if state[name] != ours:
+            raise ValueError(
+                f"The checkpoint was made with `{name}={state[name]}`, this run has `{name}="
+                f"{ours}`: the order of the prompts would change within a pass. "
+                f"Resume with `{name}={state[name]}`."
+            )
 
 
 class DomainSource:
@@ -215,32 +224,9 @@ def _names(domains: Iterable[str | None]) -> str:
     return f"the domains {named}" if named else "one domain"
 
 
-class _Part(Sequence[Prompt]):
-    """Those of the prompts of a data set that are at some positions."""
-
-    def __init__(self, prompts: Sequence[Prompt], positions: NDArray[np.int64], uids: Any) -> None:
-        self._prompts = prompts
-        self._positions = positions
-        self.uids = uids
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    @overload
-    def __getitem__(self, at: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Prompt]: ...
-    def __getitem__(self, at: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        return self._prompts[int(self._positions[at])]
-
-
 def _part(prompts: Sequence[Prompt], positions: list[int]) -> Sequence[Prompt]:
-    uids = getattr(prompts, "uids", None)
-    if uids is None:
-        return [prompts[position] for position in positions]
-    return _Part(prompts, np.array(positions), uids.take(pa.array(positions)))
+    subset: Callable[[list[int]], Sequence[Prompt]] | None = getattr(prompts, "subset", None)
+    return [prompts[position] for position in positions] if subset is None else subset(positions)
 
 
 @lru_cache(maxsize=4)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lit_rlsched.data.row_table import Row, row_uid
+from lit_rlsched.data.row_table import Row, other_columns, row_uid
 from lit_rlsched.data.rows import check_row, is_json
-from lit_rlsched.data.source import Draw
+from lit_rlsched.data.source import Draw, check_same_order
 from lit_rlsched.types import Group, Prompt
 
 BUFFER = 1000
@@ -118,7 +118,7 @@ class StreamSource:
                 f"{at} has values that JSON cannot hold, so that no checkpoint could keep the row. "
                 "Convert them (`stream.map(...)`) or remove their column."
             )
-        columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
+        columns = other_columns(row)
         self._check(uid, columns)
         token_ids = self._tokenize(row["prompt"])
         if not 0 < len(token_ids) <= self.max_prompt_length:
@@ -204,13 +204,7 @@ class StreamSource:
             raise ValueError(
                 f"The checkpoint was made with a data set, and `train_data` is a stream. {fix}"
             )
-        for name in ("seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"The checkpoint was made with `{name}={state[name]}`, this run has `{name}="
-                    f"{getattr(self, name)}`: the order of the prompts would change within a pass. "
-                    f"Resume with `{name}={state[name]}`."
-                )
+        check_same_order(state, self.seed, self.shuffle)
         self._begin(int(state["epoch"]))
         for _ in range(int(state["offset"])):
             if self._next() is None:

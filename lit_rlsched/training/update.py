@@ -76,13 +76,13 @@ class Update:
         learner = self.learner
         step = OptimizerStep(part.samples, self.micro_batch_tokens, row_cost=learner.row_cost)
         with self.forward_context():  # around all, which casts the weights once
-            scores = self.team.share("score", self.score, list(step))
-        for samples, scored in zip(step.micro_batches, scores, strict=True):
-            for name, values in scored.items():
-                rows = values.double().numpy()
-                for sample, logprobs in zip(samples, rows, strict=True):
-                    length = len(sample.completion.token_ids)
-                    setattr(sample.completion, name, array("d", logprobs[:length].tobytes()))
+            scores = self.team.share("score", self.score, step)
+            for samples, scored in zip(step.micro_batches, scores, strict=True):
+                for name, values in scored.items():
+                    rows = values.double().numpy()
+                    for sample, logprobs in zip(samples, rows, strict=True):
+                        length = len(sample.completion.token_ids)
+                        setattr(sample.completion, name, array("d", logprobs[:length].tobytes()))
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
