@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from written_rows import written
 
 from lit_rlsched.data import prompts as prompts_module
 from lit_rlsched.data import rows as rows_module
@@ -69,25 +69,6 @@ def plain_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> list[Prompt]:
         columns = {name: value for name, value in named.items() if name != "prompt"}
         prompts.setdefault(uid, Prompt(uid, row["prompt"], tuple(ids), columns))
     return list(prompts.values())
-
-
-def written(tmp_path: Path, kind: str, rows: list[dict[str, Any]]) -> Any:
-    path = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    elif kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "parquet":
-        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
-    elif kind == "saved":
-        datasets.Dataset.from_list(rows).save_to_disk(str(path))
-    elif kind == "dataset":
-        return datasets.Dataset.from_list(rows)
-    elif kind == "selected":
-        return datasets.Dataset.from_list(rows[::-1]).select(range(len(rows) - 1, -1, -1))
-    else:
-        return rows
-    return str(path)
 
 
 KINDS = ["jsonl", "json", "parquet", "saved", "dataset", "selected", "list"]

@@ -7,12 +7,11 @@ from typing import Any
 
 import datasets
 import jsonargparse
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from written_rows import written
 
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import Rows, load_rows
@@ -39,32 +38,11 @@ def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(f"p{i}", str(i), (i,)) for i in range(count)]
 
 
-def written(tmp_path: Path, kind: str) -> Any:
-    path = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
-    elif kind == "json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "parquet":
-        pa.parquet.write_table(pa.Table.from_pylist(ROWS), path)
-    elif kind == "saved":
-        datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
-    elif kind == "saved splits":
-        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(path))
-    elif kind == "dataset":
-        return datasets.Dataset.from_list(ROWS)
-    elif kind == "list":
-        return ROWS
-    else:
-        return Fixed()
-    return str(path)
-
-
 @pytest.mark.parametrize(
     "kind", ["jsonl", "json", "parquet", "saved", "saved splits", "dataset", "list", "task"]
 )
 def test_every_container_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
-    assert list(load_rows(written(tmp_path, kind))) == ROWS
+    assert list(load_rows(Fixed() if kind == "task" else written(tmp_path, kind, ROWS))) == ROWS
 
 
 def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from sampled_groups import GENERATIONS, PROMPTS, plan
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
@@ -24,27 +25,14 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.training.weight_sync import WeightSync
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
-PROMPTS, GENERATIONS, LIMIT = 6, 3, 200
-
-
-def plan():
-    return [
-        Group(
-            f"{p}@0",
-            Prompt(str(p), f"prompt {p}", tuple(4 + (7 * i + p) % 60 for i in range(10 + p))),
-            Sampling(LIMIT),
-            [Completion(i) for i in range(GENERATIONS)],
-        )
-        for p in range(PROMPTS)
-    ]
+LIMIT = 200
 
 
 def draw(engine, rule, slots=12, on_group=lambda group: None):
     """Groups after a round, who ran when, and the round's state."""
     worker = engine.make_worker(Admission(slots // len(engine.engines)))
-    trace, groups = worker.start_trace(), plan()
+    trace, groups = worker.start_trace(), plan(LIMIT)
     controller = RolloutController(worker, Unscored(), seed=1, on_group=on_group)
     list(controller.run(groups, rule, 0))
     assert not worker.busy and engine.stats().running == 0
@@ -119,7 +107,7 @@ def test_how_slow_each_engine_is_changes_nothing(alone, two, name):
 
 
 def test_the_check_after_a_sync_names_the_engine(two, spec, policy, folder):
-    sync = WeightSync(two, spec, policy, probe=[group.prompt for group in plan()[:2]])
+    sync = WeightSync(two, spec, policy, probe=[group.prompt for group in plan(LIMIT)[:2]])
     assert sync(1)["sync/max_logp_diff"] < 1e-6
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     (folder / "engine 1").touch()
@@ -253,7 +241,9 @@ def test_two_vllm_engines_draw_what_one_draws(tiny_model, make_policy):
     for engine in (VLLMEngine(), EnginePool.of(VLLMEngine(), 2)):
         engine.start(spec)
         try:
-            sync = WeightSync(engine, spec, policy, probe=[group.prompt for group in plan()[:2]])
+            sync = WeightSync(
+                engine, spec, policy, probe=[group.prompt for group in plan(LIMIT)[:2]]
+            )
             assert sync(0)["sync/max_logp_diff"] < 1e-4
             engine.wake()
             drawn.append(completions(draw(engine, FullRound(PROMPTS), 6)[0]))

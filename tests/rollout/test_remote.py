@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from sampled_groups import GENERATIONS, PROMPTS, plan
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
 from lit_rlsched.engines.base import EngineBroken, EngineSpec
@@ -27,9 +28,9 @@ from lit_rlsched.scheduling.length_prediction import SiblingMax
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
+from lit_rlsched.types import Group, Request, Sampling
 
-PROMPTS, GENERATIONS, LIMIT = 6, 3, 400
+LIMIT = 400
 POLICIES = {
     "full": FullRound(PROMPTS),
     "tail": TailRound(4, GENERATIONS, 1.5, patience=1e9),
@@ -37,18 +38,6 @@ POLICIES = {
     "on policy": SortedRound(2, PROMPTS, GENERATIONS),
     "partial": SortedRound(2, PROMPTS, GENERATIONS, mode="partial"),
 }
-
-
-def plan():
-    return [
-        Group(
-            f"{p}@0",
-            Prompt(str(p), f"prompt {p}", tuple(4 + (7 * i + p) % 60 for i in range(10 + p))),
-            Sampling(LIMIT),
-            [Completion(i) for i in range(GENERATIONS)],
-        )
-        for p in range(PROMPTS)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +72,7 @@ class Bench:
             lengths=lengths,
             on_group=on_group or (lambda group: None),
         )
-        trace, groups = worker.start_trace(), plan()
+        trace, groups = worker.start_trace(), plan(LIMIT)
         feedback = Feedback(more=more) if more else None
         list(controller.run(groups, rule, 0, predict=True, feedback=feedback))
         assert not worker.busy and self.engine.stats().running == 0
@@ -176,7 +165,7 @@ def test_more_groups_while_the_round_decodes(here, there):
     def more_of(waiting):
         return lambda group: waiting.pop() if waiting else None
 
-    spare = [Group(f"{g.id}+", g.prompt, g.sampling, g.completions) for g in plan()[:2]]
+    spare = [Group(f"{g.id}+", g.prompt, g.sampling, g.completions) for g in plan(LIMIT)[:2]]
     figures = [
         bench.run(FullRound(PROMPTS), 4, more=more_of([g.copy() for g in spare]))[1:]
         for bench in (here, there)
