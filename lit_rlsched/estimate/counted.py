@@ -9,10 +9,11 @@ from lit_rlsched.engines.base import Footprint, Sizes
 from lit_rlsched.estimate.live import storage_bytes
 from lit_rlsched.estimate.report import device_memory
 from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.sharding import local
 
 
 def counted_peaks(module: LightningModule, datamodule: RolloutDataModule) -> tuple[int, int]:
-    """Return the bytes of weights, gradients, optimizer state and engine of a started run.
+    """Return rank 0's bytes of weights, gradients, optimizer state and engine in a started run.
 
     Activations and the temporaries of decode steps are left out. `Ledger` measures them on fake
     tensors, which takes longer.
@@ -26,8 +27,8 @@ def counted_peaks(module: LightningModule, datamodule: RolloutDataModule) -> tup
     """
     references: list[Any] = getattr(module, "_reference", [])
     models = [module, *references]
-    weights = storage_bytes(t for m in models for t in (*m.parameters(), *m.buffers()))
-    gradients = storage_bytes(p for p in module.parameters() if p.requires_grad)
+    weights = storage_bytes(local(t) for m in models for t in (*m.parameters(), *m.buffers()))
+    gradients = storage_bytes(local(p) for p in module.parameters() if p.requires_grad)
     state = 2 * gradients  # AdamW's
     streams = datamodule.schedule.streaming is not None
     engine = _footprint(module, datamodule)

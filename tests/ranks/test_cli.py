@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,11 @@ def fit(folder, *args, start=("-m",)):
     return done
 
 
+def counted(output):
+    """MiB in the update, as the summary at the start says."""
+    return float(re.search(r"([\d.]+) MiB in\s+the update", output)[1])
+
+
 @pytest.mark.parametrize("start", [("-m",), TORCHRUN], ids=["lightning", "torchrun"])
 def test_two_processes_write_one_run_that_resumes(tmp_path, start):
     folder = tmp_path / "run"
@@ -50,9 +56,11 @@ def test_two_processes_write_one_run_that_resumes(tmp_path, start):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("Next:") == 1
     assert done.stdout.count("round 2/2:") == 1
+    whole = counted(done.stdout)
     longer = ["--ckpt_path=last", "--trainer.max_epochs=3", "--trainer.strategy=fsdp2"]
     done = fit(tmp_path, *longer, options[1], start=start)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert counted(done.stdout) < whole  # a rank of FSDP2 has a part of the policy
     assert done.stdout.count("round 3/3:") == 1 and "round 2/3" not in done.stdout
     rows = csv.DictReader((folder / "metrics/version_0/metrics.csv").open())
     assert [int(float(row["rollout/round"])) for row in rows if row.get("reward")]
