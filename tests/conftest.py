@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import hypothesis
 import pytest
 import torch
@@ -29,6 +30,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from lit_rlsched.engines import child
+from lit_rlsched.processes import ChildProcess
 
 pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
 torch.set_num_threads(1)
@@ -52,9 +56,11 @@ gc.freeze = gc.unfreeze = lambda: None
 frozen_modules = 0
 
 
-def pytest_runtest_setup() -> None:
-    """Freeze the imported modules whenever many have been added; let vLLM wrap kernels once."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork engines' processes, freeze the imported modules, let vLLM wrap kernels once."""
     global frozen_modules
+    spawns = item.get_closest_marker("spawned") is not None
+    child.ChildProcess = ChildProcess if spawns else forked.EngineProcess  # type: ignore[misc]
     if (cpu := sys.modules.get("vllm.platforms.cpu")) is not None:
         register = cpu.CpuPlatform.register_triton_kernel_overrides
         if not hasattr(register, "cache_info"):

@@ -5,6 +5,7 @@ worker of the tests has one such server, which starts with the first call.
 """
 
 import gc
+import io
 import multiprocessing
 import os
 import runpy
@@ -12,9 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lit_rlsched.engines import _engine_server
+from lit_rlsched.processes import ChildProcess
 
 IMPORTS = [
     "vllm.v1.engine.llm_engine",
@@ -25,6 +29,13 @@ IMPORTS = [
 ]
 
 
+def server() -> Any:
+    """The context whose processes are forks of a process that has done the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    return context
+
+
 def run(
     function: Callable,
     *arguments: Any,
@@ -33,12 +44,10 @@ def run(
     environment: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
     """Call a function in a fork, in a session of its own; its exit status and what it printed."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(IMPORTS)
     with tempfile.TemporaryDirectory() as place:
         logs = [Path(place, name) for name in ("stdout", "stderr")]
         called = function, arguments, os.fspath(folder), dict(environment), logs
-        process = server.Process(target=call, args=called)
+        process = server().Process(target=call, args=called)
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -57,9 +66,69 @@ def call(
     os.environ.update(environment)
     for log, stream in zip(logs, (sys.stdout, sys.stderr), strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
-    gc.freeze()  # vLLM collects garbage again and again, and thaws what is frozen
-    gc.freeze = gc.unfreeze = lambda: None
+    keep_frozen()
     sys.exit(function(*arguments))
+
+
+class EngineProcess(ChildProcess):
+    """The process of an engine as a fork of the server, in place of a new Python."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        lifeline, held = multiprocessing.Pipe(duplex=False)
+        ready, tells = multiprocessing.Pipe(duplex=False)
+        given = arguments[-1], theirs, lifeline, tells, dict(environment)
+        process = server().Process(target=serve, args=given, daemon=True)
+        process.start()
+        self.process: Any = Joined(process)
+        self._lifeline = os.dup(held.fileno())
+        for end in (theirs, lifeline, held, tells):
+            end.close()
+        ready.recv()  # from here on it has a process group of its own
+        ready.close()
+
+
+class Joined:
+    """What `ChildProcess` needs of `subprocess.Popen`."""
+
+    def __init__(self, process: Any) -> None:
+        self._process, self.pid = process, process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("the engine", timeout or 0.0)
+        return self.returncode
+
+
+def serve(
+    cores: str, connection: Any, lifeline: Any, tells: Any, environment: Mapping[str, str]
+) -> None:
+    os.setsid()
+    tells.send(None)
+    tells.close()
+    multiprocessing.current_process()._config["daemon"] = False  # may have children
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    keep_frozen()
+    _engine_server.main(cores, os.dup(connection.fileno()), lifeline.fileno(), os.getppid())
+
+
+def keep_frozen() -> None:
+    """Keep vLLM, which collects garbage again and again, from thawing what is frozen."""
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def script(path: str, stdin: str, *arguments: str) -> None:
+    """`python PATH` with these arguments and this input."""
+    sys.argv, sys.stdin = [path, *arguments], io.StringIO(stdin)
+    runpy.run_path(path, run_name="__main__")
 
 
 def command_line(*arguments: str) -> None:

@@ -208,4 +208,5 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
 
 def _interactive() -> bool:
-    return sys.stdout.isatty() or "ipykernel" in sys.modules
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return sys.stdout.isatty() or hasattr(shell, "kernel")  # the latter in a notebook

@@ -234,6 +234,7 @@ def test_a_pool_of_prompts_is_left_to_another_number_of_engines(fit, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.spawned
 def test_two_vllm_engines_draw_what_one_draws(tiny_model, make_policy):
     policy = make_policy(tiny_model)
     spec = EngineSpec(tiny_model, 12, LIMIT + 48, (1,), policy=policy)

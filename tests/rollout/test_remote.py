@@ -346,6 +346,7 @@ def test_errors_are_those_of_the_engine(there):
 
 
 @pytest.mark.slow
+@pytest.mark.spawned
 def test_one_that_keeps_dying_stops_the_run(tiny_model, make_policy, scheduler):
     class Dying(SimulatedEngine):
         """Takes no request."""
