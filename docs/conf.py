@@ -30,6 +30,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "off"  # the notebook is stored with its output, which a test repeats
 
 default_role = "code"  # docstrings write `code` as Markdown does
+add_module_names = False  # names are imported from the package that lists them
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"

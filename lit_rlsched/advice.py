@@ -1,16 +1,27 @@
 """Warnings about runs that will learn little or nothing, with what to change."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_rlsched.precision import trains_in_half
+from lit_rlsched.text import percent
 from lit_rlsched.training.round import Round, reward_matrix
 
 EQUAL_ROUNDS = 5
 """Number of rounds in a row in which all compared rewards are equal before a warning."""
+MOSTLY_EQUAL_ROUNDS = 20
+"""Number of rounds over which the share of prompts with equal rewards is averaged."""
+MOSTLY_EQUAL = 0.8
+"""Average share of prompts with equal rewards from which a run is warned."""
+_WHAT_TO_DO = (
+    "Use easier or harder prompts, more `num_generations`, a higher `temperature`, or "
+    "`DynamicSampling`; docs/howto/reward_stays_zero.md goes through the causes."
+)
 _OPTIMIZER_KEYS = {
     "learning_rate": ("initial_lr", "lr"),  # a scheduler changes `lr` and keeps `initial_lr`
     "betas": ("betas",),
@@ -24,7 +35,7 @@ class Advice:
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        self._equal_rounds = 0
+        self._equal_shares: deque[float] = deque(maxlen=MOSTLY_EQUAL_ROUNDS)
 
     def at_start(
         self,
@@ -64,11 +75,12 @@ class Advice:
         """
         rewards = reward_matrix(round.groups, weights)
         rewards = rewards if in_groups else rewards.view(1, -1)
-        self._equal_rounds = self._equal_rounds + 1 if all_equal(rewards) else 0
+        self._equal_shares.append(float(equal(rewards).double().mean()))
         reasons = [c.finish_reason for c in round.completions]
         return self._once(
             all_cut=all_cut(reasons, limit),
-            equal_rewards=equal_rewards(rewards, self._equal_rounds),
+            equal_rewards=equal_rewards(rewards, self._equal_shares),
+            mostly_equal=mostly_equal(self._equal_shares) if in_groups else None,
         )
 
     def _once(self, **found: str | None) -> list[str]:
@@ -77,13 +89,13 @@ class Advice:
         return list(new.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which warnings were given and for how many rounds rewards have been equal."""
-        return {"said": sorted(self._given), "equal_rounds": self._equal_rounds}
+        """Return which warnings were given and how often rewards have been equal."""
+        return {"said": sorted(self._given), "equal_shares": list(self._equal_shares)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the state of the resumed run to the warnings that were given since this start."""
         self._given |= set(state.get("said", ()))
-        self._equal_rounds = state.get("equal_rounds", 0)
+        self._equal_shares.extend(state.get("equal_shares", ()))
 
 
 def no_eos(eos_token_ids: Sequence[int]) -> str | None:
@@ -121,24 +133,39 @@ def all_cut(finish_reasons: Sequence[str | None], limit: int) -> str | None:
     )
 
 
-def all_equal(rewards: Tensor) -> bool:
-    """Return whether the rewards of each row of `[P, G]` are equal; NaN stands for no reward."""
+def equal(rewards: Tensor) -> Tensor:
+    """Return `[P]`: whether the rewards of each row of `[P, G]` are equal; NaN is no reward."""
     low = torch.where(rewards.isnan(), torch.inf, rewards).amin(1)
     high = torch.where(rewards.isnan(), -torch.inf, rewards).amax(1)
-    return bool(((high - low).nan_to_num(0.0) <= 1e-8).all())
+    return (high - low).nan_to_num(0.0) <= 1e-8
 
 
-def equal_rewards(rewards: Tensor, rounds: int) -> str | None:
-    """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds."""
-    if rounds < EQUAL_ROUNDS:
+def equal_rewards(rewards: Tensor, shares: Sequence[float]) -> str | None:
+    """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds.
+
+    Args:
+        rewards: Those of the last round, `[P, G]`.
+        shares: For each of the last rounds, the share of rows with equal rewards.
+    """
+    if len(shares) < EQUAL_ROUNDS or min(list(shares)[-EQUAL_ROUNDS:]) < 1:
         return None
     seen = rewards[~rewards.isnan()].tolist()
     return (
-        f"In {rounds} rounds in a row, completions that are compared had the same reward (in the "
-        f"last one from {min(seen, default=0):g} to {max(seen, default=0):g}): their advantages "
-        "are zero, so nothing is learned from them. Look at the completions table: does the reward "
-        "function find the answers? If so, use easier or harder prompts, more `num_generations`, "
-        "a higher `temperature`, or `DynamicSampling`."
+        f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same reward (in "
+        f"the last one from {min(seen, default=0):g} to {max(seen, default=0):g}): their "
+        "advantages are zero, so nothing is learned from them. Look at the completions table: does "
+        f"the reward function find the answers? {_WHAT_TO_DO}"
+    )
+
+
+def mostly_equal(shares: Sequence[float]) -> str | None:
+    """Warn if most prompts of the last `MOSTLY_EQUAL_ROUNDS` rounds had equal rewards."""
+    if len(shares) < MOSTLY_EQUAL_ROUNDS or (mean := fmean(shares)) < MOSTLY_EQUAL:
+        return None
+    return (
+        f"In the last {len(shares)} rounds, all completions of {percent(mean)} of the prompts had "
+        "the same reward, so the update learned nothing from them (`frac_reward_zero_std`). "
+        f"{_WHAT_TO_DO}"
     )
 
 

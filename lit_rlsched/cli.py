@@ -53,6 +53,17 @@ TITLES = {
 }
 """Headings of the groups of settings in `--help`."""
 
+HELP = {
+    "ckpt_path": "Checkpoint: a file, or `last` for the newest one of the newest run with these "
+    "configuration files. `fit` resumes the run from it, the other commands use its weights.",
+    "weights_only": "Passed to `torch.load`: `true` refuses a checkpoint that holds anything but "
+    "tensors and primitive types.",
+    "return_predictions": "Whether Lightning keeps all predictions in memory until the end. They "
+    "are written to a file in any case.",
+    "verbose": "Whether to print the metrics at the end.",
+}
+"""Help of Lightning's own settings, where this command line treats them in its own way."""
+
 
 class RolloutTrainer(Trainer):
     """Lightning's Trainer with the subcommand `estimate`."""
@@ -114,6 +125,8 @@ class RolloutCLI(LightningCLI):
         for group, title in TITLES.items():
             parser.groups[group].title = title  # type: ignore[index]
         parser._action_groups[-1].title = f"Settings of `{subcommand}` itself"
+        for action in parser._actions:
+            action.help = HELP.get(action.dest, action.help)
         return parser
 
     @staticmethod

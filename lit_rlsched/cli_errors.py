@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lit_rlsched.cli_wording import plain
-from lit_rlsched.refusals import is_refusal
+from lit_rlsched.refusals import RunFailed, is_refusal
 
 
 class Refusal(SystemExit):
@@ -80,7 +80,7 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if run.begun or not is_refusal(error):
+            if not (isinstance(error, RunFailed) or (is_refusal(error) and not run.begun)):
                 raise
             raise Refusal(str(error), run.command) from error
     except Refusal as refusal:

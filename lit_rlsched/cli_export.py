@@ -1,7 +1,7 @@
 """The subcommand `export`, which needs no settings of a run."""
 
 from lit_rlsched.cli_errors import DebugOption, Parser
-from lit_rlsched.export import export
+from lit_rlsched.export import export, find_checkpoint
 
 
 def export_parser() -> Parser:
@@ -25,4 +25,6 @@ def summary() -> str:
 def main(args: list[str]) -> None:
     """Run `lit-rlsched export` with these arguments."""
     given = export_parser().parse_args(args)
-    print(f"The model is in `{export(**given.as_dict())}`.", flush=True)
+    given.ckpt_path = str(find_checkpoint(given.ckpt_path))
+    folder = export(**given.as_dict())
+    print(f"The model of `{given.ckpt_path}` is in `{folder}`.", flush=True)

@@ -84,11 +84,18 @@ def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 
 def _bad_function(match: re.Match[str], key: str, parser: _Parser) -> str:
-    return f"`{key}={match[2].strip()}`: {match[1].strip()}."
+    path = match[2].strip()
+    home, _, name = path.rpartition(".")
+    near = ""
+    with suppress(ImportError, ValueError):
+        near = _did_you_mean(name, vars(import_module(home))).replace("`", f"`{home}.", 1)
+    return f"`{key}={path}`: {match[1].strip()}.{near}"
 
 
 def _no_file(match: re.Match[str], key: str, parser: _Parser) -> str:
-    return f"`--config {match[1]}`: there is no such file."
+    path = Path(match[1])
+    others = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    return f"`--config {path}`: there is no such file.{_did_you_mean(str(path), others)}"
 
 
 def _bad_yaml(match: re.Match[str], key: str, parser: _Parser) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lit_rlsched.data.repetition import repeat
-from lit_rlsched.training.round import reward_matrix
+from lit_rlsched.refusals import RunFailed
+from lit_rlsched.training.round import no_rewards, reward_matrix
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -89,6 +90,17 @@ class Evaluated:
 def first_score(completion: Completion) -> float | None:
     """The score by the first reward function, or `None`."""
     return None if completion.scores is None else completion.scores[0]
+
+
+def check_scored(evaluated: Sequence[Evaluated]) -> None:
+    """Stop if none of the held-out completions has a score: the accuracy would be 0 by mistake.
+
+    Raises:
+        RunFailed: With the number of failures, and the first of them.
+    """
+    completions = [c for e in evaluated for c in e.completions]
+    if all(score is None for c in completions for score in c.scores or ()):
+        raise RunFailed(no_rewards(completions, "of held-out prompts"))
 
 
 def never_correct(evaluated: Sequence[Evaluated], reward_func: str, threshold: float) -> str | None:

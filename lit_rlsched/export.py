@@ -78,7 +78,8 @@ def export(
     folder = Path(out).resolve()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
-    path, checkpoint = _read(ckpt_path)
+    path = find_checkpoint(ckpt_path)
+    checkpoint = read_checkpoint(path)
     return export_state(
         checkpoint, folder, source=path, adapter=adapter, dtype=dtype, hub=push_to_hub, model=model
     )
@@ -158,20 +159,24 @@ def check_arguments(dtype: str, push_to_hub: str | None) -> None:
         raise ValueError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
 
 
-def _read(ckpt_path: str) -> tuple[Path, dict[str, Any]]:
-    """Find and read the checkpoint."""
+def find_checkpoint(ckpt_path: str) -> Path:
+    """Return the file that `ckpt_path` of `export` means.
+
+    Raises:
+        ValueError: there is none.
+    """
     path = Path("runs" if ckpt_path == "last" else ckpt_path)
     if not path.exists():
         raise ValueError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
     if path.is_file():
-        return path, read_checkpoint(path)
+        return path
     newest = newest_checkpoint(path, resumable=False)
     if newest is None:
         raise ValueError(
             f"`ckpt_path={ckpt_path}`: there is no readable checkpoint in `{path.absolute()}`. "
             "Name the file of one."
         )
-    return newest, read_checkpoint(newest, verify=False)
+    return newest
 
 
 def _trained_dtype(checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor]) -> torch.dtype:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.evaluation import Evaluated, evaluate, never_correct
+from lit_rlsched.evaluation import Evaluated, check_scored, evaluate, never_correct
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 
 if TYPE_CHECKING:
@@ -88,10 +88,17 @@ class Evaluation:
         )
 
     def _check_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
-        """Warn once if no completion could ever count as correct."""
-        data = self._datamodule
-        if data.trainer is not None and data.trainer.predicting:
+        """Warn once if no completion could ever count as correct.
+
+        Raises:
+            RunFailed: no completion has a score, and nothing was trained yet.
+        """
+        data, trainer = self._datamodule, self._datamodule.trainer
+        assert trainer is not None
+        if trainer.predicting:
             return
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            check_scored(evaluated)
         found = never_correct(evaluated, data.rewards.names[0], data.evaluation.threshold)
         for text in data.run.advice.of_evaluation(found):
             rank_zero_warn(text)

@@ -42,10 +42,7 @@ def load_policy(
             raise ImportError(
                 "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
             ) from error
-        raise ValueError(
-            f"`model={model}`: neither a checkpoint folder here nor a model on the hub. "
-            f"Check the spelling and the working directory. ({error})"
-        ) from error
+        raise ValueError(f"`model={model}`: {_what_is_wrong(Path(model))} ({error})") from error
     for part in policy.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -53,6 +50,20 @@ def load_policy(
         if getattr(policy.config, name, 0.0):
             setattr(policy.config, name, 0.0)
     return policy
+
+
+def _what_is_wrong(folder: Path) -> str:
+    if not folder.is_dir():
+        return (
+            "neither a checkpoint folder here nor a model on the hub. Check the spelling and the "
+            "working directory."
+        )
+    if not (folder / "config.json").is_file():
+        return (
+            "the folder has no config.json. Give a folder that `save_pretrained` or "
+            "`lit-rlsched export` wrote."
+        )
+    return "transformers cannot load a causal language model from this folder."
 
 
 def load_tokenizer(tokenizer: str) -> Any:

@@ -7,6 +7,10 @@ _LIGHTNING_REFUSAL = "MisconfigurationException"  # by name: an engine's process
 _PACKAGES = ("lit_rlsched", "lightning", "jsonargparse")
 
 
+class RunFailed(RuntimeError):
+    """A failure in the middle of a run that its message explains: no traceback is printed."""
+
+
 def is_refusal(error: Exception) -> bool:
     """Whether an error tells the user what to change.
 

@@ -185,9 +185,9 @@ def _lost_rounds(
     broken: dict[Path, CheckpointError], folders: tuple[Path, ...], rounds: int
 ) -> str:
     last = _last_round(folders, broken)
-    if last is not None and last < rounds:
+    if last is not None and last <= rounds:
         return "No round is lost."
-    which = "All later rounds" if last is None else f"Rounds {rounds} to {last}"
+    which = "All later rounds" if last is None else f"Rounds {rounds + 1} to {last}"
     return f"{which} are lost and will be drawn again."
 
 
@@ -203,7 +203,7 @@ def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:
 
 def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) -> int | None:
     """Return a run's last round, from the names of checkpoints and the written completions."""
-    numbers = [int(m[1]) - 1 for path in broken if (m := re.match(r"round_(\d+)", path.name))]
+    numbers = [int(m[1]) for path in broken if (m := re.match(r"round_(\d+)", path.name))]
     for folder in folders:
         with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
             with (folder / "completions.jsonl").open("rb") as file:

@@ -34,6 +34,8 @@ def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
     """
     step = {"step_metric": "trainer/global_step", "step_sync": True}  # as `WandbLogger` does
     for logger in wandb_loggers(trainer):
+        if logger._wandb_init.get("anonymous", "") is None:
+            del logger._wandb_init["anonymous"]  # W&B warns of it, and Lightning always passes it
         run: Any = logger.experiment
         if logger._name is None and "WANDB_NAME" not in os.environ:
             run.name = run_name(trainer)

@@ -11,10 +11,12 @@ import torch
 from lit_rlsched import GRPOModule
 from lit_rlsched.advice import (
     EQUAL_ROUNDS,
+    MOSTLY_EQUAL_ROUNDS,
     Advice,
     all_cut,
-    all_equal,
+    equal,
     idle_slots,
+    mostly_equal,
     no_eos,
     restored_settings,
 )
@@ -44,17 +46,23 @@ def test_idle_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "equal"),
+    ("rewards", "same"),
     [
-        ([[1.0, 1.0], [0.0, 0.0]], True),
-        ([[1.0, 1.0], [0.0, 0.5]], False),
-        ([[1.0, NAN], [NAN, NAN]], True),
-        ([[1.0, NAN, 0.0]], False),
-        ([[1e8, 1e8 + 1]], False),
+        ([[1.0, 1.0], [0.0, 0.0]], [True, True]),
+        ([[1.0, 1.0], [0.0, 0.5]], [True, False]),
+        ([[1.0, NAN], [NAN, NAN]], [True, True]),
+        ([[1.0, NAN, 0.0]], [False]),
+        ([[1e8, 1e8 + 1]], [False]),
     ],
 )
-def test_all_equal(rewards: list[list[float]], equal: bool) -> None:
-    assert all_equal(torch.tensor(rewards, dtype=torch.float64)) is equal
+def test_equal(rewards: list[list[float]], same: list[bool]) -> None:
+    assert equal(torch.tensor(rewards, dtype=torch.float64)).tolist() == same
+
+
+def test_prompts_that_mostly_have_equal_rewards() -> None:
+    assert mostly_equal([0.9] * (MOSTLY_EQUAL_ROUNDS - 1)) is None
+    assert "of 90 % of the prompts" in (mostly_equal([0.9] * MOSTLY_EQUAL_ROUNDS) or "")
+    assert mostly_equal([0.79] * MOSTLY_EQUAL_ROUNDS) is None
 
 
 def test_each_is_said_once_also_after_a_resume() -> None:

@@ -66,7 +66,12 @@ def refused(capfd, tmp_path):
         ("--model.loss_type=ppo", "`model.loss_type=ppo`: use 'grpo', 'bnpo'"),
         ("--model.loss_type=gpro", "Did you mean `gspo`?"),
         ("--data.reward_funcs=[mine.score]", "`data.reward_funcs=mine.score`: No module named"),
+        (
+            "--data.reward_funcs=[lit_rlsched.rewards.functions.countdown_rewar]",
+            "Did you mean `lit_rlsched.rewards.functions.countdown_reward`?",
+        ),
         ("--config=nowhere.yaml", "nowhere.yaml`: there is no such file."),
+        ("--config=configs/pod.yaml", "configs/pods.yaml`?"),
         ("configs/pods.yaml", "Did you mean `--config configs/pods.yaml`?"),
         ("--data.prompts_per_round=0", "`prompts_per_round=0`: use 1 or more."),
         ("--data.train_data=nowhere.jsonl", "There is no file `nowhere.jsonl`"),
@@ -169,6 +174,22 @@ def test_once_rounds_have_begun_every_error_keeps_its_traceback(tmp_path, monkey
     folder = f"--trainer.default_root_dir={tmp_path}"
     with pytest.raises(MisconfigurationException, match="trains on 2 of them"):
         main([*BASE, folder, "--trainer.callbacks=[buggy.InARound]", "--data.val_data=null"])
+
+
+FAILING = """
+def always(completions, **kwargs):
+    raise KeyError("solution")
+"""
+
+
+@pytest.mark.parametrize("held_out", [[], ["--data.val_data=null"]])
+def test_a_reward_that_always_fails_ends_with_one_message(tmp_path, monkeypatch, refused, held_out):
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = f"--trainer.default_root_dir={tmp_path}"
+    message = refused(folder, "--data.reward_funcs=[failing.always]", *held_out)
+    where = "of round 1" if held_out else "of held-out prompts"
+    assert f"completions {where} has a reward" in message and "KeyError: 'solution'" in message
 
 
 def test_warnings_are_printed_without_path_and_source(capfd, monkeypatch):

@@ -395,7 +395,7 @@ def test_a_reward_that_always_fails_stops_the_run_and_says_why(fit, caplog):
     def no_opinion(completions, **kwargs):
         return [None] * len(completions)
 
-    with pytest.raises(RuntimeError, match="None of the 16 completions of round 0 has") as error:
+    with pytest.raises(RuntimeError, match="None of the 16 completions of round 1 has") as error:
         fit(reward_funcs=[no_opinion, broken])
     assert "16 failed, and for 0 every" in str(error.value)
     assert "The first failure: `broken`: raised: KeyError: 'solution' (" in str(error.value)

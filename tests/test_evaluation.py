@@ -1,7 +1,15 @@
+import pytest
 import torch
 
-from lit_rlsched.evaluation import Evaluated, EvaluationSettings, evaluate, never_correct
+from lit_rlsched.evaluation import (
+    Evaluated,
+    EvaluationSettings,
+    check_scored,
+    evaluate,
+    never_correct,
+)
 from lit_rlsched.logs import StepMetrics
+from lit_rlsched.refusals import RunFailed
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 SAMPLING = Sampling(8, temperature=0.7)
@@ -44,6 +52,15 @@ def test_fractions_that_never_count_are_said():
     assert "`f` gave 0.6 at most, below `val_accuracy_threshold=1.0`" in said(0.6, 0.2, None)
     assert said(0.0, 0.0, None) is None, "wrong, as an untrained model is"
     assert said(0.6, 1.0) is said(0.6, threshold=0.5) is said() is None
+
+
+def test_held_out_completions_without_any_score_are_an_error():
+    unscored, scored = answered([[None, None], [None, None]]), answered([[None, 0.0]])
+    for completion in unscored.completions:
+        completion.failure = "`f`: raised: KeyError"
+    with pytest.raises(RunFailed, match="None of the 2 completions of held-out prompts has a rew"):
+        check_scored([Evaluated(None, unscored, [1.0, 1.0])])
+    check_scored([Evaluated(scored, unscored, [1.0, 1.0])])
 
 
 def test_greedy_alone_is_the_accuracy():

@@ -48,7 +48,8 @@ def test_a_run_is_taken_home(fit, tiny_model, sums, tmp_path, capsys):
     )
     out = tmp_path / "mine"
     main(["export", "--ckpt_path", str(tmp_path), "--out", str(out)])
-    assert capsys.readouterr().out.endswith(f"The model is in `{out}`.\n")
+    (saved,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    assert f"The model of `{saved}` is in `{out}`.\n" in capsys.readouterr().out
     torch.testing.assert_close(logprobs(load(out)), logprobs(module.model), atol=1e-5, rtol=0)
     text = "17+4=21"
     assert AutoTokenizer.from_pretrained(out)(text) == AutoTokenizer.from_pretrained(tiny_model)(

@@ -221,12 +221,12 @@ def test_falls_back_to_the_newest_that_can_be_read_and_names_the_rounds_that_are
     (message,) = [str(w.message) for w in warned]
     assert f"`{bad.resolve()}` is damaged, or cut off after 500 bytes" in message
     assert f"`{empty.resolve()}` is empty" in message
-    assert f"resumes from `{good.resolve()}` instead. Rounds 4 to 6 are lost" in message
-    Path("run/completions.jsonl").write_text('{"round": 8}\n{"round": 9}\n{"rou')
-    with pytest.warns(UserWarning, match="Rounds 4 to 9 are lost"):
+    assert f"resumes from `{good.resolve()}` instead. Rounds 5 to 7 are lost" in message
+    Path("run/completions.jsonl").write_text('{"round": 9}\n{"round": 10}\n{"rou')
+    with pytest.warns(UserWarning, match="Rounds 5 to 10 are lost"):
         newest_checkpoint(Path("run"))
     good.unlink()
-    with pytest.warns(UserWarning, match=r"starts from scratch instead\. Rounds 0 to 9 are lost"):
+    with pytest.warns(UserWarning, match=r"starts from scratch instead\. Rounds 1 to 10 are lost"):
         assert newest_checkpoint(Path("run")) is None
 
 

@@ -115,7 +115,7 @@ def test_rounds_tokens_and_seconds_are_axes_of_rewards_and_validations(runs):
     assert {"rollout/round", "num_tokens", "time/total"} <= first.metrics.keys()
     rewards = [row for run in runs for row in run.rows if "reward" in row]
     validations = [row for run in runs for row in run.rows if "val/accuracy" in row]
-    assert [row["rollout/round"] for row in rewards] == [0, 1]
+    assert [row["rollout/round"] for row in rewards] == [1, 2]
     assert [row["rollout/round"] for row in validations] == [0, 1, 2]
     for rows in (rewards, validations):
         for axis in ("num_tokens", "time/total"):
@@ -196,7 +196,7 @@ def test_a_killed_run_goes_on_under_its_id_and_repeats_the_same_rows(tmp_path):
     first, second = offline_runs(tmp_path)
     assert first.id == second.id and first.name == second.name
     rows = [[row for row in half.rows if "reward" in row] for half in (first, second)]
-    assert [[row["rollout/round"] for row in half] for half in rows] == [[0, 1], [1, 2, 3]]
+    assert [[row["rollout/round"] for row in half] for half in rows] == [[1, 2], [2, 3, 4]]
     for half in (first, second):
         steps = [row["trainer/global_step"] for row in half.rows]
         assert steps == sorted(steps)

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import jsonargparse
+from lightning import LightningDataModule, LightningModule
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
@@ -59,11 +60,18 @@ def readable(annotation: Any) -> str:
 def api(module: str) -> str:
     """Return `autodoc` directives for the public names of a module."""
     lines = []
-    for name, value in public(module).items():
+    names = public(module)
+    for name in sorted(names, key=lambda name: (not is_lightning(names[name]), name)):
+        value = names[name]
         kind = "class" if inspect.isclass(value) else "function"
         lines += [f".. auto{kind}:: {value.__module__}.{name}"]
         lines += ["   :members:", "   :show-inheritance:", ""] if kind == "class" else [""]
     return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def is_lightning(value: Any) -> bool:
+    """Return whether an object is a class that the Trainer is given: these come first."""
+    return inspect.isclass(value) and issubclass(value, (LightningModule, LightningDataModule))
 
 
 def commands() -> str:

@@ -73,7 +73,7 @@ def _row(
         "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
         "completion_length": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
-        "round": round.number,
+        "round": round.ordinal,
     }
     ours = before.keys() | after.keys()
     taken = ours | scores.keys()
@@ -99,7 +99,7 @@ def drop_rows(path: Path, number: int) -> None:
     """
     kept: list[bytes] = []
     unreadable: list[int] = []
-    if number and path.exists():
+    if number > 1 and path.exists():
         with path.open("rb") as file:
             for index, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):

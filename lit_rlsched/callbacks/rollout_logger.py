@@ -83,13 +83,13 @@ class RolloutLogger(RolloutCallback):
             return
         folder = folder_of(trainer)
         if first:
-            _drop_rounds(folder, round.number)
+            _drop_rounds(folder, round.ordinal)
         if round.number % self.every_n_rounds == 0:
             names = rollout_datamodule(trainer, self).rewards.names
             self.table.add(round, names, folder / "completions.jsonl", trainer.loggers)
         if self.save_trace:
             _save_trace(round, folder / "traces")
-        if (round.number + 1) % self.pictures_every_n_rounds == 0:
+        if round.ordinal % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,7 +153,7 @@ def _save_trace(round: Round, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in round.trace.tables().items():
-        pq.write_table(table, folder / f"round_{round.number:05}_{name}.parquet")
+        pq.write_table(table, folder / f"round_{round.ordinal:05}_{name}.parquet")
 
 
 def _drop_rounds(folder: Path, number: int) -> None:

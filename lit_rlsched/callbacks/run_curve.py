@@ -36,7 +36,7 @@ class RunCurve:
         self.last = round
         length = round.metrics.get("completions/mean_length", math.nan)
         row = {"reward": round.metrics["reward"], "length": length}
-        self.rounds.append({"round": round.number, "step": round.version, **row})
+        self.rounds.append({"round": round.ordinal, "step": round.version, **row})
 
     def add_update(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of the last round's optimizer steps."""
@@ -51,7 +51,7 @@ class RunCurve:
 
     def effort(self, completions: int) -> str:
         """Return rounds, completions and seconds of the run as text."""
-        rounds = int(self.rounds[-1]["round"]) + 1 if self.rounds else 0
+        rounds = int(self.rounds[-1]["round"]) if self.rounds else 0
         return (
             f"{rounds} {'round' if rounds == 1 else 'rounds'}, {completions} completions, "
             f"{self.clock.seconds:.0f} s"

@@ -51,7 +51,7 @@ def _rewards(round: Round | None) -> str:
         return ""
     scores = [s for c in round.completions for s in c.scores or () if s is not None]
     advantages = [c.advantage for c in round.completions]
-    return f"; round {round.number}: rewards {_range(scores)}, advantages {_range(advantages)}"
+    return f"; round {round.ordinal}: rewards {_range(scores)}, advantages {_range(advantages)}"
 
 
 def _range(values: Sequence[float]) -> str:

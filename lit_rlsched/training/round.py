@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lit_rlsched.data.repetition import places
+from lit_rlsched.refusals import RunFailed
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import combine_rewards
@@ -56,6 +57,11 @@ class Round:
         return cls(state["number"], state["version"], unpack(state["groups"], prompt))
 
     @property
+    def ordinal(self) -> int:
+        """Number of the round for people: the first is 1."""
+        return self.number + 1
+
+    @property
     def width(self) -> int:
         """`G`, one more than the largest index of a completion in its group."""
         return 1 + max(c.index for c in self.completions)
@@ -100,16 +106,22 @@ def check_rewards(round: Round, weights: Sequence[float], enough: int) -> None:
     """Stop a run if none of at least `enough` completions of a round has a reward.
 
     Raises:
-        RuntimeError: With the number of failures, and the first of them.
+        RunFailed: With the number of failures, and the first of them.
     """
-    count = len(round.completions)
-    if count >= enough and reward_matrix(round.groups, weights).isnan().all():
-        failures = [c.failure for c in round.completions if c.failure is not None]
-        raise RuntimeError(
-            f"None of the {count} completions of round {round.number} has a reward. "
-            f"{len(failures)} failed, and for {count - len(failures)} every reward function "
-            "returned None." + (f" The first failure: {failures[0]}" if failures else "")
-        )
+    unscored = reward_matrix(round.groups, weights).isnan().all()
+    if len(round.completions) >= enough and unscored:
+        raise RunFailed(no_rewards(round.completions, f"of round {round.ordinal}"))
+
+
+def no_rewards(completions: Sequence[Completion], where: str) -> str:
+    """Say that none of the completions has a reward, and how the first call failed."""
+    failures = [c.failure for c in completions if c.failure is not None]
+    none = len(completions) - len(failures)
+    first = f" The first failure: {failures[0]}" if failures else ""
+    return (
+        f"None of the {len(completions)} completions {where} has a reward. {len(failures)} failed, "
+        f"and for {none} every reward function returned None.{first}"
+    )
 
 
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:

@@ -40,7 +40,7 @@ def measure(
     before = [part for step in steps for part in step.accumulated]
     kept = [c for c in round.completions if not c.dropped]
     return {
-        "rollout/round": float(round.number),
+        "rollout/round": float(round.ordinal),
         "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
         "batch/positions": float(positions),
         "batch/pad_frac": sum(p.padding for p in padding) / max(1, positions),

@@ -107,7 +107,7 @@ def test_rows_have_trls_columns_and_whole_groups(tmp_path):
         *("completion_length", "finish_reason", "round"),
     ]
     assert [r["prompt"] for r in rows] == 2 * (["prompt 0"] * 4 + ["prompt 1"] * 4)
-    assert [r["round"] for r in rows] == [0] * 8 + [1] * 8
+    assert [r["round"] for r in rows] == [1] * 8 + [2] * 8
     assert rows[9] == {
         "step": 2,
         "prompt": "prompt 0",
@@ -117,7 +117,7 @@ def test_rows_have_trls_columns_and_whole_groups(tmp_path):
         "advantage": 0.5,
         "completion_length": len(make_round(1).completions[1].token_ids),
         "finish_reason": make_round(1).completions[1].finish_reason,
-        "round": 1,
+        "round": 2,
     }
     assert rows[0]["advantage"] is None  # NaN is not JSON
 
@@ -148,8 +148,8 @@ def test_resumed_run_replaces_the_rounds_it_redoes(tmp_path):
     resumed.load_state_dict(state)
     run(resumed, make_trainer(tmp_path), [2, 3, 4])
     assert (tmp_path / "completions.jsonl").read_text().startswith(whole)
-    assert [r["round"] for r in read_rows(tmp_path)] == [n for n in range(5) for _ in range(4)]
-    assert [r["round"] for r in resumed.curve.rounds] == [0, 1, 2, 3, 4]
+    assert [r["round"] for r in read_rows(tmp_path)] == [n for n in range(1, 6) for _ in range(4)]
+    assert [r["round"] for r in resumed.curve.rounds] == [1, 2, 3, 4, 5]
 
 
 def test_half_a_surrogate_pair_is_escaped(tmp_path):
@@ -180,7 +180,7 @@ def test_columns_of_rewards_do_not_overwrite_ours(tmp_path):
     callback.setup(trainer, None, "fit")
     callback.on_round_end(trainer, None, round)
     row = read_rows(tmp_path)[1]
-    assert (row["round"], row["step"], row["accuracy"], row["advantage"]) == (3, 6, 1.0, 0.5)
+    assert (row["round"], row["step"], row["accuracy"], row["advantage"]) == (4, 6, 1.0, 0.5)
     assert (row["reward/round"], row["reward/step"], row["reward/accuracy"]) == ("a", "b", "c")
     assert (row["mine"], row["reward/advantage"]) == ("e", None)
 
@@ -195,19 +195,19 @@ def test_unreadable_lines_are_left_out_and_counted(tmp_path):
     resumed = RolloutLogger(num_completions=4)
     with pytest.warns(UserWarning, match=r"completions.jsonl`: 3 of 9 lines .* is line 2\."):
         run(resumed, make_trainer(tmp_path), [2])
-    assert [row["round"] for row in read_rows(tmp_path)] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [row["round"] for row in read_rows(tmp_path)] == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
 
 
 def test_resumed_run_drops_later_rows_though_it_writes_fewer(tmp_path):
     run(RolloutLogger(num_completions=1), make_trainer(tmp_path), range(6))
     run(RolloutLogger(num_completions=1, every_n_rounds=4), make_trainer(tmp_path), range(3, 9))
-    assert [r["round"] for r in read_rows(tmp_path)] == [0, 1, 2, 4, 8]
+    assert [r["round"] for r in read_rows(tmp_path)] == [1, 2, 3, 5, 9]
 
 
 def test_new_run_starts_a_new_file(tmp_path):
     (tmp_path / "completions.jsonl").write_text("not ours")
     run(RolloutLogger(num_completions=1), make_trainer(tmp_path), [0])
-    assert [r["round"] for r in read_rows(tmp_path)] == [0]
+    assert [r["round"] for r in read_rows(tmp_path)] == [1]
 
 
 def test_writes_nothing_on_fast_dev_run_and_other_ranks(tmp_path):
@@ -221,9 +221,9 @@ def test_writes_nothing_on_fast_dev_run_and_other_ranks(tmp_path):
 def test_traces_are_kept_as_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     run(RolloutLogger(save_trace=True), make_trainer(tmp_path), [7])
-    spans = parquet.read_table(tmp_path / "traces" / "round_00007_spans.parquet")
+    spans = parquet.read_table(tmp_path / "traces" / "round_00008_spans.parquet")
     assert spans.num_rows == 12
-    steps = parquet.read_table(tmp_path / "traces" / "round_00007_steps.parquet")
+    steps = parquet.read_table(tmp_path / "traces" / "round_00008_steps.parquet")
     assert steps.num_rows == make_round(7).trace.decode_steps
 
 
@@ -453,7 +453,7 @@ def legend(figure: Figure) -> list[str]:
 
 def test_learning_curve_shows_every_curve_over_rounds():
     rounds = [
-        {"round": i, "step": 2 * i, "reward": 0.01 * i, "length": 90, "kl": 0.1, "entropy": 1.0}
+        {"round": i + 1, "step": 2 * i, "reward": 0.01 * i, "length": 90, "kl": 0.1, "entropy": 1.0}
         for i in range(40)
     ]
     validations = [
@@ -480,9 +480,9 @@ def test_learning_curve_shows_every_curve_over_rounds():
 
 
 def test_learning_curve_without_validation_or_with_a_round_without_reward():
-    rounds = [{"round": 0, "step": 0, "reward": math.nan}, {"round": 1, "step": 1, "reward": 0.5}]
+    rounds = [{"round": 1, "step": 0, "reward": math.nan}, {"round": 2, "step": 1, "reward": 0.5}]
     (axes,) = pictures.learning_curve("run", rounds, [{"step": 0, "val/loss": 1.0}]).axes
-    assert list(axes.lines[0].get_xdata()) == [1]
+    assert list(axes.lines[0].get_xdata()) == [2]
     assert png(pictures.learning_curve("run", rounds[:1], []))
 
 
@@ -519,7 +519,7 @@ def test_timeline_has_a_bar_for_each_completion_and_says_what_is_idle():
     assert max(bar.x1 for bar in bars) == trace.seconds == figure.axes[1].get_xlim()[1]
     share = f"{trace.bubble_ratio:.0%}".replace("%", " %")
     assert figure.get_suptitle() == (
-        f"Round 0: 24 completions decoded in 5 slots in {trace.seconds:.0f} s; "
+        f"Round 1: 24 completions decoded in 5 slots in {trace.seconds:.0f} s; "
         f"{share} of the slot-time was idle"
     )
     assert titles(figure)[1] == f"On average {(1 - trace.bubble_ratio) * 5:.3g} of 5 slots decode"
@@ -608,7 +608,7 @@ def test_timeline_of_few_and_many_slots(slots):
 def test_timeline_needs_a_trace():
     round = make_round(3)
     round.trace = None
-    with pytest.raises(ValueError, match="Round 3 has no trace"):
+    with pytest.raises(ValueError, match="Round 4 has no trace"):
         pictures.slot_timeline(round)
 
 

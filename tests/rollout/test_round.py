@@ -137,6 +137,6 @@ def test_logprobs_stand_in_the_same_places_as_the_rewards():
 def test_a_round_without_any_reward_stops_the_run():
     check_rewards(Round(0, 0, ragged()), [1.0, 1.0], 1)
     failed = Round(7, 0, [group("a", {1: [None], 3: [None]})])
-    with pytest.raises(RuntimeError, match="None of the 2 completions of round 7 has a reward"):
+    with pytest.raises(RuntimeError, match="None of the 2 completions of round 8 has a reward"):
         check_rewards(failed, [1.0], 2)
     check_rewards(failed, [1.0], 3)  # what a pool had left: that may be chance

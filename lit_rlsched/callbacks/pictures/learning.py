@@ -56,11 +56,11 @@ def learning_curve(
             if key in PANELS:
                 _draw_rounds(axes[key], curves[key], *PANELS[key])
         for key in dict.fromkeys(grid[-1]):
-            axes[key].set_xlabel("rounds trained")
+            axes[key].set_xlabel("round")
         for one in axes.values():
             one.xaxis.set_major_locator(whole_numbers(10))
             one.tick_params(labelbottom=True)
-        done = int(rounds[-1]["round"]) + 1
+        done = int(rounds[-1]["round"])
         figure.suptitle(f"{name}, {counted(done, 'round')}", x=0.01, ha="left", size=14)
     return figure
 
@@ -81,7 +81,7 @@ def _accuracy_curves(
 
     def trained(step: float) -> int:
         """Return the number of rounds that were trained on before an optimizer step."""
-        return max((int(r["round"]) + 1 for r in rounds if r["step"] < step), default=0)
+        return max((int(r["round"]) for r in rounds if r["step"] < step), default=0)
 
     curves = {label: measured(validations, name) for name, label in labels.items()}
     return {

@@ -56,7 +56,7 @@ def length_histogram(round: Round) -> Figure:
         _mark_percentiles(axes, dict(zip(PERCENTILES, marks, strict=True)))
         _mark_limit(axes, limit)
         axes.set_title(
-            f"Round {round.number}: {counted(len(lengths), 'completion')} of "
+            f"Round {round.ordinal}: {counted(len(lengths), 'completion')} of "
             f"{lengths.mean():,.0f} tokens on average"
         )
         figure.legend(loc="outside lower left", ncols=2, fontsize=10.5)

@@ -37,7 +37,7 @@ def slot_timeline(round: Round) -> Figure:
     """
     trace = round.trace
     if trace is None:
-        raise ValueError(f"Round {round.number} has no trace: it comes from a checkpoint.")
+        raise ValueError(f"Round {round.ordinal} has no trace: it comes from a checkpoint.")
     with figure_of(10.0, 6.4 if trace.work else 5.8) as figure:
         panels = [5, 2, 0.7] if trace.work else [5, 2]
         axes = figure.subplots(len(panels), sharex=True, height_ratios=panels)
@@ -51,7 +51,7 @@ def slot_timeline(round: Round) -> Figure:
             one.axvspan(trace.seconds, end, color="white", linewidth=0, zorder=0.5)
         axes[-1].set(xlim=(0, end), xlabel="seconds since the first decode step")
         figure.suptitle(
-            f"Round {round.number}: {counted(len(set(trace.spans['request'])), 'completion')} "
+            f"Round {round.ordinal}: {counted(len(set(trace.spans['request'])), 'completion')} "
             f"decoded in {_slots(trace)} in {seconds(trace.seconds)}; "
             f"{percent(trace.bubble_ratio)} of the slot-time was idle",
             x=0.01,
