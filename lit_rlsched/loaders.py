@@ -82,7 +82,7 @@ class Evaluation:
             data.held_out(stage),
             data.evaluation,
             stage,
-            lambda groups: session.rollout(groups, version, salt=stage),
+            lambda groups: session.rollout(groups, version, salt=stage, same_noise=True),
             data.rewards.weights,
             self._check_accuracy,
         )

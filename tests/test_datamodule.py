@@ -423,6 +423,17 @@ def test_validate_and_test_without_training(tiny_model, sums, digits, tmp_path):
     assert validated["val/accuracy"] == validated["val/greedy_accuracy"]
 
 
+def test_every_validation_draws_with_the_same_noise(fit, sums):
+    settings = {"val_data": sums[80:], "val_num_generations": 2}
+    trainer, module, data = fit(**settings)
+    after = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+    (alone,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert trainer.global_step == 2 and {k: alone[k] for k in after} == pytest.approx(after)
+    fresh = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (again,) = fresh.validate(module, datamodule=data, verbose=False)
+    assert fresh.global_step == 0 and again == alone
+
+
 def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
     class Interrupt(Recorder):
         def on_completion_end(self, trainer, pl_module, completion):

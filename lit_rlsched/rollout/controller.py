@@ -114,6 +114,7 @@ class RolloutController:
         salt: str = "",
         predict: bool = False,
         feedback: Feedback | None = None,
+        same_noise: bool = False,
     ) -> Iterator[Group]:
         """Decode and score the groups, and yield each group as it completes.
 
@@ -127,8 +128,11 @@ class RolloutController:
             salt: Changes the seeds, so that validation draws other noise for the same prompts.
             predict: Whether to predict the lengths of these completions and to learn from them.
             feedback: How scores affect the running round; by default they do not.
+            same_noise: Whether every version draws with the same random numbers, so that two
+                validations differ by their policies alone.
         """
         self._version, self._salt, self._rule = version, salt, rule
+        self._seed_version = 0 if same_noise else version
         self._patience = rule.patience or 0.0
         self._feedback, self.waited = feedback or Feedback(), 0.0
         self._lengths = lengths = self.lengths if predict else None
@@ -284,7 +288,7 @@ class RolloutController:
                 id=sample.id,
                 prompt_ids=sample.group.prompt.token_ids,
                 seed=completion_seed(
-                    self.seed, sample.group, sample.completion, self._version, self._salt
+                    self.seed, sample.group, sample.completion, self._seed_version, self._salt
                 ),
                 sampling=sample.group.sampling,
                 prefix_ids=sample.completion.token_ids[:],

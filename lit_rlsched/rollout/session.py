@@ -83,6 +83,7 @@ class RolloutSession:
         salt: str = "",
         predict: bool = False,
         feedback: Feedback | None = None,
+        same_noise: bool = False,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
@@ -91,9 +92,8 @@ class RolloutSession:
         """
         self._rollout.close()
         rule = rule or FullRound(len(groups))
-        self._rollout = self._run(
-            version, self.controller.run(groups, rule, version, salt, predict, feedback)
-        )
+        drawn = self.controller.run(groups, rule, version, salt, predict, feedback, same_noise)
+        self._rollout = self._run(version, drawn)
         return self._rollout
 
     def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group, None, None]:
