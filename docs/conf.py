@@ -36,8 +36,8 @@ autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of Lightning have links into its own site
 
-# Those of PyTorch and Lightning have only the names that the reference mentions; transformers has no
-# inventory, and neither has Lightning's site any more.
+# Those of PyTorch and Lightning have only the names that the reference mentions. transformers has
+# no inventory, and neither has Lightning's site any more.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3.11", "inventories/python.inv"),
     "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.inv"),
