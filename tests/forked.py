@@ -24,6 +24,7 @@ IMPORTS = [
     "vllm.v1.engine.llm_engine",
     "lit_rlsched.cli",
     "lit_rlsched.callbacks.pictures",
+    "pandas",  # pyarrow imports it
     "resumable_run",
     "faulty_run",
 ]

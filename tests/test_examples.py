@@ -75,7 +75,7 @@ def test_the_loop_is_short_and_runs(capsys):
 
 @pytest.mark.slow
 def test_the_loop_learns(capsys):
-    rewards = rewards_of(capsys, "--rounds=12", "--prompts=16")
+    rewards = rewards_of(capsys, "--rounds=12", "--prompts=8")
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.1
 
 

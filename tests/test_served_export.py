@@ -57,44 +57,6 @@ def test_the_engine_loads_it(rank, dtype, bound, tiny_model, saved, tmp_path):
     assert largest_difference(module, drawn.values(), f"rank {rank}, {dtype}") < bound
 
 
-def test_adapters_beside_their_base(tiny_model, saved, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # leave this process as it is
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    import vllm
-    from vllm.lora.request import LoRARequest
-
-    module = GRPOModule(tiny_model, lora_rank=4)
-    adapter = export(saved(module), str(tmp_path / "adapter"), adapter=True)
-    llm = vllm.LLM(
-        tiny_model,
-        dtype="float32",
-        enable_lora=True,
-        max_lora_rank=8,
-        enforce_eager=True,
-        max_model_len=128,
-        kv_cache_memory_bytes=64 << 20,
-    )
-    sampling = [
-        vllm.SamplingParams(max_tokens=TOKENS, logprobs=0, seed=i, ignore_eos=True)
-        for i in range(8)
-    ]
-    drawn = {}
-    for name, lora in (("trained", LoRARequest("trained", 1, str(adapter))), ("base", None)):
-        results = llm.generate(
-            [{"prompt_token_ids": p} for p in PROMPTS], sampling, lora_request=lora, use_tqdm=False
-        )
-        drawn[name] = [
-            (
-                one.token_ids,
-                [at[t].logprob for at, t in zip(one.logprobs, one.token_ids, strict=True)],
-            )
-            for (one,) in (result.outputs for result in results)
-        ]
-    llm.llm_engine.engine_core.shutdown()
-    assert largest_difference(module, drawn["trained"], "adapters") < 1e-5
-    assert largest_difference(module, drawn["base"], "base") > 1e-2
-
-
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole model", "adapters"])
 def test_the_command_of_the_model_card_serves_it(rank, tiny_model, saved, tmp_path):
     module = GRPOModule(tiny_model, lora_rank=rank)
@@ -102,7 +64,6 @@ def test_the_command_of_the_model_card_serves_it(rank, tiny_model, saved, tmp_pa
     (command,) = re.findall(r"^vllm serve (.*)$", (out / "README.md").read_text(), re.MULTILINE)
     assert "--dtype float32" in command
     asked = {
-        "model": "trained" if rank else "out",
         "prompt": PROMPTS,
         "max_tokens": TOKENS,
         "temperature": 1.0,
@@ -112,12 +73,17 @@ def test_the_command_of_the_model_card_serves_it(rank, tiny_model, saved, tmp_pa
         "ignore_eos": True,
     }
     args = ["--model", *shlex.split(command)]
+    drawn = {}
     with served(*args, log=tmp_path / "log", cwd=tmp_path) as address:
-        request = HTTPRequest(
-            f"{address}/completions",
-            json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
-        )
-        choices = json.load(urlopen(request, timeout=60))["choices"]
-    drawn = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
-    assert largest_difference(module, drawn, f"served, rank {rank}") < 1e-5
+        for model in ("trained", tiny_model) if rank else ("out",):
+            request = HTTPRequest(
+                f"{address}/completions",
+                json.dumps({"model": model, **asked}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            choices = json.load(urlopen(request, timeout=60))["choices"]
+            drawn[model] = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+    trained = drawn.pop("trained" if rank else "out")
+    assert largest_difference(module, trained, f"served, rank {rank}") < 1e-5
+    for base in drawn.values():  # the base beside its adapters
+        assert largest_difference(module, base, "base") > 1e-2

@@ -154,7 +154,7 @@ def test_no_random_answer_is_run_where_theirs_evaluates(audited, rows, answers: 
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(st.lists(STRINGS, min_size=20, max_size=20))
 def test_no_random_answer_is_run(audited, rows, answers: list[str]) -> None:
     check_silent(audited, sorted(REVIEWED), answers, rows)
