@@ -128,6 +128,7 @@ class RemoteWorker(EngineWorker):
             left={name: tokens for name, tokens in step.left.items() if name in self._requests},
         )
         self._running.update(step.admitted)
+        step = replace(step, running=len(self._running))
         for event in step.events:
             if event.finish_reason is None:
                 self._reported[event.request_id].extend(event.token_ids)

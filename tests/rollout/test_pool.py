@@ -243,6 +243,15 @@ def test_timing_changes_nothing(name, round, slots, engines, admission, data):
         assert other.metrics()["rollout/moved_requests"] == moved(worker)
 
 
+def test_what_was_aborted_runs_no_more():
+    """Although the engine, which is ahead, has decoded it in steps that are yet to be reported."""
+    round = Round(1, 4, 4)
+    rule = RULES["completions race"](4, 4)
+    simulated = round.draw(round.simulated(2), rule, 8)[1]
+    for seed in range(4):
+        assert round.draw(round.played(2, seed), rule, 8)[1] == simulated
+
+
 def moved(worker):
     return worker.metrics()["rollout/moved_requests"]
 
