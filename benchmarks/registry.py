@@ -115,6 +115,12 @@ BENCHMARKS = {
         RANDOM,
         on="2 cores",
     ),
+    "real_engines": Benchmark(
+        "tables of `bubbles` and `tails`, shrunk, on 1, 2 and 4 real engines and simulated ones",
+        8,
+        "lengths; for comparison the engines; policies do not change",
+        on="2 cores",
+    ),
     "gpu-check": Benchmark(
         "checks on an NVIDIA GPU (docs/howto/gpu.md)",
         30,
