@@ -273,7 +273,7 @@ def draw_all(
 ) -> Draws:
     """Start the engines, draw each shape under each schedule, and close the engines.
 
-    With `warm`, a draw that does not count goes first, so that kernels are compiled before.
+    With `warm`, a draw of the last shape goes first, so that kernels are compiled before.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     longest = PROMPT + max(shape.limit for shape in every)
@@ -288,8 +288,8 @@ def draw_all(
     session = RolloutSession(engine, spec, scorer, sync, seed=0)
     draws: Draws = {(shape.name, name): [] for shape in every for name in shape.schedules}
     try:
-        for shape in every if warm else ():
-            draw(session, shape, [*shape.schedules.values()][-1], seeds[0])
+        if warm:
+            draw(session, every[-1], [*every[-1].schedules.values()][-1], seeds[0])
         for number, seed in enumerate(seeds):
             for shape in every:
                 order = list(shape.schedules.items())
