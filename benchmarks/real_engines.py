@@ -303,7 +303,7 @@ def draw_all(
 
 def differences(real: Sequence[Drawn], simulated: Sequence[Drawn]) -> str:
     """Return the counts that differ between real and simulated engines, in any of the seeds."""
-    found = {}
+    found: dict[str, str] = {}
     for one, other in zip(real, simulated, strict=False):
         ours, theirs = asdict(one.counts), asdict(other.counts)
         found |= {n: f"{n} {ours[n]:,}, not {theirs[n]:,}" for n in ours if ours[n] != theirs[n]}
@@ -328,8 +328,8 @@ def row(
 ) -> str:
     """Record the figures of each seed, and return means as a Markdown row."""
     plain = next(iter(shape.schedules))
-    for kind, drawn in (("simulated", simulated), ("real", real)):
-        for seed, one in zip(seeds, drawn.get((shape.name, name), []), strict=False):
+    for kind, draws in (("simulated", simulated), ("real", real)):
+        for seed, one in zip(seeds, draws.get((shape.name, name), []), strict=False):
             figures = {**asdict(one.counts), "beyond": one.beyond, "seconds": one.seconds}
             results.add(f"{shape.name}, {name}, {engines} {kind}, seed {seed}", figures)
     drawn, base = simulated[shape.name, name], simulated[shape.name, plain]
