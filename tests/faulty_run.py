@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
+import forked_engines
 import psutil
 import resumable_run
 import torch
@@ -36,7 +37,7 @@ STEPS = len(PHASES) * len(SIGNALS) + 1
 STOPPED = 1
 """Seconds that the trainer is stopped for."""
 MARKS = {
-    "engine": "engines._engine_server",
+    "engine": "_engine_server",
     "reward": "rewards/reward_worker.py",
     "worker": "Worker_TP1",
 }
@@ -160,6 +161,7 @@ def struck(base: type, here: Run) -> type:
         steps = 0
 
         def start(self, spec):
+            Path("/proc/self/comm").write_text("_engine_server")  # a fork's command line is another
             here.reach("start")
             super().start(spec)
 
@@ -178,6 +180,8 @@ def struck(base: type, here: Run) -> type:
 
 
 def main(folder: str, engine: str, model: str) -> None:
+    if engine != "VLLMEngine":  # forks do not have its clearing of shared memory
+        forked_engines.begin()
     here = Run(Path(folder))
     (here.folder / "trainer").write_text(str(os.getpid()))
     replace = os.replace
