@@ -8,7 +8,14 @@ quick task's tokenizer of characters is `--tokenizer examples/countdown/model`. 
 reads and checks the rows, tokenises them and draws 32 prompts. Each start is a process of its own;
 the second one finds the files that the first one has cached. `anonymous` is the largest memory that
 a process had for itself, beyond its libraries; `mapped` is the part of the cached files that it has
-read, which all ranks of a machine share. A round is filled in steps of ten tokens.
+read, which all ranks of a machine share.
+
+For comparison, in the same run: `tokenizer` is the tokenizer alone (`encode_batch_fast` with its
+own threads, batches of 1,000, nothing is done with the result). `datasets.map` is what a user would
+write instead, from the file to 32 rows drawn: in one process with the tokenizer's threads, and in
+as many processes as there are cores (memory is then the parent's alone).
+
+A round is filled in steps of ten tokens.
 """
 
 import argparse
@@ -21,6 +28,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -88,6 +96,11 @@ def memory(field: str) -> float:
     return int(kibibytes) / 1024
 
 
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    return process_time() + sum(os.times()[2:4])
+
+
 @contextmanager
 def watched(figures: dict[str, float]) -> Iterator[None]:
     """Measure seconds, the peak of anonymous memory, and mapped files, of a block."""
@@ -101,10 +114,10 @@ def watched(figures: dict[str, float]) -> Iterator[None]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    began, used = perf_counter(), process_time()
+    began, used = perf_counter(), cpu_seconds()
     yield
     figures["seconds"] = perf_counter() - began
-    figures["CPU seconds"] = process_time() - used
+    figures["CPU seconds"] = cpu_seconds() - used
     over.set()
     thread.join()
     figures["anonymous MiB"] = max(peak, memory("RssAnon")) - before["RssAnon"]
@@ -131,6 +144,55 @@ def start(folder: str, size: int) -> dict[str, float]:
     figures["tokens a prompt"] = sum(len(d.prompt.token_ids) for d in drawn) / 32
     figures["resident MiB"] = memory("VmHWM")
     return figures
+
+
+def bare(folder: str, size: int) -> dict[str, float]:
+    """Run the tokenizer alone; reading the texts does not count."""
+    from transformers import AutoTokenizer
+
+    backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    backend.encode_batch_fast(["warm up"])
+    seconds = used = 0.0
+    with Path(folder, f"{size}.jsonl").open() as lines:
+        while batch := [json.loads(line)["prompt"] for line in islice(lines, 1000)]:
+            began, before = perf_counter(), cpu_seconds()
+            backend.encode_batch_fast(batch)
+            seconds += perf_counter() - began
+            used += cpu_seconds() - before
+    return {"seconds": seconds, "CPU seconds": used}
+
+
+def with_map(folder: str, size: int, processes: int | None) -> dict[str, float]:
+    """Read, tokenise with `datasets.map` and draw."""
+    import datasets
+    import torch  # noqa: F401  # as in a run, before the memory is measured
+    from transformers import AutoTokenizer
+
+    datasets.disable_progress_bars()
+    tokenizer, figures = AutoTokenizer.from_pretrained(folder), dict[str, float]()
+    with tempfile.TemporaryDirectory() as cache, watched(figures):
+        file = f"{folder}/{size}.jsonl"
+        rows = datasets.Dataset.from_json(file, cache_dir=cache, num_proc=processes)
+        rows = rows.map(
+            lambda batch: {
+                "ids": tokenizer(text=batch["prompt"], return_attention_mask=False)["input_ids"]
+            },
+            batched=True,
+            num_proc=processes,
+        )
+        _ = rows.shuffle(seed=0)[:32]
+    figures["resident MiB"] = memory("VmHWM")
+    return figures
+
+
+def map_in_one(folder: str, size: int) -> dict[str, float]:
+    """Run `datasets.map` in this process."""
+    return with_map(folder, size, None)
+
+
+def map_in_many(folder: str, size: int) -> dict[str, float]:
+    """Run `datasets.map` in as many processes as there are cores."""
+    return with_map(folder, size, os.cpu_count())
 
 
 def round_of_tokens(folder: str, size: int) -> dict[str, float]:
@@ -162,6 +224,15 @@ def round_of_tokens(folder: str, size: int) -> dict[str, float]:
     }
 
 
+SIDES: dict[str, Callable[[str, int], dict[str, float]]] = {
+    "tokenizer": bare,
+    "first time": start,
+    "second time": start,
+    "datasets.map in 1 process": map_in_one,
+    "datasets.map in all cores": map_in_many,
+}
+
+
 def in_process(side: Callable[..., Any], folder: str, size: int) -> dict[str, float]:
     """Run one measurement in a new process."""
     one = json.dumps([side.__name__, folder, size])
@@ -181,21 +252,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = results.parse(parser, arguments)
     if args.one is not None:
         name, folder, size = json.loads(args.one)
-        print(json.dumps({"start": start, "round_of_tokens": round_of_tokens}[name](folder, size)))
+        side = next(s for s in (*SIDES.values(), round_of_tokens) if s.__name__ == name)
+        print(json.dumps(side(folder, size)))
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.sizes:
             words = make_tokenizer(Path(folder), args.tokenizer)
             make_rows(Path(folder), args.sizes, words)
         cases = [
-            (start, size, f"{size} prompts, {n} time")
+            (side, size, f"{size} prompts, {name}")
             for size in args.sizes
-            for n in ("first", "second")
+            for name, side in SIDES.items()
         ]
         for side, size, row in [*cases, (round_of_tokens, 0, "round")]:
             figures = in_process(side, folder, size)
             results.add(row, figures)
-            print(row, *(f"{name} {value:,.2f}" for name, value in figures.items()), sep=", ")
+            shown = (f"{name} {value:,.2f}" for name, value in figures.items())
+            print(row, *shown, sep=", ", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,11 @@ def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> 
     with FileLock(f"{path}.lock"):
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
-            _write(unfinished, batches())
+            try:
+                _write(unfinished, batches())
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
             unfinished.replace(path)
     return _map(path)
 

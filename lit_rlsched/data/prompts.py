@@ -2,15 +2,12 @@
 
 import json
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
-from hashlib import blake2b
 from importlib.metadata import version
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any, overload
 
 import numpy as np
@@ -18,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from lit_rlsched.data.arrow_cache import BATCH, digest, mapped
+from lit_rlsched.data.arrow_cache import digest, mapped
 from lit_rlsched.data.row_table import Row, RowTable, other_columns
 from lit_rlsched.data.rows import load_rows
+from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches
 from lit_rlsched.data.uids import UidIndex
 from lit_rlsched.types import Prompt
 
@@ -198,7 +195,7 @@ def tokenize_one(
     prompt: Any, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 ) -> list[int]:
     """Tokenise a prompt as `make_prompts` does."""
-    return _tokenize([prompt], tokenizer, chat_template_kwargs or {})[_text_key(prompt)]
+    return PromptTokenizer(tokenizer, chat_template_kwargs)([prompt])[0].tolist()
 
 
 def make_prompts(
@@ -208,12 +205,11 @@ def make_prompts(
     max_prompt_length: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompts:
-    """Tokenise each prompt once, as TRL does, without truncation.
+    """Tokenise each prompt once; see `PromptTokenizer`.
 
-    A string goes through `tokenizer(text)`, special tokens included; chat messages through the chat
-    template with the generation prompt. Of equal rows only the first is kept, with a warning. Token
-    ids of a fast tokenizer are kept in the cache of `datasets`: the next call with the same rows,
-    tokenizer and chat template maps them.
+    Of equal rows only the first is kept, with a warning. Token ids of a fast tokenizer are kept in
+    the cache of `datasets`: the next call with the same rows, tokenizer and chat template maps
+    them.
 
     Args:
         rows: Rows as `load_rows` takes or returns them.
@@ -223,7 +219,8 @@ def make_prompts(
             `{"enable_thinking": False}`.
 
     Raises:
-        ValueError: two rows have the same uid, or a prompt is too long or has no tokens.
+        ValueError: two rows have the same uid, or a prompt cannot be tokenised, is too long or
+            has no tokens.
     """
     table = rows if isinstance(rows, RowTable) else load_rows(rows)
     numbers, duplicates = table.unique()
@@ -235,8 +232,11 @@ def make_prompts(
             stacklevel=2,
         )
     settings = chat_template_kwargs or {}
-    key = _key(table, tokenizer, settings)
-    prompts = Prompts(table, mapped(key, lambda: _token_ids(table, tokenizer, settings)), numbers)
+    tokens = mapped(
+        _key(table, tokenizer, settings),
+        lambda: token_batches(table, PromptTokenizer(tokenizer, settings)),
+    )
+    prompts = Prompts(table, tokens, numbers)
     _check_lengths(prompts, max_prompt_length)
     return prompts
 
@@ -261,75 +261,6 @@ def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | N
         version("transformers"),
         version("tokenizers"),
     )
-
-
-def _token_ids(
-    rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]
-) -> Iterator[pa.RecordBatch]:
-    bar = tqdm(  # from two seconds on, in a terminal only
-        total=len(rows), desc="Tokenizing prompts", delay=2, leave=False, disable=None
-    )
-    with bar:
-        for texts, tokenized in _ahead(rows, tokenizer, settings):
-            ids = pa.array([tokenized[_text_key(text)] for text in texts], pa.list_(pa.int32()))
-            values, ends = ids.values.to_numpy(), ids.offsets.to_numpy().tolist()
-            hashes = [
-                int.from_bytes(blake2b(values[a:b].tobytes(), digest_size=8).digest(), "big")
-                for a, b in pairwise(ends)
-            ]
-            yield pa.RecordBatch.from_arrays(
-                [ids, pa.array(hashes, pa.uint64())], names=["token_ids", "hash"]
-            )
-            bar.update(len(texts))
-
-
-def _ahead(
-    rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]
-) -> Iterator[tuple[list[Any], dict[str, list[int]]]]:
-    """Yield batches of prompts with their token ids; the next batch is tokenised meanwhile."""
-    with ThreadPoolExecutor(1) as thread:  # a fast tokenizer does not hold Python's lock
-        waiting: deque[tuple[list[Any], Future[dict[str, list[int]]]]] = deque()
-        for start in range(0, len(rows), BATCH):
-            texts = rows.prompts(start, start + BATCH)
-            waiting.append((texts, thread.submit(_tokenize, texts, tokenizer, settings)))
-            if len(waiting) > 2:
-                texts, done = waiting.popleft()
-                yield texts, done.result()
-        for texts, done in waiting:
-            yield texts, done.result()
-
-
-def _text_key(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    return prompt if isinstance(prompt, str) else "\x00" + json.dumps(prompt, default=repr)
-
-
-def _tokenize(
-    prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
-) -> dict[str, list[int]]:
-    """Token ids by `_text_key`."""
-    unique = {_text_key(prompt): prompt for prompt in prompts}
-    strings = [prompt for prompt in unique.values() if isinstance(prompt, str)]
-    chats = {key: prompt for key, prompt in unique.items() if not isinstance(prompt, str)}
-    tokenized: dict[str, list[int]] = {}
-    if strings:
-        ids = tokenizer(text=strings, return_attention_mask=False)["input_ids"]
-        tokenized |= zip(strings, ids, strict=True)
-    if chats:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                "The prompts are chat messages, but the tokenizer has no chat template. Use "
-                "prompts that are strings, or an instruction-tuned model."
-            )
-        ids = tokenizer.apply_chat_template(
-            list(chats.values()),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            tokenizer_kwargs={"return_attention_mask": False},
-            **chat_template_kwargs,
-        )["input_ids"]
-        tokenized |= zip(chats, ids, strict=True)
-    return tokenized
 
 
 def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:

@@ -92,8 +92,8 @@ class EngineStats:
 class Partial:
     """The tokens that an aborted request had drawn since it was submitted."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The trainer's side of a worker that runs in the engine's process."""
 
 import heapq
+from array import array
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +11,7 @@ from lit_rlsched.engines.base import EngineDied
 from lit_rlsched.engines.rollout_worker import EngineWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.types import Event, Request
+from lit_rlsched.types import Event, Request, no_ids
 
 if TYPE_CHECKING:
     from lit_rlsched.engines.child import Child
@@ -44,7 +45,7 @@ class RemoteWorker(EngineWorker):
         self.ahead_steps = 0
         """Decode steps of this round that were made but not asked for."""
         self._requests: dict[str, Request] = {}
-        self._reported: dict[str, list[int]] = {}
+        self._reported: dict[str, array[int]] = {}
         """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
         self._take_turns = self._ahead = False
@@ -93,7 +94,7 @@ class RemoteWorker(EngineWorker):
         new = list(requests)
         for request in new:
             self._requests[request.id] = request
-            self._reported[request.id] = []
+            self._reported[request.id] = no_ids()
         self._tell("submit", new)
 
     def rekey(self, expected: Mapping[str, float]) -> None:
@@ -232,7 +233,7 @@ class RemoteWorker(EngineWorker):
         self._running.clear()
         names = sorted(self._requests, key=lambda name: not self._reported[name])  # begun first
         self._requests = {name: self._resumed(name) for name in names}
-        self._reported = {name: [] for name in names}
+        self._reported = {name: no_ids() for name in names}
         self.engine.revive()
         self._set_up()
 

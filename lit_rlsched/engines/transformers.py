@@ -21,7 +21,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
-from lit_rlsched.types import Event, FinishReason, Request
+from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
 PREFILL_TOKENS = 16_384
 """Maximum tokens of a prefill pass, padding included; one longer prompt still runs alone."""
@@ -247,8 +247,8 @@ class _Row:
     id: str
     context: list[int]
     """Prompt and prefix."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=no_ids)
+    logprobs: "array[float]" = field(default_factory=no_floats)
     key: bytes = b""
     """The context without its last token, to find shared contexts; bytes cache their hash."""
 

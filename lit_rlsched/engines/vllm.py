@@ -3,6 +3,7 @@
 import os
 import time
 import warnings
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from lit_rlsched.engines.base import (
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
 from lit_rlsched.settings import check_finite
-from lit_rlsched.types import Event, Request
+from lit_rlsched.types import Event, Request, no_floats, no_ids
 
 
 class VLLMEngine(RolloutEngine):
@@ -211,8 +212,8 @@ class VLLMEngine(RolloutEngine):
                 cached = 0 if stats is None else stats.num_cached_tokens
                 self._cached_tokens += cached
                 self._prefill_tokens += held.prefilled - cached
-            held.token_ids += token_ids
-            held.logprobs += logprobs
+            held.token_ids.extend(token_ids)
+            held.logprobs.extend(logprobs)
             if reason is not None:
                 reason = str(reason)
                 if reason not in ENDS:
@@ -339,8 +340,8 @@ class _Held:
     request: Request
     inside: str
     """vLLM's id for it."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=no_ids)
+    logprobs: "array[float]" = field(default_factory=no_floats)
 
     @property
     def prefilled(self) -> int:

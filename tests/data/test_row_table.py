@@ -19,6 +19,7 @@ from written_rows import written
 
 from lit_rlsched.data import prompts as prompts_module
 from lit_rlsched.data import rows as rows_module
+from lit_rlsched.data import tokenizing
 from lit_rlsched.data.arrow_cache import cache_folder, mapped
 from lit_rlsched.data.prompts import Prompts, make_prompts, tokenize
 from lit_rlsched.data.rows import load_rows
@@ -87,7 +88,7 @@ def test_prompts_of_every_container_are_those_of_plain_objects(
     rows: list[dict[str, Any]],
     batch: int,
 ) -> None:
-    for module in (prompts_module, rows_module):
+    for module in (tokenizing, rows_module):
         monkeypatch.setattr(module, "BATCH", batch)
     expected = plain_prompts(rows, tokenizer)
     for _ in range(2):  # the second time from the cache
@@ -126,7 +127,7 @@ def test_the_second_start_reads_and_tokenises_nothing(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     calls = []
-    for module, name in ((prompts_module, "_tokenize"), (rows_module, "record_batch")):
+    for module, name in ((tokenizing, "_token_batch"), (rows_module, "record_batch")):
         original = getattr(module, name)
 
         def spy(*args: Any, _name: str = name, _original: Any = original) -> Any:
@@ -145,13 +146,13 @@ def test_the_second_start_reads_and_tokenises_nothing(
         )[:]
 
     first = begin()
-    assert calls == ["record_batch", "_tokenize"]
+    assert calls == ["record_batch", "_token_batch"]
     assert begin() == first and not calls
-    assert begin("{# another #}") == first and calls == ["_tokenize"]
-    assert begin(enable_thinking=False) == first and calls == ["_tokenize"]
+    assert begin("{# another #}") == first and calls == ["_token_batch"]
+    assert begin(enable_thinking=False) == first and calls == ["_token_batch"]
     assert begin() == first and not calls
     monkeypatch.setattr(prompts_module, "version", lambda name: "newer")
-    assert begin() == first and calls == ["_tokenize"]
+    assert begin() == first and calls == ["_token_batch"]
     assert not list(cache_folder().glob("*.unfinished"))
 
 

@@ -184,8 +184,9 @@ def test_a_resumed_request_goes_on_as_if_uninterrupted(
         engine.step()
     part = engine.abort([*expected, "r0", "r1", "r2"])["r"]
     assert len(part.token_ids) == cut
+    assert part.token_ids.itemsize + part.logprobs.itemsize == 12, "bytes of a running token"
     rest = run(engine, [replace(whole, prefix_ids=part.token_ids)])["r"]
-    assert_same(expected, {"r": (part.token_ids + rest[0], part.logprobs + rest[1])})
+    assert_same(expected, {"r": ([*part.token_ids, *rest[0]], [*part.logprobs, *rest[1]])})
 
 
 def test_shared_prompts_are_computed_once(tiny_policy: PreTrainedModel) -> None:

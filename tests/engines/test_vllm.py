@@ -273,6 +273,8 @@ def test_a_token_costs_no_object_of_vllms_front_end(
     engine, _ = told
     assert engine.step() == [Event("r0", [7], [-0.5])]
     assert (engine._cached_tokens, engine._prefill_tokens) == (2, 3)
+    held = engine._held["r0"]
+    assert held.token_ids.itemsize + held.logprobs.itemsize == 12, "bytes of a running token"
 
 
 def test_without_counts_of_the_cache_all_tokens_count_as_computed(

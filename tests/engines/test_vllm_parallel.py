@@ -232,7 +232,7 @@ def test_what_pauses_or_is_aborted_goes_on_with_its_noise(
     going = [replace(r, prefix_ids=paused[r.id][0]) for r in requests()]
     parts = run(split, going[::-1], steps=5)
     aborted = split.abort(parts)
-    assert {name: (p.token_ids, p.logprobs) for name, p in aborted.items()} == parts
+    assert {name: ([*p.token_ids], [*p.logprobs]) for name, p in aborted.items()} == parts
     going = [replace(r, prefix_ids=[*paused[r.id][0], *parts[r.id][0]]) for r in requests()]
     split.submit(going)
     split.abort(parts)  # nor does a moment inside the engine matter

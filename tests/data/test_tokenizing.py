@@ -1,0 +1,133 @@
+"""Token ids made in threads by the Rust tokenizer are those of `tokenizer(text)`."""
+
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from lit_rlsched.data import tokenizing
+from lit_rlsched.data.arrow_cache import cache_folder
+from lit_rlsched.data.prompts import make_prompts, tokenize_one
+from lit_rlsched.data.rows import load_rows
+from lit_rlsched.data.tokenizing import PromptTokenizer
+
+TEXTS = ["1+1", "", "Is \u00e9 a letter?", "1+1", "<answer>\n4 </answer>", "<|im_end|>x"]
+CHATS = [
+    [{"role": "user", "content": "2+2"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "\u4e2d\u6587"}],
+]
+PROMPTS: list[Any] = [*TEXTS, *CHATS, *TEXTS[::-1], CHATS[0], *(f"{i} + {i}" for i in range(40))]
+
+
+@pytest.fixture
+def tokenizer(tiny_model: str) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def plain_ids(tokenizer: Any, prompts: list[Any], **settings: Any) -> list[list[int]]:
+    """Tokenise one prompt after the other with what everybody calls."""
+    return [
+        tokenizer(text=prompt)["input_ids"]
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True, **settings
+        )["input_ids"]
+        for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("threads", ["true", "false"])
+@pytest.mark.parametrize("batch", [4, 1000])
+def test_batches_in_threads_have_the_ids_of_single_calls(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, threads: str, batch: int
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+    monkeypatch.setattr(tokenizing, "BATCH", batch)
+    monkeypatch.setattr(tokenizing, "_AT_ONCE", 3)
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    expected = plain_ids(tokenizer, prompts)
+    tokenizer(text=["a"], truncation=True, max_length=2, padding="max_length")  # left by the user
+    rows = [{"prompt": prompt, "uid": i} for i, prompt in enumerate(prompts)]
+    made = make_prompts(rows, tokenizer, max_prompt_length=1000)
+    assert [list(prompt.token_ids) for prompt in made] == expected
+    hashes = [
+        int.from_bytes(blake2b(np.array(one, np.int32).tobytes(), digest_size=8).digest(), "big")
+        for one in expected
+    ]
+    assert made._hashes.to_pylist() == hashes
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_settings_of_the_tokenizer_hold_in_its_rust_part(tokenizer: Any, split: bool) -> None:
+    tokenizer.split_special_tokens = split
+    expected = plain_ids(tokenizer, PROMPTS)
+    tokenizer(text=["a"], split_special_tokens=not split)
+    assert list(map(list, PromptTokenizer(tokenizer, None)(PROMPTS))) == expected
+    assert tokenize_one("<|im_end|>", tokenizer, None) == plain_ids(tokenizer, ["<|im_end|>"])[0]
+
+
+def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:
+    class Shouting(type(tokenizer)):  # type: ignore[misc]
+        def _encode_plus(self, text: list[str], **settings: Any) -> Any:
+            return super()._encode_plus(text=[one.upper() for one in text], **settings)
+
+    loud = Shouting.from_pretrained(tokenizer.name_or_path)
+    lower, upper = PromptTokenizer(tokenizer, None), PromptTokenizer(loud, None)
+    assert upper.threads == 1 < lower.threads
+    assert upper(["four"]) == lower(["FOUR"]) != lower(["four"])
+
+
+def test_template_arguments_that_cut_are_not_ignored(tokenizer: Any) -> None:
+    settings = {"truncation": True, "max_length": 3}
+    ((*ids,),) = PromptTokenizer(tokenizer, settings)(CHATS[:1])
+    assert [ids] == plain_ids(tokenizer, CHATS[:1], **settings) and len(ids) == 3
+
+
+def test_prompts_without_tokens_are_empty(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ '' }}"
+    assert not PromptTokenizer(tokenizer, None)([*CHATS, ""])[0]
+    with pytest.raises(ValueError, match=r"row 0 .* has no tokens"):
+        make_prompts([{"prompt": CHATS[0]}], tokenizer, max_prompt_length=9)
+
+
+def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "BATCH", 5)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}a"
+    )
+    rows = [{"prompt": CHATS[i == 8], "uid": i} for i in range(20)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"row 8 cannot be tokenised: no system role.*brief"):
+            make_prompts(rows, tokenizer, max_prompt_length=9)
+
+
+def test_an_interrupted_start_leaves_no_half_of_a_file(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "BATCH", 5)
+    rows = load_rows([{"prompt": f"{i}"} for i in range(50)])
+    (of_rows,) = cache_folder().glob("*.arrow")
+    original = tokenizing._token_batch
+
+    def interrupted(table: Any, start: int, *others: Any) -> Any:
+        if start == 30:
+            raise KeyboardInterrupt
+        return original(table, start, *others)
+
+    monkeypatch.setattr(tokenizing, "_token_batch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_prompts(rows, tokenizer, max_prompt_length=9)
+    assert [*cache_folder().glob("*[!k]")] == [of_rows], "and locks"
+    monkeypatch.setattr(tokenizing, "_token_batch", original)
+    prompts = make_prompts(rows, tokenizer, max_prompt_length=9)
+    assert [p.text for p in prompts] == [f"{i}" for i in range(50)]
