@@ -172,7 +172,7 @@ def with_map(folder: str, size: int, processes: int | None) -> dict[str, float]:
     tokenizer, figures = AutoTokenizer.from_pretrained(folder), dict[str, float]()
     with tempfile.TemporaryDirectory() as cache, watched(figures):
         file = f"{folder}/{size}.jsonl"
-        rows = datasets.Dataset.from_json(file, cache_dir=cache, num_proc=processes)
+        rows = datasets.Dataset.from_json(file, cache_dir=cache)
         rows = rows.map(
             lambda batch: {
                 "ids": tokenizer(text=batch["prompt"], return_attention_mask=False)["input_ids"]
