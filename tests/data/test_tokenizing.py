@@ -1,5 +1,6 @@
 """Token ids made in threads by the Rust tokenizer are those of `tokenizer(text)`."""
 
+import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,14 @@ def plain_ids(tokenizer: Any, prompts: list[Any], **settings: Any) -> list[list[
     ]
 
 
-@pytest.mark.parametrize("threads", ["true", "false"])
+@pytest.mark.parametrize("threads", ["true", None])
 @pytest.mark.parametrize("batch", [4, 1000])
 def test_batches_in_threads_have_the_ids_of_single_calls(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, threads: str, batch: int
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, threads: str | None, batch: int
 ) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
     monkeypatch.setattr(tokenizing, "BATCH", batch)
     monkeypatch.setattr(tokenizing, "_AT_ONCE", 3)
     prompts = [prompt for prompt in PROMPTS if prompt]
@@ -63,6 +66,7 @@ def test_batches_in_threads_have_the_ids_of_single_calls(
         for one in expected
     ]
     assert made._hashes.to_pylist() == hashes
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == threads, "as the user has set it"
 
 
 @pytest.mark.parametrize("split", [True, False])
