@@ -188,7 +188,7 @@ class Completion:
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under policy `version`."""
         if new := event.token_ids:
-            if type(new) is LengthOnly:  # type: ignore[comparison-overlap]
+            if type(new) is LengthOnly:
                 length: Any = LengthOnly(len(self.token_ids) + len(new))
                 self.token_ids = self.logprobs = length
             else:
