@@ -24,17 +24,22 @@ class Case(NamedTuple):
 
     precision: str
     lora_rank: int
-    engine: str | None
+    engine: str | None = None
     """Data type of vLLM; None for its default."""
+    enable_lora: bool = False
+    """Whether vLLM gets the adapters alone."""
 
 
 CASES = {
-    "`32-true`": Case("32-true", 0, None),
-    "`32-true`, LoRA": Case("32-true", 16, None),
-    "`bf16-mixed`": Case("bf16-mixed", 0, None),
-    "`bf16-mixed`, LoRA": Case("bf16-mixed", 16, None),
-    "`bf16-true`": Case("bf16-true", 0, None),
-    "`bf16-true`, LoRA": Case("bf16-true", 16, None),
+    "`32-true`": Case("32-true", 0),
+    "`32-true`, LoRA": Case("32-true", 16),
+    "`32-true`, LoRA, adapters alone": Case("32-true", 16, enable_lora=True),
+    "`bf16-mixed`": Case("bf16-mixed", 0),
+    "`bf16-mixed`, LoRA": Case("bf16-mixed", 16),
+    "`bf16-mixed`, LoRA, adapters alone": Case("bf16-mixed", 16, enable_lora=True),
+    "`bf16-true`": Case("bf16-true", 0),
+    "`bf16-true`, LoRA": Case("bf16-true", 16),
+    "`bf16-true`, LoRA, adapters alone": Case("bf16-true", 16, enable_lora=True),
     '`32-true`, `VLLMEngine(dtype="bfloat16")`': Case("32-true", 0, "bfloat16"),
     '`bf16-mixed`, `VLLMEngine(dtype="float32")`': Case("bf16-mixed", 0, "float32"),
 }
@@ -72,7 +77,7 @@ def gaps(case: Case, model: str, seed: int) -> list[float]:
     data = RolloutDataModule(
         Countdown("train", size=400),
         [spread],
-        engine=VLLMEngine(dtype=case.engine),
+        engine=VLLMEngine(dtype=case.engine, enable_lora=case.enable_lora),
         prompts_per_round=32,
         num_generations=4,
         max_completion_length=512,

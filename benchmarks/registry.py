@@ -83,6 +83,11 @@ BENCHMARKS = {
         "kernels and bytes of the LM head, forward and backward", 0.2, "tensors without values"
     ),
     "precision": Benchmark("differences between log-probs of trainer and vLLM, by precision", 4),
+    "adapters": Benchmark(
+        "weight syncs and steps of vLLM with merged LoRA weights, and with adapters alone",
+        2,
+        RANDOM,
+    ),
     "tails": Benchmark(
         "round times of tail batching on its paper's shape; accepted drafts by age and distance",
         20,

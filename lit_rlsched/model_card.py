@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from lit_rlsched import __version__
+from lit_rlsched.engines._vllm_args import LORA_RANKS
 from lit_rlsched.run_folder import folder_with
 
 _USE = """\
@@ -37,8 +38,6 @@ model = AutoPeftModelForCausalLM.from_pretrained("{name}")
 ```bash
 vllm serve {base}{dtype} --enable-lora --max-lora-rank {rank} --lora-modules trained={name}
 ```"""
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM allows for `--max-lora-rank`."""
 _PACKAGES = ("torch", "transformers", "lightning", "peft", "vllm")
 
 
@@ -76,7 +75,7 @@ def model_card(
         name=name,
         base=base,
         dtype=" --dtype float32" if served == torch.float32 else "",
-        rank=min((allowed for allowed in _LORA_RANKS if allowed >= rank), default=rank),
+        rank=min((allowed for allowed in LORA_RANKS if allowed >= rank), default=rank),
     )
     config = _text(run, "config.yaml")
     parts = [

@@ -72,10 +72,10 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         lr_scheduler_type: Schedule after the warm-up.
         gradient_clip_val: Maximum gradient norm; `None` switches clipping off.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
-        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights,
-            checkpoints hold only the adapters, and the base is the reference model. Adapters are
-            float32; in `bf16-mixed` and `bf16-true` the base is bfloat16
-            (`docs/explanation/precision.md`).
+        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights, or
+            the adapters alone with `VLLMEngine(enable_lora=True)`. Checkpoints hold only the
+            adapters, and the base is the reference model. Adapters are float32; in `bf16-mixed` and
+            `bf16-true` the base is bfloat16 (`docs/explanation/precision.md`).
         lora_alpha: LoRA's scale.
         lora_target_modules: Layers that get adapters, as in peft.
         loss_type: Ratio and normalisation of the loss; see `losses.policy_loss`.

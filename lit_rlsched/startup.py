@@ -35,6 +35,7 @@ from lit_rlsched.precision import check_float32
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.training.adapters import adapter_spec
 from lit_rlsched.training.learner import half_learner
 from lit_rlsched.training.logprobs import SHARDED_FORWARD
 from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
@@ -178,6 +179,7 @@ class Startup:
             policy=self.policy,
             seed=data.seed,
             kv_cache_bytes=data.schedule.slots.memory_budget,
+            adapters=adapter_spec(self.policy) if data.engine.enable_lora else None,
         )
         return replace(spec, slots=self.slots(spec))
 
@@ -228,8 +230,8 @@ class Startup:
     @cached_property
     def policy_reader(self) -> PolicyReader:
         """Reads the policy for weight syncs, on all ranks."""
-        data, precision = self._data, self._trainer.precision_plugin
-        return PolicyReader(self.policy, precision.forward_context, data.run.team)
+        data, context = self._data, self._trainer.precision_plugin.forward_context
+        return PolicyReader(self.policy, context, data.run.team, data.engine.enable_lora)
 
     def start(self) -> RolloutSession:
         """Start reward workers and engine."""

@@ -16,7 +16,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         " generation_config=, async_scheduling=, disable_log_stats=, use_tqdm_on_load=,"
         " tensor_parallel_size=, distributed_executor_backend=, block_size=,"
         " enable_chunked_prefill=, max_num_batched_tokens=, gpu_memory_utilization=,"
-        " enable_sleep_mode=)",
+        " enable_sleep_mode=, enable_lora=, max_lora_rank=, lora_target_modules=)",
         "EngineArgs.create_engine_config()",
     ),
     "vllm.sampling_params": (
@@ -34,7 +34,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine": (
         "LLMEngine.from_vllm_config(config, disable_log_stats=)",
         "LLMEngine.engine_core",
-        "LLMEngine.add_request(id, prompt, params) -> str",
+        "LLMEngine.add_request(id, prompt, params, lora_request=) -> str",
         "LLMEngine.abort_request(ids)",
         "LLMEngine.collective_rpc(method) -> list[_R]",
         "LLMEngine.collective_rpc(method, args=) -> list[_R]",
@@ -89,12 +89,14 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_worker": (
         "Worker.model_runner",
         "Worker.get_model()",
+        "Worker.add_lora(request)",
         "Worker.reload_weights(weights_iterator=)",
         "Worker.distributed_init_method",
     ),
     "vllm.v1.worker.cpu_worker": (
         "CPUWorker.model_runner",
         "CPUWorker.get_model()",
+        "CPUWorker.add_lora(request)",
         "CPUWorker.reload_weights(weights_iterator=)",
     ),
     "vllm.v1.worker.gpu_model_runner": (
@@ -110,6 +112,20 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "InputBatch.add_request(request)",
         "CachedRequestState.sampling_params",
         "CachedRequestState.generator",
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin": ("LoRAModelRunnerMixin.lora_manager",),
+    "vllm.lora.request": ("LoRARequest(lora_name=, lora_int_id=, lora_path=, load_inplace=)",),
+    "vllm.lora.lora_model": ("LoRAModel.loras",),
+    "vllm.lora.worker_manager": ("WorkerLoRAManager._adapter_manager",),
+    "vllm.lora.punica_wrapper.punica_base": (
+        "PunicaWrapperBase.no_lora",
+        "PunicaWrapperBase.add_lora_linear(y, x, a, b, scale, output_slices)",  # replaced on CPU
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu": ("PunicaWrapperCPU",),
+    "vllm.lora.model_manager": (
+        "LoRAModelManager.modules",
+        "LoRAModelManager.punica_wrapper_mapping",
+        "LoRAModelManager.get_adapter(adapter_id)",
     ),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": ("Platform.device_type",),

@@ -52,6 +52,13 @@ CHECKS = [
         300,
     ),
     _check(
+        "adapters-alone",
+        "LoRA adapters in vLLM's slot give the trainer's log-probs, before and after a sleep.",
+        "sleeping:adapters_alone",
+        45,
+        300,
+    ),
+    _check(
         "fit-then-test",
         "`fit` and then `test` in one process, each with an engine.",
         "runs:fit_then_test",

@@ -1,6 +1,7 @@
 """Check that vLLM returns its GPU memory, takes it again, and still draws correctly."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.setting import QUICK_TASK, Setting
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.policy import add_lora
+from lit_rlsched.training.adapters import adapter_spec, named_adapters
 
 FREED = 0.9
 """Least share of its memory that the engine returns while it sleeps."""
@@ -132,3 +135,27 @@ def close_asleep(setting: Setting, found: Findings) -> None:
         if setting.on_gpu:
             freed = (awake - memory()) / max(1, awake - before)
             found.at_least(f"engine {turn + 1} closed", freed, FREED, "of what it took", REPORT)
+
+
+def adapters_alone(setting: Setting, found: Findings) -> None:
+    """Check the log-probs of LoRA adapters in vLLM's slot, before and after a sleep."""
+    policy = add_lora(policy_on(setting, QUICK_TASK), 16, 16, "all-linear").to(setting.device)
+    engine = VLLMEngine(kv_cache_gib=setting.pick(CACHE, None), enable_lora=True)
+    asked = prompts(QUICK_TASK, PROMPTS)
+    spec = spec_of(QUICK_TASK, setting.device, torch.float32, PROMPTS, 256)
+    engine.start(replace(spec, adapters=adapter_spec(policy)))
+    for when in ("before a sleep", "after it"):
+        engine.wake()
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        engine.sync_weights(named_adapters(policy), 0)
+        found.at_most(
+            f"mean log-prob gap {when}",
+            float(gap(policy, asked, draw(engine, requests(asked, 32))).mean()),
+            MEAN_GAP[setting.device, "fp32"],
+            "nats",
+            "Train without `enable_lora`, and report this page.",
+        )
+        engine.sleep()
+    engine.close()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_rlsched.engines.base import EngineSpec, Footprint, Sizes, kv_bytes_per_token
+from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes, kv_bytes_per_token
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Tokens of one step, as in vLLM's own `LLM` (which takes 16,384 on the largest GPUs). An engine
 that is built from a configuration, as ours is, would get 2,048 on a GPU."""
 MAX_CPU_CACHE = 4 << 30
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
 
 PASSED_ON = (
     # memory
@@ -67,6 +69,7 @@ OWN = (
     "gpu_memory_utilization",
     "enforce_eager",
     "enable_sleep_mode",
+    "enable_lora",
     "tensor_parallel_size",
 )
 OF_THE_RUN = {
@@ -75,6 +78,10 @@ OF_THE_RUN = {
     "seed": "each completion has its own seed, derived from the run's `seed`",
     "generation_config": "sampling is set by `temperature`, `top_p`, `top_k` and `min_p`",
     "override_generation_config": "sampling is set by `temperature`, `top_p`, `top_k` and `min_p`",
+    **dict.fromkeys(
+        ("max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+        "it follows from the policy's adapters, with `VLLMEngine(enable_lora=True)`",
+    ),
     "pipeline_parallel_size": "use `tensor_parallel_size`",
     "data_parallel_size": "an engine is one replica",
     "distributed_executor_backend": "it follows from `tensor_parallel_size`; "
@@ -106,7 +113,8 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
 
     Raises:
-        ValueError: `engine_kwargs` allow fewer requests than there are slots.
+        ValueError: `engine_kwargs` allow fewer requests than there are slots, or vLLM has no slot
+            for the adapters.
     """
     on_cpu = spec.device.type == "cpu"
     own = None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30)
@@ -136,6 +144,8 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
     if engine.tensor_parallel_size > 1:
         args["tensor_parallel_size"] = engine.tensor_parallel_size
         args["distributed_executor_backend"] = "mp"
+    if engine.enable_lora:
+        args |= lora_args(spec.adapters)
     if on_cpu:
         args["block_size"] = CPU_BLOCK
         # vLLM undoes the draw of a half-prefilled request by its generator's offset, which CPU
@@ -154,6 +164,31 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
                 f"{spec.slots} slots of the run: leave it out, or ask for {most} slots."
             )
     return args
+
+
+def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
+    """Arguments for a slot that holds the policy's adapters.
+
+    Raises:
+        ValueError: There are no adapters, or their rank is too large.
+    """
+    if adapters is None:
+        raise ValueError(
+            "`VLLMEngine(enable_lora=True)`: there are no adapters for this engine. Leave it out."
+        )
+    rank = next((rank for rank in LORA_RANKS if rank >= adapters.rank), None)
+    if rank is None:
+        raise ValueError(
+            f"`VLLMEngine(enable_lora=True)`: the adapters have a rank of {adapters.rank}, and "
+            f"vLLM takes up to {LORA_RANKS[-1]}. Lower `lora_rank`, or leave `enable_lora` out: "
+            "adapters are then merged."
+        )
+    # without `lora_target_modules` the embedding and the LM head would get LoRA layers as well
+    return {
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "lora_target_modules": [*adapters.modules],
+    }
 
 
 def batched_tokens(engine: "VLLMEngine", spec: EngineSpec) -> int:
@@ -184,6 +219,11 @@ def footprint(engine: "VLLMEngine", spec: EngineSpec, sizes: Sizes) -> Footprint
     """Memory that vLLM will hold with these arguments."""
     args, dtype, full = engine_args(engine, spec), engine.cache_dtype(spec), sizes.full_slots(spec)
     weights, cache = sizes.parameters * dtype.itemsize, args["kv_cache_memory_bytes"]
+    how_weights = sizes.say_weights(dtype)
+    if spec.adapters is not None:
+        slot = args["max_lora_rank"]
+        weights += spec.adapters.parameters * slot // spec.adapters.rank * dtype.itemsize
+        how_weights += f", and a LoRA slot of rank {slot}"
     how = "limited by `memory_budget`, `kv_cache_gib` or their default"
     if cache and cache >= full:
         how = f"{sizes.say_slots(spec)}, in whole blocks"
@@ -193,7 +233,14 @@ def footprint(engine: "VLLMEngine", spec: EngineSpec, sizes: Sizes) -> Footprint
         how = f"the rest of gpu_memory_utilization={share}, including vLLM's activations"
     sleeps = spec.device.type == "cuda" and engine.enable_sleep_mode
     asleep = "; vLLM sleeps in the update" if sleeps else ""
-    return Footprint(weights, cache, not sleeps, sizes.say_weights(dtype) + asleep, how + asleep)
+    return Footprint(
+        weights,
+        cache,
+        not sleeps,
+        how_weights + asleep,
+        how + asleep,
+        asleep=weights if sleeps and engine.enable_lora else 0,
+    )
 
 
 def cache_tokens(

@@ -48,6 +48,20 @@ def naming_the_budget(spec: EngineSpec) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def naming_lora(enable_lora: bool) -> Iterator[None]:
+    """Name the setting if vLLM has no LoRA layers for the model."""
+    try:
+        yield
+    except ValueError as error:
+        if not (enable_lora and "support" in str(error) and "LoRA" in str(error)):
+            raise
+        raise ValueError(
+            f"`VLLMEngine(enable_lora=True)`: vLLM has no LoRA layers for this model ({error}). "
+            "Leave it out: adapters are then merged."
+        ) from error
+
+
 def unusable(request_id: str, token_ids: Sequence[int], reason: object) -> RuntimeError:
     """Return the error for an output that has no log-probs, or that vLLM ended early."""
     if reason is not None and str(reason) not in ENDS:

@@ -3,19 +3,27 @@
 They run in the trainer's process, or in each worker process when the model is split.
 """
 
+import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import linear
 
 from lit_rlsched._environment import hide_environment
 from lit_rlsched.engines._vllm_noise import KeptNoise
+
+ADAPTER = 1
+"""vLLM's id of the policy's adapters."""
 
 
 def prepare(worker: Any) -> bool:
@@ -42,7 +50,32 @@ def prepare(worker: Any) -> bool:
                 "Install a version of vLLM that lit_rlsched allows."
             )
         runner.kept_noise = KeptNoise(batch)
+    if manager := getattr(runner, "lora_manager", None):
+        for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
+            if type(wrapper).__name__ == "PunicaWrapperCPU":
+                wrapper.add_lora_linear = partial(add_one_adapter, wrapper)
     return by_position
+
+
+def add_one_adapter(
+    wrapper: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+    **kwargs: object,
+) -> None:
+    """Add what the only adapter makes of `x` `[T, in]` to `y` `[T, out]`, in place.
+
+    On CPU, vLLM's own function copies the adapter's matrices once per token.
+    """
+    if wrapper.no_lora:
+        return
+    parts = y.split([*output_slices], dim=1)
+    for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+        part += linear(linear(x, a[0, 0]), b[0, 0]) * scale
 
 
 def unlink_shared_memory(worker: Any) -> str:
@@ -77,8 +110,49 @@ def load(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         del model.load_weights
     worker.model_runner.written = written
     repack_embeddings(model)
+    forget_noise(worker)
+
+
+def forget_noise(worker: Any) -> None:
+    """Drop the generators of requests that were drawn with other weights."""
     if kept := getattr(worker.model_runner, "kept_noise", None):
         kept.generators.clear()
+
+
+def load_adapters(worker: Any, adapters: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the LoRA adapters in the model's only slot, and forget the noise of the old ones.
+
+    vLLM reads adapters from a folder in peft's format, so they are written to a temporary one.
+
+    Raises:
+        ValueError: An adapter is of a layer without a slot, and would have no effect.
+    """
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapters}
+    rank = max(len(a) for name, a in tensors.items() if name.endswith("lora_A.weight"))
+    # a scale of 1, as matrices B include it
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
+    with TemporaryDirectory(prefix="lit_rlsched-adapters-") as folder:
+        save_file(tensors, Path(folder, "adapter_model.safetensors"))
+        Path(folder, "adapter_config.json").write_text(json.dumps(config))
+        worker.add_lora(lora_request(folder))
+    slot = worker.model_runner.lora_manager._adapter_manager
+    if lost := sorted(slot.get_adapter(ADAPTER).loras.keys() - slot.modules.keys()):
+        raise ValueError(
+            f"`VLLMEngine(enable_lora=True)`: vLLM's model has no LoRA slot for {len(lost)} layers "
+            f"with adapters, of which the first is `{lost[0]}`. Leave `enable_lora` out: adapters "
+            "are then merged."
+        )
+    forget_noise(worker)
+
+
+def lora_request(folder: str | None = None) -> Any:
+    """Return the request for the policy's adapters: to load them from a folder, or to use them."""
+    return import_module("vllm.lora.request").LoRARequest(
+        lora_name="policy",
+        lora_int_id=ADAPTER,
+        lora_path=folder or "already loaded",
+        load_inplace=folder is not None,
+    )
 
 
 def repack_embeddings(model: torch.nn.Module) -> None:

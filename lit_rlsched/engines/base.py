@@ -35,6 +35,18 @@ def _torch() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """Sizes of the policy's LoRA adapters."""
+
+    rank: int
+    """The largest rank."""
+    modules: tuple[str, ...]
+    """Last parts of the names of the layers that have one, such as `q_proj`."""
+    parameters: int
+    """Number of their parameters."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What an engine needs to know about the run."""
 
@@ -54,6 +66,8 @@ class EngineSpec:
     seed: int = 0
     kv_cache_bytes: int | None = None
     """Maximum size of the key-value cache, if the run has a memory budget for it."""
+    adapters: AdapterSpec | None = None
+    """The policy's adapters, for an engine with `enable_lora`."""
     index: int = 0
     """Which of the run's engines it is, from 0."""
     engines: int = 1
@@ -134,6 +148,8 @@ class Footprint:
     how_cache: str
     handed_over: int = 0
     """Bytes of host memory through which weights reach the engine's process."""
+    asleep: int = 0
+    """Bytes of host memory that keep the weights while the engine sleeps."""
     like_trainer: bool = False
     """Whether its steps are forward passes of the trainer's model, whose memory can be measured."""
 
@@ -152,6 +168,9 @@ class RolloutEngine(RemembersInit, ABC):
     tensor_parallel_size = 1
     """Number of this node's devices that the model is split over. An engine with
     `max_tensor_parallel_size` above 1 takes a new value at its next `start`."""
+    enable_lora = False
+    """Whether the engine loads the base model itself and `sync_weights` takes the policy's LoRA
+    adapters alone (`training.adapters.named_adapters`)."""
     ends_with_process = False
     """Whether the process ends after `close` and frees everything the engine holds."""
     decodes_by_itself = False

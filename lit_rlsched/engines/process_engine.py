@@ -73,7 +73,7 @@ class ProcessEngine(RolloutEngine):
         self.engine = engine
         self.restarts = 0
         """Number of times the process was replaced."""
-        self.logprobs = engine.logprobs
+        self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
@@ -109,7 +109,8 @@ class ProcessEngine(RolloutEngine):
         """The engine's memory, and the weights handed over to it."""
         spec = replace(spec, policy=None)
         held = self.engine.footprint(spec, sizes)
-        return replace(held, handed_over=sizes.parameters * self.cache_dtype(spec).itemsize)
+        sent = sizes.parameters if spec.adapters is None else spec.adapters.parameters
+        return replace(held, handed_over=sent * self.cache_dtype(spec).itemsize)
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
         return self.engine.cache_tokens(spec, footprint, token_bytes)

@@ -15,7 +15,13 @@ import torch
 from lit_rlsched.engines import _vllm_args as arguments
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
-from lit_rlsched.engines._vllm_errors import ENDS, naming_dead_workers, naming_the_budget, unusable
+from lit_rlsched.engines._vllm_errors import (
+    ENDS,
+    naming_dead_workers,
+    naming_lora,
+    naming_the_budget,
+    unusable,
+)
 from lit_rlsched.engines._vllm_noise import Noise
 from lit_rlsched.engines.base import (
     EngineSpec,
@@ -57,13 +63,16 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: Run the model without compilation or CUDA graphs. By default true on CPU,
             where they save less time than they take to build, and false on a GPU.
         enable_sleep_mode: Release the GPU memory of weights and cache between rollouts (vLLM's
-            level 2: weights are dropped, as each rollout begins with a weight sync). Ignored on
-            CPU.
+            level 2: weights are dropped, as each rollout begins with a weight sync; with
+            `enable_lora` level 1: the base weights wait in host memory). Ignored on CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`, which override ours. Only those that
             change where and how fast tokens are drawn, but not which, are accepted;
             `docs/howto/gpu.md` lists them. With others, such as speculative decoding, quantization
             or logits processors, vLLM would draw or record something else than the policy that is
             trained.
+        enable_lora: Whether vLLM gets the policy's LoRA adapters alone at each sync and computes
+            them beside the base model, which it loads itself. By default it gets merged weights.
+            `docs/howto/lora.md` has the differences.
         tensor_parallel_size: Number of processes that the model is split over, on this machine. A
             new value of the attribute takes effect at the next `start`.
 
@@ -88,6 +97,7 @@ class VLLMEngine(RolloutEngine):
         enable_sleep_mode: bool = True,
         engine_kwargs: dict[str, Any] | None = None,
         tensor_parallel_size: int = 1,
+        enable_lora: bool = False,
     ) -> None:
         check_finite(locals())
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
@@ -99,6 +109,7 @@ class VLLMEngine(RolloutEngine):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.enforce_eager = enforce_eager
         self.enable_sleep_mode = enable_sleep_mode
+        self.enable_lora = enable_lora
         self.engine_kwargs = engine_kwargs or {}
         self.tensor_parallel_size = tensor_parallel_size
         arguments.check_engine_kwargs(self.engine_kwargs)
@@ -138,6 +149,7 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
+        self._lora_request: Any = None  # the base model, until the first sync
         self._spec = spec  # `close` needs this and the next, also after a failed start
         self._meeting_place: str | None = None
         guest.check_build(spec.device)
@@ -149,7 +161,11 @@ class VLLMEngine(RolloutEngine):
         guest.bound_kernels(spec.slots)
         self._apart = self.tensor_parallel_size > 1
         workers = self.tensor_parallel_size if self._apart else 0
-        with guest.building(spec.device, workers), naming_the_budget(spec):
+        with (
+            guest.building(spec.device, workers),
+            naming_the_budget(spec),
+            naming_lora(self.enable_lora),
+        ):
             config = vllm.EngineArgs(**args).create_engine_config()
             if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # otherwise vLLM takes the first GPU
@@ -170,7 +186,7 @@ class VLLMEngine(RolloutEngine):
         for request, param in zip(requests, params, strict=True):
             prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
             param.extra_args = self._noise.enter(request)
-            inside = live.add_request(request.id, prompt, param)
+            inside = live.add_request(request.id, prompt, param, lora_request=self._lora_request)
             self._held[request.id] = self._inside[inside] = _Held(request, inside)
 
     def _sampling_params(self, request: Request) -> Any:
@@ -250,12 +266,15 @@ class VLLMEngine(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._refuse_when_running("load weights")
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
+        load = beside_model.load_adapters if self.enable_lora else beside_model.load
         with ExitStack() as stack:
             if self._apart:
                 file = stack.enter_context(closing(WeightsFile()))
                 weights = file.write(weights, self.cache_dtype(self._spec))
             with naming_dead_workers(self._live, self.tensor_parallel_size):
-                self._live.collective_rpc(beside_model.load, args=(weights,))
+                self._live.collective_rpc(load, args=(weights,))
+        if self.enable_lora:
+            self._lora_request = beside_model.lora_request()
         self._noise.forget()
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
@@ -277,7 +296,11 @@ class VLLMEngine(RolloutEngine):
 
     def sleep(self) -> None:
         self._refuse_when_running("sleep")
-        if self._can_sleep:
+        if not self._can_sleep:
+            return
+        if self.enable_lora:
+            self._live.sleep(level=1)  # no sync brings the base weights back
+        else:
             self._live.collective_rpc(beside_model.keep)
             self._live.sleep(level=2)  # drops the weights: a sync follows
 

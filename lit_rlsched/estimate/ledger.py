@@ -113,6 +113,7 @@ class Ledger:
         yield Item("key-value cache", engine.cache, stays * engine.cache, engine.how_cache)
         yield Item("decoding", decoding, 0, "temporaries of the largest decode step")
         yield Item("weights handed over", handed, handed, "to the engine's process", host=True)
+        yield Item("sleeping weights", 0, engine.asleep, "of vLLM, in the update", host=True)
 
     def _pass_items(self, positions: int) -> Iterator[Item]:
         run, module = self.run, self.run.module

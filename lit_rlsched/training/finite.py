@@ -59,9 +59,13 @@ def _range(values: Sequence[float]) -> str:
 
 
 @torch.no_grad()
-def not_finite(policy: nn.Module) -> list[str]:
+def not_finite(policy: nn.Module, trained_only: bool = False) -> list[str]:
     """Return the names of weights of which this rank's part holds NaN or infinity."""
-    return [name for name, weight in policy.named_parameters() if not _finite(local(weight))]
+    return [
+        name
+        for name, weight in policy.named_parameters()
+        if (weight.requires_grad or not trained_only) and not _finite(local(weight))
+    ]
 
 
 def refuse_weights(wrong: Sequence[str]) -> None:

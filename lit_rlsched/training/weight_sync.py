@@ -17,6 +17,7 @@ from lit_rlsched.policy import evaluating, named_weights
 from lit_rlsched.precision import ForwardContext
 from lit_rlsched.sharding import whole
 from lit_rlsched.team import Team
+from lit_rlsched.training.adapters import named_adapters
 from lit_rlsched.training.finite import not_finite, refuse_weights
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
@@ -42,17 +43,22 @@ LONGEST, WAVES = 128, 32
 
 
 class PolicyReader:
-    """Reads weights and log-probs of the policy; with several ranks, on all of them at once."""
+    """Reads weights and log-probs of the policy; with several ranks, on all of them at once.
+
+    With `enable_lora` the weights are the LoRA adapters alone.
+    """
 
     def __init__(
         self,
         policy: nn.Module,
         forward_context: ForwardContext = nullcontext,
         team: Team | None = None,
+        enable_lora: bool = False,
     ) -> None:
         self._policy = policy
         self._forward_context = forward_context
         self._team = team or Team()
+        self._enable_lora = enable_lora
 
     @property
     def tasks(self) -> dict[str, Callable[..., Any]]:
@@ -64,7 +70,7 @@ class PolicyReader:
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its checkpoint name, with adapters merged.
+        """Yield every weight under its checkpoint name, with adapters merged, or adapters alone.
 
         Raises:
             FloatingPointError: If a weight is NaN or infinite; none is yielded.
@@ -84,10 +90,11 @@ class PolicyReader:
         return self._team.call("logprobs", self._logprobs, ids, temperature)
 
     def _not_finite(self) -> list[list[str]]:
-        return self._team.all_gather(not_finite(self._policy))
+        return self._team.all_gather(not_finite(self._policy, trained_only=self._enable_lora))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, whole(weight)) for name, weight in named_weights(self._policy))
+        named = named_adapters if self._enable_lora else named_weights
+        return ((name, whole(weight)) for name, weight in named(self._policy))
 
     @torch.no_grad()
     def _logprobs(self, ids: list[tuple[list[int], list[int]]], temperature: float) -> list[Tensor]:
@@ -124,7 +131,9 @@ class WeightSync:
         temperature: float = 1.0,
     ) -> None:
         self._engine, self._spec = engine, spec
-        self._policy = policy if isinstance(policy, PolicyReader) else PolicyReader(policy)
+        if not isinstance(policy, PolicyReader):
+            policy = PolicyReader(policy, enable_lora=engine.enable_lora)
+        self._policy = policy
         self._prompts = list(probe)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
 

@@ -47,6 +47,8 @@ def test_refuses_sizes_that_are_none(size: object) -> None:
         ("dtype", "float16", r"itself: `VLLMEngine\(dtype='float16'\)`"),
         ("pipeline_parallel_size", 2, "use `tensor_parallel_size`"),
         ("data_parallel_size", 2, "one replica"),
+        ("enable_lora", True, r"itself: `VLLMEngine\(enable_lora=True\)`"),
+        ("max_lora_rank", 8, "follows from the policy's adapters"),
         ("blok_size", 64, "may draw or record something else"),
     ],
 )

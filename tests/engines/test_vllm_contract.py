@@ -27,7 +27,7 @@ from vllm_contract import (
 import lit_rlsched
 from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines._vllm_guest import import_vllm
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.base import AdapterSpec, EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 
 RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())
@@ -36,7 +36,7 @@ CODE = ("vllm", "_vllm_errors", "_vllm_guest", "_vllm_noise", "_vllm_worker")
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
 OURS = {"kept_noise", "kept_tensors", "written", "lit_rlsched_noise"}
-PLAIN = {"clear", "get", "ravel", "removeprefix", "startswith", "tolist"}
+PLAIN = {"clear", "get", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
 """Methods of dictionaries, strings and arrays."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
 """Of configurations of transformers."""
@@ -204,9 +204,11 @@ def test_engine_arguments_and_sampling_parameters_are_declared(
 ) -> None:
     declared = {t.path: set(t.keywords) for t in touches() if t.path.count(".") == 0}
     given: set[str] = set()
+    adapters = AdapterSpec(4, ("q_proj",), 1000)
     for device, size in (("cpu", 1), ("cpu", 2), ("cuda:0", 1)):
-        spec = EngineSpec(tiny_model, 4, 128, (1,), device=torch.device(device))
-        given |= set(engine_args(VLLMEngine(tensor_parallel_size=size), spec))
+        spec = EngineSpec(tiny_model, 4, 128, (1,), device=torch.device(device), adapters=adapters)
+        engine = VLLMEngine(tensor_parallel_size=size, enable_lora=True)
+        given |= set(engine_args(engine, spec))
     assert given == declared["EngineArgs"]
 
 

@@ -2,8 +2,8 @@
 
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
-`callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `wrong`. Rank 0 writes `FOLDER/NAME.json`; exit
-codes, times and what was printed are in the answer on stdout.
+`callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`. Rank 0 writes
+`FOLDER/NAME.json`; exit codes, times and what was printed are in the answer on stdout.
 """
 
 import dataclasses
@@ -98,7 +98,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     kind = kinds[settings.pop("kind", "grpo")]
     module = Plain(model) if more.get("plain") else kind(model, **settings)
     if "engine" in more:
-        engine = engines.ProcessEngine(getattr(engines, more["engine"])())
+        made = getattr(engines, more["engine"])(**more.get("engine_settings", {}))
+        engine = engines.ProcessEngine(made)
     else:
         engine = OwnCopy()
         training_run.in_own_process = lambda engine: engine

@@ -1,5 +1,6 @@
 """One rank, several with DDP and several with FSDP2: the same completions and the same weights."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,17 @@ VARIANTS = {
 def test_variants(run, exact_model, variant):
     exact = {"precision": "64-true", **variant}
     check_same(run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=exact_model), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_adapters_alone_reach_vllm(run):
+    adapters = {
+        "module": {"lora_rank": 4, "learning_rate": 1e-2},
+        "engine": "VLLMEngine",
+        "engine_settings": {"enable_lora": True},
+    }
+    check_same(run(*({**adapters, **r} for r in (ALONE, FSDP2))), 1e-5)
 
 
 @pytest.mark.slow
