@@ -66,7 +66,8 @@ test: lint types  ## Run lint, types and the quick tests
 test-slow: install  ## Run the slow tests (kills, model families, whole runs) and long property tests
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
-test-all: test test-slow  ## Run all tests
+test-all: lint types  ## Run lint, types and all tests at once
+	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or not slow"
 
 test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail
 	$(MAKE) install VENV=.venv-next

@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import cloudpickle
+import forked_engines
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -245,6 +246,8 @@ def state_hash(state):
 
 
 def main(folder, engine, model, schedule, place, stops):
+    if schedule == "streamed":
+        forked_engines.begin()
     folder = Path(folder)
     seed_everything(1)
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
