@@ -231,6 +231,13 @@ def make_prompts(
             "Give every row a `uid` to keep them.",
             stacklevel=2,
         )
+    if table.odd_prompts is not None:
+        kind, number, row = table.odd_prompts
+        warnings.warn(
+            f"{number} of {len(table)} prompts are {kind} and the others are not (the first is row "
+            f"{row}): the chat template is applied to chat messages only. Give all the same form.",
+            stacklevel=2,
+        )
     settings = chat_template_kwargs or {}
     tokens = mapped(
         _key(table, tokenizer, settings),

@@ -1,6 +1,7 @@
 """Rows in memory-mapped Arrow, with their uids; a row is made when it is asked for."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, overload
@@ -20,8 +21,9 @@ class RowTable(Sequence[Row]):
     """Rows of a data set.
 
     Args:
-        table: Columns `uid`, `given` (whether the row has a column `uid`), `names` (the names of
-            its columns, as JSON) and `row`: a struct, or JSON.
+        table: Columns `uid`, `given` (whether the row has a column `uid`), `names` (whether the
+            prompt is a chat, and the names of the row's columns, as JSON) and `row`: a struct, or
+            JSON.
         key: Name of the content, the same for the same rows; `None` if there is none.
         objects: The rows themselves, if JSON cannot hold them.
     """
@@ -69,12 +71,35 @@ class RowTable(Sequence[Row]):
         return self._table["uid"].combine_chunks()
 
     @cached_property
+    def _forms(self) -> list[tuple[bool, tuple[str, ...], int, int]]:
+        """Chat or not, columns, first row and number of rows, of each form that rows have."""
+        names = self._table["names"].combine_chunks()
+        numbers, counts = np.unique(_first(names), return_counts=True)
+        forms = []
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            chat, columns = json.loads(names[number].as_py())
+            forms.append((chat, tuple(columns), number, count))
+        return forms
+
+    @property
     def column_sets(self) -> dict[tuple[str, ...], int]:
         """Sets of columns that rows have, with the number of the first such row."""
-        names = self._table["names"].combine_chunks()
-        first = _first(names)
-        numbers = np.flatnonzero(first == np.arange(len(first))).tolist()
-        return {tuple(json.loads(names[number].as_py())): number for number in numbers}
+        sets: dict[tuple[str, ...], int] = {}
+        for _, columns, number, _ in self._forms:
+            sets.setdefault(columns, number)
+        return sets
+
+    @property
+    def odd_prompts(self) -> tuple[str, int, int] | None:
+        """If some prompts are text and others chats: the rarer kind, its number, its first row."""
+        counts = Counter({False: 0, True: 0})
+        for chat, _, _, count in self._forms:
+            counts[chat] += count
+        (_, _), (rarer, number) = counts.most_common()
+        if not number:
+            return None
+        first = min(row for chat, _, row, _ in self._forms if chat == rarer)
+        return "chat messages" if rarer else "text", number, first
 
     def unique(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Keep the first of equal rows.
@@ -120,14 +145,14 @@ def record_batch(
         stored: The same rows as JSON or as a struct.
     """
     uids, given, names = [], [], []
-    named: dict[tuple[str, ...], str] = {}
+    named: dict[tuple[bool, tuple[str, ...]], str] = {}
     for number, row in enumerate(rows, start=first):
         uids.append(row_uid(row, number))
         given.append(row.get("uid") is not None)
-        columns = tuple(row)
-        if columns not in named:
-            named[columns] = json.dumps([str(name) for name in columns])
-        names.append(named[columns])
+        form = not isinstance(row["prompt"], str), tuple(row)
+        if form not in named:
+            named[form] = json.dumps([form[0], [str(name) for name in form[1]]])
+        names.append(named[form])
     return pa.RecordBatch.from_arrays(
         [
             pa.array(uids, pa.string()),

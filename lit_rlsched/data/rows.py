@@ -18,7 +18,7 @@ Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
-_FORMAT = "rows-1"
+_FORMAT = "rows-2"
 """Changes when rows are stored in another way."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),

@@ -114,6 +114,29 @@ def test_values_that_json_would_change_stay_as_they_are(tokenizer: Any) -> None:
     assert prompts._rows.prompts(1, 3) == ["1", "2"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "list"])
+@pytest.mark.parametrize("odd", ["text", "chat messages", None])
+def test_prompts_of_two_forms_are_warned_of_also_when_the_cache_knows_them(
+    odd: str | None, kind: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}+1", "answer": i} for i in range(5)]
+    if odd != "text":
+        rows[3]["prompt"] = CHAT
+    if odd != "chat messages":
+        rows = [
+            {**row, "prompt": [{"role": "user", "content": str(i)}]} for i, row in enumerate(rows)
+        ]
+    if odd == "text":
+        rows[3]["prompt"] = "3+1"
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            make_prompts(load_rows(written(tmp_path, kind, rows)), tokenizer, max_prompt_length=400)
+        said = [str(w.message) for w in told if "others are not" in str(w.message)]
+        assert len(said) == (odd is not None)
+        assert not said or (f"1 of 5 prompts are {odd} and" in said[0] and "is row 3)" in said[0])
+
+
 def test_dates_of_a_parquet_file_stay_dates(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "1", "on": datetime.datetime(2024, 1, 1), "raw": b"x", "empty": None}]
     (prompt,) = make_prompts(
