@@ -109,7 +109,7 @@ BENCHMARKS = {
     ),
     "startup": Benchmark(
         "seconds and memory of a start with up to a million prompts, and of a round of tokens",
-        8,
+        15,
         "text of the prompts, tokens of the round",
         on="2 cores",
     ),
