@@ -72,10 +72,11 @@ def test_variants(run, exact_model, variant):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_adapters_alone_reach_vllm(run):
     adapters = {
-        "module": {"lora_rank": 4, "learning_rate": 1e-2},
+        "module": {"lora_rank": 4, "learning_rate": 1e-3},
         "engine": "VLLMEngine",
         "engine_settings": {"enable_lora": True},
     }
+    # AdamW turns the rounding of a small gradient into a part of the learning rate
     check_same(run(*({**adapters, **r} for r in (ALONE, FSDP2))), 1e-5)
 
 
