@@ -145,6 +145,7 @@ CASES = {
         torch.float32,
         {},
     ),
+    "llama, LM head": ("llama", {"target_modules": ["q_proj", "lm_head"]}, torch.float32, {}),
     "qwen2, split": ("qwen2", {}, torch.float32, {"tensor_parallel_size": 2}),
     "llama, bfloat16": ("llama", {}, torch.bfloat16, {}),
 }
