@@ -95,7 +95,8 @@ def settle_progress(trainer: Trainer) -> None:
     """Reset Lightning's progress so that a run stopped halfway through something resumes exactly.
 
     Without this, Lightning would skip an epoch that has no step yet, or count one step too many.
-    An optimizer step that had started counts as not started, and a validation starts again.
+    An optimizer step that had started counts as not started, and a validation starts again. A run
+    stopped after the last hook of an epoch resumes as from a checkpoint of that hook.
     """
     loop = trainer.fit_loop.epoch_loop
     batches, epochs = loop.batch_progress, trainer.fit_loop.epoch_progress
@@ -106,9 +107,19 @@ def settle_progress(trainer: Trainer) -> None:
     if not batches.current.completed:
         for progress in (epochs.total, epochs.current):
             progress.reset_on_restart()
+    elif epochs.current.completed == epochs.current.ready:
+        for progress in (epochs.total, epochs.current):
+            progress.completed -= 1
     if trainer.validating:
         validation: Any = loop.val_loop.batch_progress
         validation.reset()
-        validation.total.ready = validation.total.started = (
-            1  # tells Lightning that one was running
-        )
+        # tells Lightning that one was running, until `begin_validation`
+        validation.total.ready = validation.total.started = 1
+
+
+def begin_validation(trainer: Trainer) -> None:
+    """Remove the mark of `settle_progress`: this validation is the one that was interrupted.
+
+    Otherwise a checkpoint after it would say that it was interrupted too.
+    """
+    trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.evaluation import Evaluated, check_scored, evaluate, never_correct
+from lit_rlsched.interrupts import begin_validation
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class Evaluation:
     def __iter__(self) -> Iterator[Evaluated]:
         data = self._datamodule
         data.start()
+        assert data.trainer is not None
+        if data.trainer.validating:
+            begin_validation(data.trainer)
         if data.run.team.size == 1:
             yield from self._evaluate()
         else:

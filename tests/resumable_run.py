@@ -157,6 +157,7 @@ class Die(RolloutCallback):
         number = trainer.global_step // data.steps_per_epoch
         inside = len(data.pool) or not isinstance(data.schedule.rule, SortedRound)
         self._count("validation", lambda at: number == at and batch_idx == 2 and inside)
+        self._count("last", lambda at: number == at and batch_idx == 3)
 
 
 class Bomb:

@@ -64,11 +64,13 @@ STOPPED = [
     "TERM step 4",
     "TERM answers 3",  # while the third validation is drawn
     "TERM validation 3",  # in the one that is begun anew
+    "TERM last 3",  # in the last prompt of the one that is begun again
     "TERM round_end 3",
     "TERM step 9",  # in the last step of the last round
 ]
 """Where SIGTERM comes."""
-AUTOMATIC = [place for place in STOPPED if "answers" not in place and "validation" not in place]
+VALIDATING = ("answers", "validation", "last")
+AUTOMATIC = [place for place in STOPPED if place.split()[1] not in VALIDATING]
 VLLM = ["completion 40", "validation 3"]
 
 
