@@ -13,6 +13,13 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.utils.serialization import config as serialization
 
+from lit_rlsched.sharded_checkpoints import (
+    inspect_folder,
+    is_sharded_checkpoint,
+    read_folder,
+    remove_checkpoint,
+)
+
 _SUFFIX = ".checkpoint-tmp"
 
 
@@ -45,9 +52,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not _is_local_file_protocol(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         target = Path(str(path).removeprefix("file://"))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target.parent)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
+        temporary = temporary_name(target)
         try:
             checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
             with temporary.open("wb") as file, checksums:
@@ -68,14 +73,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Check the file and load it."""
+        """Check the file and load it; gather the parts of a folder that `FSDP2Strategy` wrote."""
+        if is_sharded_checkpoint(path):
+            return read_checkpoint(path)
         local = _is_local_file_protocol(path) and not str(path).startswith("http")
         if local and Path(path).exists():
             _check_file(path)
-        with _refusing(path):
+        with refusing(path):
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
         return _checked(checkpoint, path)
 
@@ -88,21 +95,46 @@ def with_atomic_io(plugins: Any) -> list[Any]:
     return [*given, AtomicCheckpointIO()]
 
 
-def read_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
-    """Load a checkpoint for inspection: tensors are memory-mapped and read when used.
+def read_checkpoint(
+    path: str | Path, verify: bool = True, optimizers: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint: a file is memory-mapped and read when used, a folder is read.
 
     Args:
-        path: Local file.
-        verify: Whether to check all bytes first, which reads the whole file.
+        path: Local file, or folder that `FSDP2Strategy` wrote.
+        verify: Whether to check all bytes of a file first, which reads it.
+        optimizers: Whether to read the optimizer states of a folder.
 
     Raises:
-        CheckpointError: the file cannot be used as a checkpoint.
+        CheckpointError: the file or folder cannot be used as a checkpoint.
     """
+    if is_sharded_checkpoint(path):
+        with refusing(path):
+            return _checked(read_folder(Path(path), optimizers), path)
     if verify:
         _check_file(path)
-    with _refusing(path):
+    with refusing(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return _checked(checkpoint, path)
+
+
+def inspect_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
+    """Like `read_checkpoint`, but without the values of a folder's tensors."""
+    if not is_sharded_checkpoint(path):
+        return read_checkpoint(path, verify)
+    with refusing(path):
+        return _checked(inspect_folder(Path(path)), path)
+
+
+@contextmanager
+def refusing(path: Any) -> Iterator[None]:
+    """Turn the errors of reading a checkpoint into a `CheckpointError`."""
+    try:
+        yield
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        verb = "unpickled" if isinstance(error, pickle.UnpicklingError) else "read"
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise _refused(path, f"cannot be {verb}: {why}") from error
 
 
 def _check_file(path: str | Path) -> None:
@@ -124,17 +156,6 @@ def _check_file(path: str | Path) -> None:
         raise _refused(path, f"is damaged: its part `{broken}` does not match its checksum")
 
 
-@contextmanager
-def _refusing(path: Any) -> Iterator[None]:
-    """Turn the errors of `torch.load` into a `CheckpointError`."""
-    try:
-        yield
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        verb = "unpickled" if isinstance(error, pickle.UnpicklingError) else "read"
-        why = str(error).partition("\n")[0].rstrip(".")
-        raise _refused(path, f"cannot be {verb}: {why}") from error
-
-
 def _checked(checkpoint: Any, path: Any) -> dict[str, Any]:
     needed = {"state_dict", "pytorch-lightning_version", "global_step"}
     if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
@@ -149,14 +170,21 @@ def _refused(path: Any, why: str) -> CheckpointError:
     )
 
 
+def temporary_name(target: Path) -> Path:
+    """Make the folder of a checkpoint, and return the name under which it is written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target.parent)
+    return target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
+
+
 def _remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of processes that were killed while writing."""
-    for path in folder.glob(f".*{_SUFFIX}"):
+    """Delete what processes that were killed while writing have left."""
+    for path in folder.glob(f".*{_SUFFIX}*"):
         if f".{os.getpid()}{_SUFFIX}" not in path.name:
-            path.unlink(missing_ok=True)
+            remove_checkpoint(path)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the rename durable, where the file system can sync folders."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

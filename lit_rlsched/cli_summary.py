@@ -201,7 +201,7 @@ def _saved(trainer: Trainer) -> str | None:
         for callback in trainer.checkpoint_callbacks
         if not getattr(callback, "save_weights_only", False)
         for name in ("last_path", "last_model_path")
-        if (path := getattr(callback, name, None)) and Path(path).is_file()
+        if (path := getattr(callback, name, None)) and Path(path).exists()
     ]
     if not paths:
         return None

@@ -26,6 +26,7 @@ from lit_rlsched.policy import (
 from lit_rlsched.precision import kept_in_float32, main_dtype
 from lit_rlsched.resuming import check_same_weights
 from lit_rlsched.run_folder import newest_checkpoint
+from lit_rlsched.sharded_checkpoints import is_sharded_checkpoint
 
 DTYPES = {
     "float32": torch.float32,
@@ -79,7 +80,7 @@ def export(
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
     path = find_checkpoint(ckpt_path)
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, optimizers=False)
     return export_state(
         checkpoint, folder, source=path, adapter=adapter, dtype=dtype, hub=push_to_hub, model=model
     )
@@ -168,7 +169,7 @@ def find_checkpoint(ckpt_path: str) -> Path:
     path = Path("runs" if ckpt_path == "last" else ckpt_path)
     if not path.exists():
         raise ValueError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
-    if path.is_file():
+    if path.is_file() or is_sharded_checkpoint(path):
         return path
     newest = newest_checkpoint(path, resumable=False)
     if newest is None:

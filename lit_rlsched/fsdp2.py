@@ -1,7 +1,8 @@
 """FSDP2: each rank holds a part of every weight, gradient and optimizer state."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,14 +13,23 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
 
-from lit_rlsched.checkpoints import read_checkpoint
+from lit_rlsched.checkpoints import inspect_checkpoint, refusing, sync_folder, temporary_name
 from lit_rlsched.policy import base_model
+from lit_rlsched.sharded_checkpoints import (
+    is_sharded_checkpoint,
+    load_parts,
+    numbered,
+    plain_errors,
+    renamed,
+    replace_folder,
+)
 from lit_rlsched.training.logprobs import SHARDED_FORWARD, whole_logprobs
 
 
@@ -52,55 +62,74 @@ class FSDP2Strategy(ModelParallelStrategy):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         assert self.lightning_module is not None
         state = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
-        numbers = {name: i for i, name in enumerate(_names(state))}
-        return _renamed(state, numbers) if numbers else {}
+        return numbered(state)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Check a file as other strategies do; then each rank takes its part.
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let `Trainer` make whole checkpoints on rank 0 inside."""
+        sharded, self._save_distributed_checkpoint = self._save_distributed_checkpoint, False
+        try:
+            yield
+        finally:
+            self._save_distributed_checkpoint = sharded
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a file as other strategies do; write a folder under another name, and rename it.
 
         Raises:
-            CheckpointError: the file cannot be used as a checkpoint.
+            OSError: something cannot be written.
+        """
+        if not self._save_distributed_checkpoint:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(self.broadcast(filepath))
+        temporary: Path = self.broadcast(temporary_name(path) if self.is_global_zero else path)
+        with plain_errors():
+            super().save_checkpoint(checkpoint, temporary, storage_options)
+        if self.is_global_zero:  # the parts of all ranks are written
+            replace_folder(temporary, path)
+            sync_folder(path.parent)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Check a checkpoint as other strategies do; then each rank takes its part.
+
+        Raises:
+            CheckpointError: the file or folder cannot be used as a checkpoint.
             ValueError: it is of another model.
         """
         path = Path(self.broadcast(checkpoint_path))
-        if path.is_dir():
-            return super().load_checkpoint(path, weights_only)
-        checkpoint = read_checkpoint(path, verify=self.is_global_zero)
+        sharded = is_sharded_checkpoint(path)
+        checkpoint = inspect_checkpoint(path, verify=self.is_global_zero)
         module: Any = self.lightning_module
         check = getattr(module, "check_checkpoint", None)
         strict = module.strict_loading if check is None else False
         if check is not None:
             check(checkpoint)  # adapters without their base are complete
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
-        weights = checkpoint.pop("state_dict")
-        set_model_state_dict(module, weights if self.is_global_zero else {}, options=options)
-        states = checkpoint.pop("optimizer_states", [])
-        for optimizer, state in zip(self.optimizers, states, strict=False):
+        weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        options = StateDictOptions(strict=strict)
+        if sharded:
+            ours = get_model_state_dict(module)
+            with refusing(path):
+                weights = load_parts(path, "state_dict", {name: ours[name] for name in weights})
+        else:
+            options = replace(options, full_state_dict=True, broadcast_from_rank0=True)
+            weights = weights if self.is_global_zero else {}
+        set_model_state_dict(module, weights, options=options)
+        for i, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             kept = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
-            by_id = {id(p): name for name, p in module.named_parameters()}
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            names = {i: by_id[id(p)] for i, p in enumerate(params)}
-            named = _renamed(state, names)
+            if sharded:
+                own = get_optimizer_state_dict(module, optimizer)
+                with refusing(path):
+                    named = load_parts(path, f"optimizer_{i}", own)
+            else:
+                by_id = {id(p): name for name, p in module.named_parameters()}
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                named = renamed(state, {i: by_id[id(p)] for i, p in enumerate(params)})
             set_optimizer_state_dict(module, optimizer, named, options=options)
             for group, (fused, foreach) in zip(optimizer.param_groups, kept, strict=True):
                 group |= {"fused": fused, "foreach": foreach}  # as this device steps best
         return checkpoint
-
-
-def _names(state: Mapping[str, Any]) -> list[Any]:
-    return [name for group in state.get("param_groups", ()) for name in group["params"]]
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with other names of its parameters."""
-    groups = [
-        {**group, "params": [names[name] for name in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    return {
-        "state": {names[name]: values for name, values in state["state"].items()},
-        "param_groups": groups,
-    }
 
 
 if "fsdp2" not in StrategyRegistry:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.checkpoints import CheckpointError, inspect_checkpoint
 from lit_rlsched.platforms import require_posix
 
 LOCK = "run.json"
@@ -159,7 +159,7 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     broken: dict[Path, CheckpointError] = {}
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            rounds = _completed_rounds(read_checkpoint(path))
+            rounds = _completed_rounds(inspect_checkpoint(path))
         except CheckpointError as error:
             broken[path] = error
             continue

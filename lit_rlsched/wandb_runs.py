@@ -9,7 +9,7 @@ from lightning import Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.checkpoints import CheckpointError, inspect_checkpoint
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run_config import algorithm, run_name, schedule
 
@@ -90,7 +90,7 @@ def saved_ids(path: str | Path) -> list[str]:
         The ids, in the order of the Trainer's loggers; empty if the file cannot be read.
     """
     try:
-        checkpoint = read_checkpoint(path, verify=False)
+        checkpoint = inspect_checkpoint(path, verify=False)
     except (OSError, CheckpointError):
         return []  # Lightning will say so, or knows how to read it
     states = (state for state in checkpoint.values() if isinstance(state, dict))

@@ -1,5 +1,6 @@
 """Writes the trained model as Hugging Face folders when training ends."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.export import Dtype, check_arguments, export_state
+from lit_rlsched.fsdp2 import FSDP2Strategy
 from lit_rlsched.policy_module import PolicyModule
 from lit_rlsched.run_folder import folder_of
 from lit_rlsched.wandb_runs import log_artifact
@@ -72,7 +74,10 @@ class ExportModel(Callback):
         """Write the folders."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        last = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks
+        strategy = trainer.strategy
+        with strategy.gathered() if isinstance(strategy, FSDP2Strategy) else nullcontext():
+            # on all ranks
+            last = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if not trainer.is_global_zero:
             return
         folder, best = folder_of(trainer) / "export", _best(trainer)
@@ -85,7 +90,7 @@ class ExportModel(Callback):
     ) -> None:
         try:
             if isinstance(checkpoint, Path):
-                checkpoint = read_checkpoint(checkpoint)
+                checkpoint = read_checkpoint(checkpoint, optimizers=False)
             export_state(
                 checkpoint,
                 out,

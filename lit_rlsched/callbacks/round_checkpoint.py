@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
 from lit_rlsched.interrupts import settle_progress
 from lit_rlsched.run_folder import folder_of
+from lit_rlsched.sharded_checkpoints import remove_checkpoint
 
 
 class RoundCheckpoint(Checkpoint):
@@ -106,7 +107,7 @@ class RoundCheckpoint(Checkpoint):
         files = sorted(newest.parent.glob("round_*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
         others = [path for path in files if path != newest]
         for path in others[: len(others) - (self.keep - 1)]:
-            path.unlink(missing_ok=True)
+            remove_checkpoint(path)
 
 
 def _is_last(trainer: Trainer) -> bool:

@@ -2,8 +2,9 @@
 
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
-`callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`. Rank 0 writes
-`FOLDER/NAME.json`; exit codes, times and what was printed are in the answer on stdout.
+`callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`, `faults`,
+`of_rank`. Rank 0 writes `FOLDER/NAME.json`; exit codes, times and what was printed are in the
+answer on stdout.
 """
 
 import dataclasses
@@ -19,10 +20,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import forked_engines
 import torch
 from lightning import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import StrategyRegistry
 from plain_module import Plain
+from struck_engines import struck
 
 from lit_rlsched import (
     GRPOModule,
@@ -35,7 +39,10 @@ from lit_rlsched import (
 )
 from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.checkpoints import AtomicCheckpointIO
+from lit_rlsched.fsdp2 import FSDP2Strategy
+from lit_rlsched.run_folder import newest_checkpoint
 
+StrategyRegistry.register("folders", FSDP2Strategy, save_distributed_checkpoint=True)
 LIMIT = 200.0
 """Seconds after which a run counts as hanging."""
 
@@ -98,8 +105,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     kind = kinds[settings.pop("kind", "grpo")]
     module = Plain(model) if more.get("plain") else kind(model, **settings)
     if "engine" in more:
-        made = getattr(engines, more["engine"])(**more.get("engine_settings", {}))
-        engine = engines.ProcessEngine(made)
+        base, own = getattr(engines, more["engine"]), more.get("engine_settings", {})
+        engine = struck(base, Path(folder, name), more.get("faults", []), **own)
     else:
         engine = OwnCopy()
         training_run.in_own_process = lambda engine: engine
@@ -134,7 +141,10 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         plugins=[AtomicCheckpointIO(), *([LightningEnvironment()] if ranks > 1 else [])],
     )
     datamodule = RolloutDataModule(**data)
-    trainer.fit(module, datamodule=datamodule, ckpt_path=more.get("ckpt_path"))
+    path = more.get("ckpt_path")
+    if path and path.startswith("newest of "):
+        path = newest_checkpoint(Path(path.removeprefix("newest of ")))
+    trainer.fit(module, datamodule=datamodule, ckpt_path=path)
     if more.get("save"):
         trainer.save_checkpoint(more["save"])
     flat = weights(module)
@@ -176,9 +186,13 @@ def fork(rank, port, log, folder, one):
         }
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
+    if rank == 0 and one.get("engine") not in (None, "VLLMEngine"):
+        forked_engines.begin()
     code = 1
     try:
-        run(folder, **one)
+        of_rank = one.pop("of_rank", {}).get(str(rank), {})
+        training_run.__version__ = of_rank.pop("version", training_run.__version__)
+        run(folder, **{**one, **of_rank})
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -192,6 +206,7 @@ def fork(rank, port, log, folder, one):
 
 
 def run_ranks(folder, one):
+    Path(folder, one["name"]).mkdir()
     port, began = free_port(), time.monotonic()
     logs = [tempfile.TemporaryFile("w+") for _ in range(one.get("ranks", 1))]  # noqa: SIM115
     pids = [fork(rank, port, log, folder, one) for rank, log in enumerate(logs)]

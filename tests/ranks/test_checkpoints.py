@@ -3,7 +3,11 @@
 from itertools import chain
 
 import pytest
+import torch
 from several_ranks import ALONE, DDP, FSDP2, ended
+from transformers import AutoModelForCausalLM
+
+from lit_rlsched.export import export
 
 pytestmark = pytest.mark.slow
 
@@ -40,3 +44,38 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(run, exact_model, tiny
     ended(saved)
     assert refused["codes"] == [1, 1]
     assert all("another configuration" in said for said in refused["said"])
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_folder_of_parts_is_gone_on_with_by_any_number_of_ranks(run, exact_model, tmp_path, lora):
+    settings = {"precision": "64-true", "module": {"lora_rank": lora}}
+    parts = {**settings, "strategy": "folders"}
+    folders = [str(tmp_path / name) for name in ("two", "four")]
+    saves = [{"RoundCheckpoint": {"dirpath": folder, "keep": 1}} for folder in folders]
+    whole, _, second, four, one = results = run(
+        {**settings, **ALONE, "rounds": 4},
+        {**parts, "ranks": 2, "rounds": 2, "callbacks": saves[0]},
+        {**parts, "ranks": 2, "rounds": 4, "ckpt_path": f"newest of {folders[0]}"},
+        {
+            **{**parts, "ranks": 4, "rounds": 3, "ckpt_path": f"newest of {folders[0]}"},
+            "callbacks": {**saves[1], "ExportModel": {"dtype": "float32"}},
+        },
+        {**settings, **ALONE, "rounds": 4, "ckpt_path": f"newest of {folders[1]}"},
+        model=exact_model,
+    )
+    drawn, *others = [ended(result)["ranks"][0]["rounds"] for result in results]
+    assert others == [drawn[:2], drawn[2:], drawn[2:3], drawn[3:]]
+    for result in (second, one):
+        assert float((result["weights"] - whole["weights"]).abs().max()) <= 1e-12
+        assert result["ranks"][0]["counters"] == whole["ranks"][0]["counters"]
+    (folder,) = (tmp_path / "four").iterdir()
+    assert folder.is_dir() and folder.name.startswith("round_00003")
+    exported = [export(str(folder), str(tmp_path / "export-1"), dtype="float32")]
+    exported += tmp_path.glob("runs/*/export/last")
+    models = [dict(AutoModelForCausalLM.from_pretrained(f).named_parameters()) for f in exported]
+    assert models[0].keys() == models[1].keys()
+    for name, weight in models[0].items():
+        assert torch.equal(weight, models[1][name])
+    if not lora:  # GPT-2's head is its embedding
+        flat = torch.cat([weight.detach().flatten() for weight in models[0].values()])
+        assert float((flat - four["weights"]).abs().max()) <= 1e-6
