@@ -182,35 +182,40 @@ def check_one_process(world_size: int, callback: str) -> None:
         )
 
 
-def check_parallelism(engine: str, size: int, most: int, minimum: int, maximum: int) -> None:
+def check_parallelism(
+    engine: RolloutEngine, size: int, most: int, minimum: int, maximum: int
+) -> None:
     """Refuse sizes that a `ParallelismPlanner` cannot choose from.
 
     Args:
-        engine: Class name of the engine.
+        engine: The run's engine.
         size: The engine's `tensor_parallel_size` before the first round.
         most: Number of devices over which the engine can split the model.
         minimum: The planner's smallest size.
         maximum: The planner's largest size.
     """
+    name, engines = engine.name, len(engine.engines)
+    each = f" for each of {engines} engines" if engines > 1 else ""
+    fewer = ", use a smaller `num_engines`" if engines > 1 else ""
     if most == 1:
         raise MisconfigurationException(
-            f"`ParallelismPlanner` has nothing to choose: `{engine}` can split this model over "
-            "one device of this node at most. Remove the callback, or use `VLLMEngine` on a "
-            "node with more GPUs (on CPU: cores)."
+            f"`ParallelismPlanner` has nothing to choose{each}: `{name}` can split this model "
+            f"over one device of this node at most. Remove the callback{fewer}, or use "
+            "`VLLMEngine` on a node with more GPUs (on CPU: cores)."
         )
     if maximum > most:
         raise MisconfigurationException(
             f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
-            f"heads allow {most}. Use {most}, or leave it out."
+            f"heads allow {most}{each}. Use {most}, or leave it out."
         )
     if not minimum <= size <= maximum:
         raise MisconfigurationException(
-            f"`{engine}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
+            f"`{name}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
             f"chooses from {minimum} to {maximum}. Change the one or the other."
         )
     try:
         check_sizes(size=size, maximum=maximum)
     except ValueError as error:
         raise MisconfigurationException(
-            f"{error} It is the `tensor_parallel_size` of `{engine}`."
+            f"{error} It is the `tensor_parallel_size` of `{name}`."
         ) from None

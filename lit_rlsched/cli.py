@@ -35,7 +35,7 @@ from lit_rlsched.cli_folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli_summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import Ledger, PlannedRun, device_memory, report
-from lit_rlsched.gpu_setup import refuse_unseen_gpu
+from lit_rlsched.gpu_setup import refuse_missing_gpus, refuse_unseen_gpu
 from lit_rlsched.interrupts import listening
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.platforms import require_posix
@@ -183,6 +183,7 @@ class RolloutCLI(LightningCLI):
             keep_together(given, self._folder)
         config["plugins"] = with_atomic_io(config["plugins"])
         refuse_unseen_gpu(config["accelerator"])
+        refuse_missing_gpus(config["accelerator"], config["devices"])
         self.trainer = super()._instantiate_trainer(config, callbacks)
         check_strategy(self.trainer)  # before the Trainer starts other processes
         for callback in self._callbacks(SaveConfig):

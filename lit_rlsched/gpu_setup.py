@@ -78,6 +78,28 @@ def refuse_unseen_gpu(accelerator: object) -> None:
         raise ValueError(f"`trainer.accelerator={accelerator}`: {why}")
 
 
+def refuse_missing_gpus(accelerator: object, devices: object) -> None:
+    """Refuse more GPUs than this machine has; Lightning's message does not name the setting.
+
+    Raises:
+        ValueError: `devices` asks for a GPU that is not there.
+    """
+    import torch
+
+    if accelerator not in ("auto", "gpu", "cuda") or not torch.cuda.is_available():
+        return
+    there, named = torch.cuda.device_count(), str(devices).strip("[]")
+    if "," in named or isinstance(devices, list):  # indices
+        wanted = max((int(index) for index in named.split(",") if index.strip()), default=-1) + 1
+    else:
+        wanted = int(named) if named.isdigit() else 0
+    if wanted > there:
+        raise ValueError(
+            f"`trainer.devices={devices}`: this machine has {there} GPU{'s' * (there > 1)}. Use "
+            f"{there} or less, or `auto` for all."
+        )
+
+
 def warn_of_unseen_gpu(device: str) -> None:
     """Warn if the run is on the CPU although there is a GPU and PyTorch is a CUDA build.
 

@@ -17,8 +17,8 @@ def is_refusal(error: Exception) -> bool:
     It does if a `raise` statement in this package, Lightning or jsonargparse raised it. Errors from
     Python, torch or vLLM, failed assertions and errors from the user's own code are bugs.
     """
-    if hasattr(error, "__notes__"):  # it comes from another process, which has decided
-        return getattr(error, "refusal", False)
+    if hasattr(error, "refusal"):  # it comes from an engine's process, which has decided
+        return bool(error.refusal)
     known = isinstance(error, _REFUSALS) or type(error).__name__ == _LIGHTNING_REFUSAL
     last = error.__traceback__
     if not known or isinstance(error, NotImplementedError) or last is None:

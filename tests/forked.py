@@ -133,7 +133,10 @@ def script(path: str, stdin: str, *arguments: str) -> None:
 
 
 def command_line(*arguments: str) -> None:
-    """`python -m lit_rlsched` with these arguments."""
+    """`python -m lit_rlsched` with these arguments, as a rank where the environment says so."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    rank_zero_only.rank = int(os.environ.get("RANK", 0))  # read when Lightning was imported
     sys.argv = ["lit-rlsched", *arguments]
     sys.path.insert(0, os.getcwd())
     runpy.run_module("lit_rlsched", run_name="__main__", alter_sys=True)

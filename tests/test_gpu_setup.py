@@ -11,6 +11,7 @@ from lit_rlsched import gpu_setup
 from lit_rlsched.cli import main
 from lit_rlsched.gpu_setup import (
     missing_tools,
+    refuse_missing_gpus,
     refuse_unseen_gpu,
     unseen,
     unseen_gpu,
@@ -91,6 +92,39 @@ def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
         main(["fit", "-c", "configs/quickstart.yaml", "--trainer.accelerator=gpu", folder])
     assert stopped.value.code == 2
     assert "PyTorch sees none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "wrong"),
+    [
+        *((devices, False) for devices in (2, "1", [0, 1], [], "0,1", "auto", -1, "-1")),
+        *((devices, True) for devices in (3, "3", [0, 2], "0,2")),
+    ],
+)
+def test_more_gpus_than_there_are(monkeypatch, devices, wrong):
+    refuse_missing_gpus("gpu", devices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refuse_missing_gpus("cpu", devices)
+    if not wrong:
+        return refuse_missing_gpus("auto", devices)
+    with pytest.raises(
+        ValueError, match=r"`trainer\.devices=.*`: this machine has 2 GPUs. Use 2 o"
+    ):
+        refuse_missing_gpus("gpu", devices)
+
+
+def test_the_command_line_looks_at_the_number_of_gpus(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("lit_rlsched.cli.refuse_unseen_gpu", lambda accelerator: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.chdir(Path(gpu_setup.__file__).parents[1])
+    folder = f"--trainer.default_root_dir={tmp_path}/run"
+    asks = ["--trainer.accelerator=gpu", "--trainer.devices=8"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", "configs/quickstart.yaml", *asks, folder])
+    assert stopped.value.code == 2
+    assert "error: `trainer.devices=8`: this machine has 1 GPU. Use 1 " in capsys.readouterr().err
 
 
 def test_every_run_looks(fit, monkeypatch):

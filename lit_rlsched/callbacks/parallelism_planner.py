@@ -78,11 +78,11 @@ class ParallelismPlanner(RolloutCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the sizes and create the planner, now that engine and model are known."""
-        session, name = rollout_datamodule(trainer, self).session, self._engine.name
+        session = rollout_datamodule(trainer, self).session
         assert session is not None
         most = self._engine.max_tensor_parallel_size(session.spec)
         maximum = most if self.maximum is None else self.maximum
-        check_parallelism(name, self._first_size, most, self.minimum, maximum)
+        check_parallelism(self._engine, self._first_size, most, self.minimum, maximum)
         planner = TensorParallelPlanner(self._first_size, maximum, self.minimum)
         if (known := self.state_dict()["planner"]) is not None:
             planner.load_state_dict(known)

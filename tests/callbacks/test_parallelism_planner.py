@@ -15,8 +15,9 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     TailBatching,
 )
-from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.engines import TransformersEngine, VLLMEngine, placement
 from lit_rlsched.engines.base import EngineStats
+from lit_rlsched.engines.pool import EnginePool
 
 needs_workers = pytest.mark.skipif(
     find_spec("vllm") is None or len(os.sched_getaffinity(0)) < 2,
@@ -100,6 +101,20 @@ def test_a_restart_changes_no_draw(fit):
     split, _ = train(fit, Divisible({1: 2}), epochs=3)
     assert (plain.sizes, split.sizes) == ([1, 1, 1], [1, 2, 2])
     assert split.tokens == plain.tokens
+
+
+def test_all_engines_of_a_run_have_the_same_size(fit, monkeypatch):
+    monkeypatch.setattr(placement, "available_cores", lambda: list(range(4)))
+    alone, _ = train(fit, Divisible({}), epochs=3)
+    engines = [Divisible({1: 2}) for _ in range(2)]
+    recorder, _ = train(fit, EnginePool(engines), epochs=3)
+    assert recorder.sizes == [1, 2, 2]
+    assert [engine.starts for engine in engines] == [[1, 2], [1, 2]]
+    assert recorder.tokens == alone.tokens
+    with pytest.raises(MisconfigurationException, match=r"allow 2 for each of 2 engines\. Use 2"):
+        train(fit, EnginePool(engines), planner=ParallelismPlanner(maximum=4))
+    with pytest.raises(MisconfigurationException, match=r"for each of 3 .* a smaller `num"):
+        train(fit, EnginePool([Divisible({}) for _ in range(3)]))
 
 
 @pytest.mark.slow

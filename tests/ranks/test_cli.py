@@ -3,10 +3,13 @@
 import csv
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 
@@ -68,6 +71,56 @@ def test_torchrun_without_a_folder_is_refused(tmp_path):
     done = fit(tmp_path, "--trainer.strategy=ddp", start=TORCHRUN)
     assert done.returncode != 0
     assert "`trainer.default_root_dir` is missing" in done.stderr
+
+
+def fit_as_torchrun(folder, *options):
+    """What two forked ranks end with, each with its own options, as torchrun would start them."""
+    config = folder / "short.yaml"
+    config.write_text(yaml.safe_dump(SHORT))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["fit", "-c", str(config), "--trainer.strategy=ddp"]
+    arguments += [f"--trainer.default_root_dir={folder / 'run'}"]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+
+    environment = {k: v for k, v in os.environ.items() if k != "LIT_RLSCHED_FOLDER"} | shared
+
+    def rank(number):
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        return forked.run(
+            forked.command_line,
+            *(*arguments, *options[number]),
+            timeout=120,
+            folder=ROOT,
+            environment={**environment, **own},
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(rank, range(2))]
+
+
+SLOTS = [
+    "--trainer.callbacks+=MicroGroupSampling",
+    "--trainer.callbacks.slots=7",
+    "--data.num_engines=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (2 * [["--data.num_engines=3"]], "`num_engines=3` is more than `prompts_per_round=2`"),
+        (2 * [SLOTS], "`MicroGroupSampling(slots=7)` with `num_engines=2`: "),
+        ([[], ["--data.seed=4"]], "Rank 1 has `seed=4`, and rank 0 has `seed=0`"),
+    ],
+    ids=["engines", "slots", "seed"],
+)
+def test_a_wrong_setting_of_two_ranks_is_told_without_a_traceback(tmp_path, options, words):
+    for done in fit_as_torchrun(tmp_path, *options):
+        assert done.returncode == 2, done.stderr
+        assert f"error: {words}" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_strategy_that_does_not_work_is_refused_before_processes_start(tmp_path):

@@ -37,10 +37,11 @@ VARIANTS = {
         },
     },
     "LoRA, RLOO": {"module": {"kind": "rloo", "lora_rank": 4}},
-    "streamed, gradient checkpointing": {
+    "streamed from two engines, gradient checkpointing": {
         "module": {"gradient_checkpointing": True},
         "callbacks": {"TailBatching": {}, "StreamedTraining": {"start": 0}},
         "engine": "TransformersEngine",
+        "data": {"num_engines": 2},
     },
     "partial rounds": {
         "module": {"old_logprobs": "engine", "advantage": "reinforce++"},
@@ -129,6 +130,21 @@ REFUSED = {
         "Drafts are verified",
     ),
     "planner": ({"callbacks": {"ParallelismPlanner": {}}}, DDP, "ParallelismPlanner"),
+    "slots": (
+        {"callbacks": {"MicroGroupSampling": {"slots": 7}}, "data": {"num_engines": 2}},
+        DDP,
+        "`num_engines=2`: each engine has the same number of slots. Use 6 slots",
+    ),
+    "seeds": (
+        {"of_rank": {"1": {"data": {"seed": 4}}}},
+        FSDP2,
+        "Rank 1 has `seed=4`, and rank 0 has `seed=3`",
+    ),
+    "versions": (
+        {"of_rank": {"1": {"version": "0.0.1"}}},
+        DDP,
+        "Rank 1 has `version=0.0.1`, and rank 0 has",
+    ),
 }
 
 
