@@ -160,9 +160,7 @@ class PoolWorker(Worker):
         moved = moves(waiting, free)
         for engine, ids in self._by_engine(moved).items():
             self.workers[engine].abort(ids)
-            for name in ids:
-                free[engine] += 1
-                free[moved[name]] -= 1
+            free[engine] += len(ids)
         self._engine_of |= moved
         for engine, ids in self._by_engine(moved).items():
             self.workers[engine].submit(self._requests[name] for name in ids)

@@ -57,6 +57,9 @@ def test_moves_by_hand() -> None:
     assert moves([[*a, *b], [], []], [-1, 3, 1]) == {"b/1": 1}
     assert moves([[], [], []], [-4, 3, 1]) == {}, "those that wait have begun"
     assert moves([[*a], [*b]], [-3, -2]) == {}
+    assert moves([[*a], [*b], []], [-3, -2, 1]) == {"a/2": 2}, "the one with the most gives"
+    c = [request("c/0"), request("d/0")]
+    assert moves([c, [*b], []], [-2, -2, 2]) == {"d/0": 2, "b/1": 2}, "after each group anew"
     assert moves([[*a], [*b], []], [-3, -2, 9]) == {
         "a/2": 2,
         "a/1": 2,

@@ -41,6 +41,7 @@ def test_one_rank_keeps_the_order():
 
 
 def test_by_hand():
+    assert share([3, 2], 3) == [[(0, True), (1, True), (1, False)]]
     assert share([4, 1, 3, 2, 2], 2) == [
         [(0, True), (2, True)],  # 4, 3
         [(4, True), (3, True)],  # the second rank has less: it gets the first of the equal ones
