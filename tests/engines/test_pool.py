@@ -124,7 +124,7 @@ def test_an_error_of_one_comes_after_the_calls_of_all():
 def test_what_one_engine_lacks_all_lack():
     with_all, without = Noted(), Noted()
     with_all.decodes_by_itself = True
-    without.logprobs = False
+    with_all.logprobs, without.logprobs = True, False
     pool = EnginePool([with_all, without])
     assert not pool.logprobs and not pool.decodes_by_itself
     pool = started(SimulatedEngine(kv_capacity=100), SimulatedEngine(kv_capacity=50))

@@ -206,7 +206,7 @@ def fork(rank, port, log, folder, one):
 
 
 def run_ranks(folder, one):
-    Path(folder, one["name"]).mkdir()
+    Path(folder, one["name"]).mkdir(exist_ok=True)
     port, began = free_port(), time.monotonic()
     logs = [tempfile.TemporaryFile("w+") for _ in range(one.get("ranks", 1))]  # noqa: SIM115
     pids = [fork(rank, port, log, folder, one) for rank, log in enumerate(logs)]
