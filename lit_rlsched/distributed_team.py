@@ -60,7 +60,8 @@ class DistributedTeam(Team):
         self._ask(_CALL, name, args)
         values = task(*args)
         try:
-            yield from values
+            for value in values:  # noqa: UP028  # `yield from` would close it with this one
+                yield value
         finally:
             deque(values, maxlen=0)  # the other ranks go through all of it
 
