@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-EXTRAS := lora,tasks,wandb,judge,dev,docs
+EXTRAS := lora,tasks,wandb,judge,ray,dev,docs
 TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1

@@ -10,6 +10,7 @@ model of 30 million parameters, each engine in a process of its own.
 - `first come`: a completion goes to the engine that has a free slot first, so what is drawn where
   depends on timing.
 - `one`: a single engine with the cores and the slots of both.
+- `ray` (with `--ray`): as `turns`, with engines in Ray actors. Starts and memory are printed too.
 
 Cases: `equal` engines; one of them twice as `slow` (it sleeps as long as each step has taken). Each
 with a slot for every completion, and with a slot for one in three.
@@ -23,13 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from benchmarks import results
 from benchmarks.common import ENVIRONMENT
 from benchmarks.ledger import make_model
 from lit_rlsched._malloc import keep_heap
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.engines.pool import EnginePool
@@ -108,7 +110,8 @@ def as_they_come(workers: Sequence[RemoteWorker]) -> Iterator[tuple[RemoteWorker
     for worker in workers:
         worker.begin()
     while busy := [worker for worker in workers if worker.busy]:
-        ready = [worker for worker in busy if worker.engine.child.connection.poll(0.0)]
+        links: list[Any] = [worker.engine.child.link for worker in busy]
+        ready = [w for w, link in zip(busy, links, strict=True) if link.connection.poll(0.0)]
         for worker in ready:
             yield worker, sum(event.finish_reason is not None for event in worker.step())
             worker.begin()
@@ -174,6 +177,20 @@ def show(case: str, speeds: dict[str, list[float]]) -> None:
         print(f"| {case} | {name} | {speed:,.0f} | {min(values):,.0f} | {ratio:.2f} |", flush=True)
 
 
+def timed_start(name: str, pool: EnginePool, spec: EngineSpec) -> None:
+    """Start engines; print the time, and the memory of all processes that this one has started."""
+    before, began = resident(), time.perf_counter()
+    pool.start(spec)
+    seconds, more = time.perf_counter() - began, resident() - before
+    print(f"two {name} started in {seconds:.0f} s, {more / 2**20:,.0f} MiB", flush=True)
+
+
+def resident() -> int:
+    """Bytes of memory of the processes below this one; memory that they share counts once."""
+    children = psutil.Process().children(recursive=True)
+    return sum(child.memory_full_info().pss for child in children)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = results.parser("engines", __doc__)
@@ -183,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=256, help="tokens of the longest completion")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds per way")
     parser.add_argument("--slow", type=float, default=2.0, help="slowdown of the slow engine")
+    parser.add_argument("--ray", action="store_true", help="compare with engines in Ray actors")
     options = results.parse(parser, arguments)
     keep_heap()
     os.environ.update(ENVIRONMENT)
@@ -201,18 +219,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             one = ProcessEngine(kind())
             engine = slowed(kind, factor) if factor > 1 else kind()
             two = EnginePool.of(engine, 2)
+            actors = EnginePool.of(RayEngine(engine), 2)
             try:
-                two.start(spec)
+                timed_start("child processes", two, spec)
                 ways: dict[str, tuple[Any, Way]] = {"turns": (two, in_turns), "free": (two, free)}
                 ways["first come"] = two, first_come
                 if factor == 1:
                     one.start(spec)
                     ways["one"] = one, in_turns
+                    if options.ray:
+                        timed_start("Ray actors", actors, spec)
+                        ways["ray"] = actors, in_turns
                 for slots in (every, few):
                     show(f"{case}, {slots} slots", compare(ways, slots, *sizes))
             finally:
                 two.close()
                 one.close()
+                actors.close()
 
 
 if __name__ == "__main__":

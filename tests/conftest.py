@@ -14,7 +14,7 @@ if "LIT_RLSCHED_TEST_CACHE" not in os.environ:  # workers and child processes sh
 import functools
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forked
@@ -22,6 +22,7 @@ import hypothesis
 import pytest
 import torch
 from character_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
+from placements import PLACEMENTS
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -31,7 +32,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lit_rlsched.engines import child
+from lit_rlsched.engines import ProcessEngine, RayEngine, child
 from lit_rlsched.processes import ChildProcess
 
 pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
@@ -137,6 +138,30 @@ def make_model(folder: Path, tied: bool) -> str:
 
 def load_policy(folder: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster on this node, in which nothing is left at the end."""
+    ray = pytest.importorskip("ray")
+    from lit_rlsched.engines._ray_cluster import connect
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        connect(cpus=4)
+        yield
+    groups = ray.util.placement_group_table().values()
+    ray.shutdown()
+    assert all(group["state"] == "REMOVED" for group in groups)
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def placement(request: pytest.FixtureRequest) -> type[ProcessEngine]:
+    """Class that runs an engine outside of this process."""
+    if request.param is RayEngine:
+        request.getfixturevalue("ray_cluster")
+    cls: type[ProcessEngine] = request.param
+    return cls
 
 
 @pytest.fixture(scope="session")

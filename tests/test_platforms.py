@@ -8,7 +8,7 @@ import pytest
 
 import lit_rlsched
 from lit_rlsched.cli import main
-from lit_rlsched.engines import ProcessEngine, SimulatedEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, RayEngine, SimulatedEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.run_folder import occupy
@@ -55,6 +55,8 @@ def test_windows_is_refused_by_each_part_when_it_starts(windows, one, tmp_path):
         RewardScheduler([one]).start()
     with pytest.raises(RuntimeError, match="`ProcessEngine` cannot run on Windows"):
         ProcessEngine(SimulatedEngine()).start(spec)
+    with pytest.raises(RuntimeError, match="`RayEngine` cannot run on Windows"):
+        RayEngine(SimulatedEngine()).start(spec)
     with pytest.raises(RuntimeError, match=r"`VLLMEngine` runs on Linux only, .* `win32`"):
         VLLMEngine().start(spec)
     with pytest.raises(RuntimeError, match="The lock of a run's folder cannot run on Windows"):

@@ -7,11 +7,19 @@ from lit_rlsched._lazy import lazy
 if TYPE_CHECKING:
     from lit_rlsched.engines.base import EngineSpec
     from lit_rlsched.engines.process_engine import ProcessEngine
+    from lit_rlsched.engines.ray_engine import RayEngine
     from lit_rlsched.engines.simulated import SimulatedEngine
     from lit_rlsched.engines.transformers import TransformersEngine
     from lit_rlsched.engines.vllm import VLLMEngine
 
-__all__ = ["EngineSpec", "ProcessEngine", "SimulatedEngine", "TransformersEngine", "VLLMEngine"]
+__all__ = [
+    "EngineSpec",
+    "ProcessEngine",
+    "RayEngine",
+    "SimulatedEngine",
+    "TransformersEngine",
+    "VLLMEngine",
+]
 
 # an engine's library may be missing or slow to import
 __getattr__ = lazy(
@@ -19,6 +27,7 @@ __getattr__ = lazy(
     {
         "EngineSpec": "base",
         "ProcessEngine": "process_engine",
+        "RayEngine": "ray_engine",
         "SimulatedEngine": "simulated",
         "TransformersEngine": "transformers",
         "VLLMEngine": "vllm",

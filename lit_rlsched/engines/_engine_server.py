@@ -1,4 +1,4 @@
-"""The process of a `ProcessEngine`: answers one message after the other."""
+"""The process of a `ProcessEngine` or `RayEngine`: answers one message after the other."""
 
 import os
 import pickle
@@ -8,8 +8,9 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -21,6 +22,16 @@ from lit_rlsched.refusals import is_refusal
 from lit_rlsched.scheduling.admission import Admission
 
 
+class Inbox(Protocol):
+    """Messages of the trainer; a `Connection` is one."""
+
+    def poll(self, timeout: float, /) -> bool:
+        """Whether there is a message."""
+
+    def recv(self) -> Any:
+        """Wait for the next message and return it."""
+
+
 class Server:
     """Serves an engine to the process of the trainer.
 
@@ -29,8 +40,9 @@ class Server:
     for a message between two steps.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self) -> None:
+        self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Pickled answers; None: there are no more."""
         self._engine: RolloutEngine | None = None
         self._worker: RolloutWorker | None = None
         self._most: int | None = None
@@ -42,16 +54,13 @@ class Server:
         self._asked = 0
         """Number of the message that is answered."""
         self._began = 0.0
-        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def serve(self) -> None:
+    def serve(self, inbox: Inbox) -> None:
         """Answer messages until the trainer sends `close` or is gone."""
-        # the trainer does not read while it computes: a full pipe must not block the engine
-        threading.Thread(target=self._deliver, daemon=True).start()
         while True:
             try:
-                waits = not self.runs or self._connection.poll(0)
-                message = pickle.loads(self._connection.recv_bytes()) if waits else None
+                waits = not self.runs or inbox.poll(0)
+                message = inbox.recv() if waits else None
             except (EOFError, OSError):
                 return  # the trainer is gone
             if not self.handle(message):
@@ -125,14 +134,7 @@ class Server:
 
     def _send(self, value: Any, raised: bool = False) -> None:
         answer = (self._asked, raised, value, time.monotonic() - self._began)
-        self._outbox.put(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
-
-    def _deliver(self) -> None:
-        while True:
-            try:
-                self._connection.send_bytes(self._outbox.get())
-            except OSError:
-                return  # the trainer is gone
+        self.outbox.put(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def _pickled(error: Exception) -> bytes:
@@ -144,12 +146,22 @@ def _pickled(error: Exception) -> bytes:
         return b""
 
 
+def deliver(outbox: "queue.SimpleQueue[bytes | None]", connection: Connection) -> None:
+    """Send answers to the trainer, until it is gone."""
+    with suppress(OSError):
+        while answer := outbox.get():
+            connection.send_bytes(answer)
+
+
 def main(cores: str, connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
     if cores and hasattr(os, "sched_setaffinity"):  # before torch counts the cores
         os.sched_setaffinity(0, map(int, cores.split(",")))
     hide_environment()  # reward workers could read it
-    Server(Connection(connection)).serve()
+    server, pipe = Server(), Connection(connection)
+    # the trainer does not read while it computes: a full pipe must not block the engine
+    threading.Thread(target=deliver, args=(server.outbox, pipe), daemon=True).start()
+    server.serve(pipe)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lit_rlsched.engines.placement import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.scheduling.admission import Admission
@@ -238,6 +239,15 @@ class RolloutEngine(RemembersInit, ABC):
 
         Called before anything else, and again only after `close`.
         """
+
+    def reserve(self, spec: EngineSpec, engines: "Sequence[RolloutEngine]") -> None:
+        """Claim the devices of `engines`, equal ones of which this is the first, before they start.
+
+        Raises:
+            ValueError: there are not enough.
+        """
+        if spec.device is not None:
+            check_devices(spec, self.tensor_parallel_size)
 
     def make_worker(self, admission: Admission) -> Worker:
         """Return a worker that keeps the slots of the started engine filled.

@@ -1,4 +1,4 @@
-"""The trainer's side of an engine's process: the pipe, the time limits and the end."""
+"""The trainer's side of an engine's process: the messages, the time limits and the end."""
 
 import os
 import pickle
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -95,25 +95,101 @@ def pickled_engine(engine: RolloutEngine) -> bytes:
         ) from error
 
 
-class Child:
-    """An engine's process, which answers messages over a pipe.
+class Link(Protocol):
+    """The connection to an engine's process."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `end` was called."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on the node where the process runs; None: it is not known yet."""
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Send a message to the server of the process.
+
+        Raises:
+            OSError: the process has ended, as far as it is known.
+        """
+
+    def receive(self) -> Any:
+        """Return the next answer of the server.
+
+        Raises:
+            OSError: the process has ended.
+            EOFError: likewise.
+        """
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the server has ended after `close`, at most so many seconds."""
+
+    def kill(self) -> None:
+        """Kill the process and those that it started, while another thread waits for it."""
+
+    def end(self) -> str:
+        """Kill the process, free what belongs to it and return how it ended."""
+
+
+class PipeLink:
+    """The connection to an engine in a child process.
 
     Args:
-        timeouts: Time limits of answers.
-        name: Name of the engine in messages.
         variables: Environment variables of the process, besides those of this one.
         cores: CPU cores that it may use; None: those of this process.
     """
 
-    def __init__(
-        self,
-        timeouts: AnswerTimeouts,
-        name: str = "the engine",
-        variables: Mapping[str, str] | None = None,
-        cores: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, variables: Mapping[str, str], cores: Sequence[int] | None) -> None:
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
+        self._child = ChildProcess(
+            ["-m", "lit_rlsched.engines._engine_server", ",".join(map(str, cores or ()))],
+            {**inherited, **variables, "PYTHONPATH": path},
+        )
+        self.connection, self._process = self._child.connection, self._child.process
+
+    @property
+    def closed(self) -> bool:
+        return self._child.closed
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def receive(self) -> Any:
+        return pickle.loads(self.connection.recv_bytes())
+
+    def wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=seconds)
+
+    def kill(self) -> None:
+        self._child.kill_group()
+
+    def end(self) -> str:
+        self.wait(0.5)  # if it is exiting, its own exit code is wanted
+        self.kill()
+        self._process.wait()
+        self._child.close()
+        return how_it_ended(self._process.returncode)
+
+
+class Child:
+    """An engine's process, which answers messages.
+
+    Args:
+        timeouts: Time limits of answers.
+        name: Name of the engine in messages.
+        link: Connection to the process, which was started.
+    """
+
+    def __init__(self, timeouts: AnswerTimeouts, name: str, link: Link) -> None:
         self._timeouts = timeouts
         self._name = name
+        self.link = link
         self._asked = 0
         """Number of the last message that has an answer."""
         self._kind = ""
@@ -122,13 +198,6 @@ class Child:
         """How the process ended, and what was wrong with it before."""
         self.prefill: Callable[[], int] = lambda: 0
         """Returns the maximum number of tokens that the next step may have to prefill."""
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
-        self._child = ChildProcess(
-            ["-m", "lit_rlsched.engines._engine_server", ",".join(map(str, cores or ()))],
-            {**inherited, **(variables or {}), "PYTHONPATH": path},
-        )
-        self.connection, self.process = self._child.connection, self._child.process
         self._watch = Watch(self._kill_hanging)
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
@@ -177,7 +246,7 @@ class Child:
     def _send(self, *message: Any) -> None:
         try:
             with self._watch.waiting(self._limit):
-                self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+                self.link.send(message)
         except OSError:
             raise EngineDied(self.kill()) from None
 
@@ -185,7 +254,7 @@ class Child:
         """Return the number of the answered message, whether it raised, the value, the seconds."""
         try:
             with self._watch.waiting(self._limit):
-                return pickle.loads(self.connection.recv_bytes())
+                return self.link.receive()
         except (OSError, EOFError):
             raise EngineDied(self.kill()) from None
 
@@ -196,28 +265,23 @@ class Child:
 
     def _kill_hanging(self, seconds: float) -> None:
         self._fault = f"did not answer for {seconds:.0f} s and was killed"
-        self._child.kill_group()
+        self.link.kill()
 
     def kill(self) -> str:
         """Kill the process and all processes it started; return how it ended."""
-        if self._child.closed:
-            return self._end
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=0.5)  # if it is exiting, its own exit code is wanted
-        self._watch.end()
-        self._child.kill_group()
-        self.process.wait()
-        self._child.close()
-        self._end = self._fault or how_it_ended(self.process.returncode)
+        if not self.link.closed:
+            self._watch.end()
+            ended = self.link.end()
+            self._end = self._fault or ended
         return self._end
 
     def close(self) -> None:
         """Let the engine close, then end the process."""
         try:
-            if not self._child.closed:
-                with suppress(EngineDied, subprocess.TimeoutExpired):
+            if not self.link.closed:
+                with suppress(EngineDied):
                     self.tell("close")
-                    self.process.wait(timeout=SHUTDOWN)
+                    self.link.wait(SHUTDOWN)
         finally:
             self.kill()
 

@@ -15,7 +15,7 @@ from lit_rlsched.engines.base import (
     Sizes,
     check_requests,
 )
-from lit_rlsched.engines.placement import check_devices, num_devices
+from lit_rlsched.engines.placement import num_devices
 from lit_rlsched.engines.pool_worker import PoolWorker
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.types import Event, Request
@@ -138,8 +138,7 @@ class EnginePool(RolloutEngine):
             )
         self._spec = spec
         specs = [self._spec_of(i, spec) for i in range(len(self._engines))]
-        if spec.device is not None:
-            check_devices(specs[0], self.tensor_parallel_size)
+        self._engines[0].reserve(specs[0], self._engines)
         self._engine_of.clear()
         try:
             self.each(lambda engine: engine.start(specs[self._engines.index(engine)]))

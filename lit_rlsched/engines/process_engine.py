@@ -19,10 +19,10 @@ from lit_rlsched.engines.base import (
     Sizes,
     give_back,
 )
-from lit_rlsched.engines.child import Child, pickled_engine
+from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
 from lit_rlsched.engines.placement import available_cores, cores_of, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.shared_weights import SharedWeights, WeightsFile
+from lit_rlsched.engines.shared_weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.platforms import require_posix
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
@@ -69,7 +69,9 @@ class ProcessEngine(RolloutEngine):
 
             engine = VLLMEngine()
         if isinstance(engine, ProcessEngine):
-            raise ValueError("`ProcessEngine(engine=ProcessEngine(...))`: one process is enough.")
+            name = type(self).__name__
+            inner = type(engine).__name__
+            raise ValueError(f"`{name}(engine={inner}(...))`: one process is enough.")
         self.engine = engine
         self.restarts = 0
         """Number of times the process was replaced."""
@@ -77,8 +79,8 @@ class ProcessEngine(RolloutEngine):
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
-        self._file: WeightsFile | None = None
-        self._weights: tuple[SharedWeights, int] | None = None
+        self._store: WeightsStore | None = None
+        self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
         self._deaths = 0
         self._timeouts = AnswerTimeouts()
@@ -86,7 +88,7 @@ class ProcessEngine(RolloutEngine):
     @property
     def pid(self) -> int | None:
         """Process id of the child, if there is one."""
-        return None if self._child is None else self._child.process.pid
+        return None if self._child is None else self._child.link.pid
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -116,10 +118,10 @@ class ProcessEngine(RolloutEngine):
         return self.engine.cache_tokens(spec, footprint, token_bytes)
 
     def start(self, spec: EngineSpec) -> None:
-        require_posix("`ProcessEngine`")
-        self.close()
+        require_posix(f"`{type(self).__name__}`")
+        self._end()
         self._spec = replace(spec, policy=None)  # it loads its own weights
-        self._file = WeightsFile()
+        self._store = self._new_store()
         self._deaths = 0
         try:
             try:
@@ -136,14 +138,21 @@ class ProcessEngine(RolloutEngine):
         spec = self._spec
         give_back(spec.device)  # the trainer may have used the GPU since
         self._timeouts.starts()
-        variables = variables_of(spec, self.tensor_parallel_size, os.environ)
-        cores = cores_of(spec, available_cores()) if spec.engines > 1 else None
-        self._child = Child(self._timeouts, spec.name, variables, cores)
+        self._child = Child(self._timeouts, spec.name, self._connect(spec))
         if spec.engines > 1 and spec.device.type == "cuda":
             spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
         self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
         if self._weights is not None:
             self._child.call("engine", "sync_weights", *self._weights)
+
+    def _connect(self, spec: EngineSpec) -> Link:
+        """Start a process for the engine."""
+        variables = variables_of(spec, self.tensor_parallel_size, os.environ)
+        return PipeLink(variables, cores_of(spec, available_cores()) if spec.engines > 1 else None)
+
+    def _new_store(self) -> WeightsStore:
+        """Make the place through which weights reach the process."""
+        return WeightsFile()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask("engine", "submit", requests)
@@ -159,14 +168,14 @@ class ProcessEngine(RolloutEngine):
         except EngineDied:
             return {}
 
-    def hand_over(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
-        """Write the weights to shared memory."""
-        if self._file is None or self._spec is None:
+    def hand_over(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> HandedWeights:
+        """Write the weights where the process can read them."""
+        if self._store is None or self._spec is None:
             raise RuntimeError(CLOSED)
-        return self._file.write(named_tensors, self.engine.cache_dtype(self._spec))
+        return self._store.write(named_tensors, self.engine.cache_dtype(self._spec))
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        if not isinstance(named_tensors, SharedWeights):
+        if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
         self._insist("engine", "sync_weights", *self._weights)
@@ -185,12 +194,15 @@ class ProcessEngine(RolloutEngine):
         self._insist("engine", "wake")
 
     def close(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.close()
-        file, self._file, self._weights = self._file, None, None
-        if file is not None:
-            file.close()
+        store, self._store, self._weights = self._store, None, None
+        if store is not None:
+            store.close()
 
     def make_worker(self, admission: Admission) -> RemoteWorker:
         return RemoteWorker(self, admission)

@@ -1,7 +1,9 @@
-"""Hands weights to another process through shared memory."""
+"""Hands weights to another process, through shared memory or Ray's object store."""
 
 import os
 import tempfile
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,10 +12,42 @@ from typing import Any
 import torch
 
 _ALIGNMENT = 64
+BUCKET = 256 * 2**20
+"""Bytes of weights from which an object of Ray's store is full."""
+
+
+class HandedWeights(ABC):
+    """Named tensors that another process can read."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and tensors, without a copy where the memory is shared."""
+
+
+class WeightsStore(ABC):
+    """Holds one version of the weights for other processes."""
+
+    @abstractmethod
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> HandedWeights:
+        """Replace the content; no process may be reading it.
+
+        Args:
+            named_tensors: The weights, on any device. They are taken one at a time, as merged
+                adapters are large.
+            dtype: Precision of the reader. Wider matrices are rounded to it on their device;
+                vectors (norms, biases) and routers of experts are not, as engines keep some of them
+                in fp32.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory as soon as no process reads it."""
 
 
 @dataclass(frozen=True)
-class SharedWeights:
+class SharedWeights(HandedWeights):
     """Named tensors that any process of this machine can map."""
 
     path: str
@@ -29,7 +63,7 @@ class SharedWeights:
             yield name, bytes_.view(dtype).view(shape)
 
 
-class WeightsFile:
+class WeightsFile(WeightsStore):
     """Shared memory that weights are written to.
 
     On Linux it is anonymous: it is freed with the process and not limited by the size of `/dev/shm`
@@ -46,35 +80,87 @@ class WeightsFile:
     def write(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
     ) -> SharedWeights:
-        """Replace the content; no process may be reading it.
-
-        Args:
-            named_tensors: The weights, on any device. They are taken one at a time, as merged
-                adapters are large.
-            dtype: Precision of the reader. Wider matrices are rounded to it on their device;
-                vectors (norms, biases) and routers of experts are not, as engines keep some of them
-                in fp32.
-        """
         index, end = [], 0
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(0)
-            for name, tensor in named_tensors:
-                if dtype is not None and _may_be_rounded(name, tensor, dtype):
-                    tensor = tensor.detach().to(dtype)
+            for name, tensor in _rounded(named_tensors, dtype):
                 index.append((name, tensor.dtype, tensor.shape, end))
                 file.seek(end)
-                content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-                end += file.write(content.numpy())
+                end += file.write(_bytes(tensor))
                 end += -end % _ALIGNMENT
             file.truncate(end)
         return SharedWeights(self._path, end, index)
 
     def close(self) -> None:
-        """Free the memory as soon as no process maps it."""
         os.close(self._descriptor)
         with suppress(OSError):
             if not self._path.startswith("/proc/"):
                 os.unlink(self._path)
+
+
+@dataclass(frozen=True)
+class StoredWeights(HandedWeights):
+    """Named tensors in Ray's object store, which any node of the cluster can read."""
+
+    buckets: list[tuple[Any, list[tuple[str, torch.dtype, torch.Size]]]]
+    """References of lists of arrays, with name, type and shape of each tensor."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import ray
+
+        for reference, index in self.buckets:
+            for array, (name, dtype, shape) in zip(ray.get(reference), index, strict=True):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # it can only be read
+                    bytes_ = torch.from_numpy(array)
+                yield name, bytes_.view(dtype).view(shape)
+
+
+class ObjectStore(WeightsStore):
+    """Ray's object store: weights are copied once to each node that reads them."""
+
+    def __init__(self) -> None:
+        self._weights = StoredWeights([])
+
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> StoredWeights:
+        import ray
+
+        self.close()
+        self._weights = StoredWeights([])
+        arrays: list[Any] = []
+        index: list[tuple[str, torch.dtype, torch.Size]] = []
+
+        def put() -> None:
+            self._weights.buckets.append((ray.put([*arrays]), [*index]))
+            arrays.clear()
+            index.clear()
+
+        for name, tensor in _rounded(named_tensors, dtype):
+            arrays.append(_bytes(tensor))
+            index.append((name, tensor.dtype, tensor.shape))
+            if sum(array.nbytes for array in arrays) >= BUCKET:
+                put()
+        put()
+        return self._weights
+
+    def close(self) -> None:
+        self._weights.buckets.clear()  # the store frees what has no reference
+
+
+def _rounded(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in named_tensors:
+        if dtype is not None and _may_be_rounded(name, tensor, dtype):
+            tensor = tensor.detach().to(dtype)
+        yield name, tensor
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """Return the content of a tensor as an array of bytes."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _may_be_rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:

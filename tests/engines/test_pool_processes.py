@@ -15,7 +15,11 @@ from sampled_groups import GENERATIONS, PROMPTS, plan
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
-from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import (
+    SimulatedEngine,
+    TransformersEngine,
+    VLLMEngine,
+)
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.policy import named_weights
@@ -69,7 +73,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(spec, policy, folder):
+def two(placement, spec, policy, folder):
     class Wild(TransformersEngine):
         """Takes its time, and misses a tensor if a file tells it to."""
 
@@ -82,14 +86,14 @@ def two(spec, policy, folder):
             missed = "model.layers.1.mlp.down_proj.weight" if stale else None
             super().sync_weights([n for n in named_tensors if n[0] != missed], version)
 
-    engine = EnginePool([ProcessEngine(Wild()) for _ in range(2)])
+    engine = EnginePool([placement(Wild()) for _ in range(2)])
     engine.start(spec)
     engine.sync_weights(named_weights(policy), 0)
     yield engine
     engine.close()
 
 
-@pytest.mark.mostly_slow("partial")
+@pytest.mark.mostly_slow("process-partial")
 @pytest.mark.parametrize("name", ["full", "partial", "on_policy"])
 def test_how_slow_each_engine_is_changes_nothing(alone, two, name):
     rule = FullRound(PROMPTS)
@@ -129,8 +133,8 @@ def test_engines_share_the_cores_and_one_copy_of_the_weights(two):
     own = [sorted(os.sched_getaffinity(engine.pid)) for engine in two.engines]
     if len(cores) > 1:
         assert own[0] and not set(own[0]) & set(own[1]) and len(own[0]) == len(own[1])
-    handed = [engine._weights[0].path for engine in two.engines]
-    assert handed[0] == handed[1]
+    handed = [engine._weights[0] for engine in two.engines]
+    assert handed[0] is handed[1]
 
 
 @pytest.mark.slow

@@ -93,11 +93,11 @@ def test_other_processes_get_weights_in_the_engines_precision(dtype, tiny_policy
     spec = EngineSpec("", 2, 8, (), dtype=dtype)
 
     child = ProcessEngine(TransformersEngine())
-    child._spec, child._file, child._child = spec, WeightsFile(), object()
+    child._spec, child._store, child._child = spec, WeightsFile(), object()
     child._insist = lambda *message: sizes.append(message[2].size)
     sizes = []
     child.sync_weights(weights.items(), 1)
-    child._file.close()
+    child._store.close()
 
     split = VLLMEngine(tensor_parallel_size=2)
     split._engine, split._spec, split._apart = Worker(), spec, True

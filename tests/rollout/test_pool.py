@@ -48,7 +48,7 @@ class PlayedServer(Server):
     """Keeps its answers."""
 
     def __init__(self):
-        super().__init__(None)
+        super().__init__()
         self.answers = []
 
     def _send(self, value, raised=False):

@@ -1,0 +1,102 @@
+"""The Ray actor of a `RayEngine`: the server of an engine, with Ray's calls in place of a pipe.
+
+The class is sent to its node by value, and imports the package only if the node has the same
+version.
+"""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+STREAM = 10_000
+"""Number of objects of a stream, of which Ray keeps a record until the stream ends."""
+
+
+class EngineActor:
+    """Serves an engine in a thread of its own.
+
+    Calls of an actor with several threads may overtake each other, so messages are numbered.
+
+    Args:
+        version: The trainer's version of the package. The server only starts if it is the node's.
+        environment: Environment variables to add, and None for those to remove.
+        path: Entries of `sys.path` to add.
+        cores: CPU cores that the engine may use; none: all.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        environment: Mapping[str, str | None],
+        path: Sequence[str],
+        cores: Sequence[int],
+    ) -> None:
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ.setdefault(name, value)  # Ray sets the engine's GPUs
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        if cores and hasattr(os, "sched_setaffinity"):  # before torch counts the cores
+            os.sched_setaffinity(0, cores)
+        self._lock = threading.Lock()
+        self._early: dict[int, Any] = {}
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._passed_on = 0
+        """Number of messages in the inbox so far."""
+        try:
+            from lit_rlsched import __version__
+
+            self._version: str | None = __version__
+        except ImportError:
+            self._version = None
+        if self._version == version:
+            from lit_rlsched.engines._engine_server import Server
+
+            self._server = Server()
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="engine")
+            self._thread.start()
+
+    def hello(self) -> tuple[str | None, str, int]:
+        """Return the package's version here, the node's id and the process id."""
+        import ray
+
+        return self._version, ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def tell(self, number: int, message: Sequence[Any]) -> None:
+        """Pass a message on to the server, after those with lower numbers."""
+        with self._lock:
+            self._early[number] = message
+            while self._passed_on in self._early:
+                self._inbox.put(self._early.pop(self._passed_on))
+                self._passed_on += 1
+
+    def answers(self) -> Iterator[list[bytes | None]]:
+        """Yield the answers of the server, all that there are at once, for `STREAM` times."""
+        outbox = self._server.outbox
+        for _ in range(STREAM):
+            batch = [outbox.get()]
+            while not outbox.empty():
+                batch.append(outbox.get())
+            yield batch
+
+    def wait(self) -> None:
+        """Wait until the server has ended."""
+        self._thread.join()
+
+    def poll(self, timeout: float) -> bool:
+        """Whether there is a message for the server."""
+        return not self._inbox.empty()
+
+    def recv(self) -> Any:
+        """Return the next message for the server."""
+        return self._inbox.get()
+
+    def _serve(self) -> None:
+        try:
+            self._server.serve(self)
+        finally:
+            self._server.outbox.put(None)

@@ -1,0 +1,246 @@
+"""Runs any engine in a Ray actor, on this node or another one of a cluster."""
+
+import math
+import os
+import pickle
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lit_rlsched import __version__
+from lit_rlsched.engines import _ray_actor
+from lit_rlsched.engines._ray_cluster import Reservation
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.child import LAUNCHER
+from lit_rlsched.engines.placement import available_cores, cores_of
+from lit_rlsched.engines.process_engine import ProcessEngine
+from lit_rlsched.engines.shared_weights import ObjectStore
+from lit_rlsched.platforms import require_posix
+
+UNREAD = 4
+"""Number of objects with answers that the actor may be ahead of the trainer."""
+THREADS = 3
+"""Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
+
+
+class RayEngine(ProcessEngine):
+    """Runs another engine in a Ray actor, on this node or another one of a cluster.
+
+    With `num_engines` above 1, each engine is an actor. It differs from `ProcessEngine` only in
+    where the engine runs and how weights get there: through Ray's object store, which copies them
+    once to each node. What is drawn is the same. Actors that die or hang are replaced in the same
+    way, not by Ray, and restarts are counted alike.
+
+    The cluster is that of the environment variable `RAY_ADDRESS`, else the one that `ray start`
+    has started on this node. If there is none, one is started on this node, without a dashboard and
+    without usage statistics, and ends with the trainer. A placement group reserves the resources of
+    all engines, spread over the nodes: on GPUs, `tensor_parallel_size` of them per engine.
+
+    Args:
+        engine: The engine to run; `VLLMEngine()` by default.
+        resources: Resources of each engine besides its GPUs, by Ray's names; `{"CPU": 1}` by
+            default. On a CPU, an engine computes with as many threads as it has CPUs, unless
+            `OMP_NUM_THREADS` is set.
+        timeout: Maximum seconds to wait until the cluster has the resources.
+
+    Raises:
+        ImportError: in `start`: Ray is missing or too old.
+        RuntimeError: in `start`: the cluster does not have the resources, or a node has another
+            version of this package; later as `ProcessEngine`.
+
+    Example::
+
+        RolloutDataModule(..., engine=RayEngine(VLLMEngine()), num_engines=16)
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        resources: dict[str, float] | None = None,
+        timeout: float = 50.0,
+    ) -> None:
+        super().__init__(engine)
+        self.resources = {"CPU": 1.0} if resources is None else dict(resources)
+        self.timeout = timeout
+        for name, amount in self.resources.items():
+            if name == "GPU":
+                raise ValueError(
+                    f"`RayEngine(resources={resources})`: leave `GPU` out, it is the engine's "
+                    "`tensor_parallel_size`."
+                )
+            if not (math.isfinite(amount) and amount > 0):
+                raise ValueError(f"`RayEngine(resources={resources})`: must be above 0.")
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"`RayEngine({timeout=})`: must be above 0.")
+        self._reservation: Reservation | None = None
+
+    def reserve(self, spec: EngineSpec, engines: Sequence[RolloutEngine]) -> None:
+        """Reserve a bundle of resources for each of the engines.
+
+        Raises:
+            ImportError: Ray is missing or too old.
+            RuntimeError: the cluster does not have the resources.
+        """
+        require_posix("`RayEngine`")
+        bundle = dict(self.resources)
+        if spec.device.type == "cuda":
+            bundle["GPU"] = float(self.tensor_parallel_size)
+        for engine in engines:
+            engine.close()
+        reservation = Reservation(len(engines), bundle, self.timeout)
+        for engine in engines:
+            assert isinstance(engine, RayEngine)
+            engine._reservation = reservation
+
+    def start(self, spec: EngineSpec) -> None:
+        if spec.engines == 1:
+            self.reserve(spec, [self])
+        if spec.device.type == "cuda":  # Ray shows an actor only its own
+            spec = replace(spec, device=torch.device("cuda", 0))
+        super().start(spec)
+
+    def _connect(self, spec: EngineSpec) -> "ActorLink":
+        assert self._reservation is not None
+        return ActorLink(self._reservation, spec)
+
+    def _new_store(self) -> ObjectStore:
+        return ObjectStore()
+
+    def close(self) -> None:
+        super().close()
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            reservation.leave()
+
+
+class ActorLink:
+    """The connection to an engine in a Ray actor.
+
+    Args:
+        reservation: Resources of all engines.
+        spec: Settings of the engine.
+    """
+
+    def __init__(self, reservation: Reservation, spec: EngineSpec) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.closed = False
+        self.pid: int | None = None
+        self._node = ""
+        self._sent = 0
+        self._stream: Any = None
+        self._batch: Any = None
+        """Reference of answers that were not read yet."""
+        self._answers: deque[bytes | None] = deque()
+        self._how = "died"
+        """How the actor ended."""
+        self._here = ray.get_runtime_context().get_node_id()
+        environment: dict[str, str | None] = dict.fromkeys(LAUNCHER)
+        path: list[str] = []
+        cores: list[int] = []
+        if reservation.local:  # another node has its own
+            environment |= {k: v for k, v in os.environ.items() if k not in LAUNCHER}
+            path = [entry or os.getcwd() for entry in sys.path]
+            if spec.engines > 1 and spec.device.type == "cpu":
+                cores = cores_of(spec, available_cores())
+        more = dict(reservation.bundle)
+        strategy = PlacementGroupSchedulingStrategy(
+            reservation.group, placement_group_bundle_index=spec.index
+        )
+        ray.cloudpickle.register_pickle_by_value(_ray_actor)
+        actor = ray.remote(
+            num_cpus=more.pop("CPU", 0),
+            num_gpus=more.pop("GPU", 0),
+            resources=more,
+            scheduling_strategy=strategy,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=THREADS,
+        )(_ray_actor.EngineActor)
+        self._actor = actor.remote(__version__, environment, path, cores)
+        self._hello = self._actor.hello.remote()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self._actor.tell.remote(self._sent, message)
+        self._sent += 1
+
+    def receive(self) -> Any:
+        from ray.exceptions import ObjectLostError, RayActorError
+
+        try:
+            self._greet()
+            while not self._answers:
+                if self._batch is None:
+                    self._batch = self._next()
+                self._answers.extend(_get(self._batch))
+                self._batch = None
+        except (RayActorError, ObjectLostError) as error:
+            if getattr(error, "actor_init_failed", False):
+                self._how = f"could not be created ({str(error).splitlines()[-1]})"
+            raise EOFError from error
+        answer = self._answers.popleft()
+        if answer is None:
+            raise EOFError
+        return pickle.loads(answer)
+
+    def _greet(self) -> None:
+        """Wait until the actor runs, and refuse another version of the package.
+
+        Raises:
+            RuntimeError: the node has another version.
+        """
+        if self._hello is None:
+            return
+        version, self._node, self.pid = _get(self._hello)
+        self._hello = None
+        if version != __version__:
+            raise RuntimeError(
+                f"`RayEngine`: node {self._node[:8]} of the Ray cluster has "
+                f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the trainer "
+                f"{__version__}. Install the same version on every node."
+            )
+
+    def _next(self) -> Any:
+        """Return the reference of the next answers; a stream ends after many."""
+        while True:
+            if self._stream is None:
+                self._stream = self._actor.answers.options(
+                    num_returns="streaming", _generator_backpressure_num_objects=UNREAD
+                ).remote()
+            with suppress(StopIteration):
+                return next(self._stream)
+            self._stream = None
+
+    def wait(self, seconds: float) -> None:
+        from ray.exceptions import GetTimeoutError, RayError
+
+        with suppress(RayError, GetTimeoutError):
+            _get(self._actor.wait.remote(), timeout=seconds)
+
+    def kill(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self._actor)
+        if self.pid is not None and self._node == self._here:  # Ray asks a stopped process in vain
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        self.kill()
+        self.closed = True
+        self._stream = self._batch = None
+        return self._how
+
+
+def _get(reference: Any, timeout: float | None = None) -> Any:
+    import ray
+
+    return ray.get(reference, timeout=timeout)
