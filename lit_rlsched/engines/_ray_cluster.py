@@ -17,8 +17,8 @@ from typing import Any
 from lit_rlsched._environment import passed
 from lit_rlsched.engines.placement import available_cores
 
-MIN_VERSION = (2, 52)
-"""The first version whose clusters can ask for a token, so that other users cannot run code."""
+MIN_VERSION = (2, 59)
+"""The first version whose local clusters ask for a token, so that other users cannot run code."""
 
 
 class Reservation:
@@ -94,7 +94,6 @@ def connect(cpus: float) -> bool:
         # Ray's own folder may belong to another user; the paths of sockets must be short
         folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
         atexit.register(_shut_down, folder)
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
         with _without_secrets():
             ray.init(
                 "local",
