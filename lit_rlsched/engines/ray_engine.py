@@ -5,10 +5,12 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from lit_rlsched.platforms import require_posix
 
 UNREAD = 4
 """Number of objects with answers that the actor may be ahead of the trainer."""
+LOST_NODE = 60.0
+"""Seconds for which Ray may take a node for alive that is not, and place new actors there."""
 THREADS = 3
 """Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
 
@@ -131,10 +135,12 @@ class ActorLink:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.closed = False
+        self.closed = self._killed = False
         self.pid: int | None = None
         self._node = ""
         self._sent = 0
+        self._unsent: list[tuple[Any, ...]] = []
+        """Messages for an actor that does not run yet."""
         self._stream: Any = None
         self._batch: Any = None
         """Reference of answers that were not read yet."""
@@ -155,7 +161,7 @@ class ActorLink:
             reservation.group, placement_group_bundle_index=spec.index
         )
         ray.cloudpickle.register_pickle_by_value(_ray_actor)
-        actor = ray.remote(
+        actor_class = ray.remote(
             num_cpus=more.pop("CPU", 0),
             num_gpus=more.pop("GPU", 0),
             resources=more,
@@ -164,10 +170,14 @@ class ActorLink:
             max_task_retries=0,
             max_concurrency=THREADS,
         )(_ray_actor.EngineActor)
-        self._actor = actor.remote(__version__, environment, path, cores)
+        self._create = partial(actor_class.remote, __version__, environment, path, cores)
+        self._actor = self._create()
         self._hello = self._actor.hello.remote()
 
     def send(self, message: tuple[Any, ...]) -> None:
+        if self._hello is not None:
+            self._unsent.append(message)
+            return
         self._actor.tell.remote(self._sent, message)
         self._sent += 1
 
@@ -198,7 +208,7 @@ class ActorLink:
         """
         if self._hello is None:
             return
-        version, self._node, self.pid = _get(self._hello)
+        version, self._node, self.pid = self._first_answer()
         self._hello = None
         if version != __version__:
             raise RuntimeError(
@@ -206,6 +216,24 @@ class ActorLink:
                 f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the trainer "
                 f"{__version__}. Install the same version on every node."
             )
+        for message in self._unsent:
+            self.send(message)
+
+    def _first_answer(self) -> Any:
+        """Wait until the actor runs, and create it again where it was on a node that is lost."""
+        from ray.exceptions import RayActorError
+
+        began = time.monotonic()
+        while True:
+            try:
+                return _get(self._hello)
+            except RayActorError as error:
+                time.sleep(1.0)
+                late = time.monotonic() - began > LOST_NODE
+                if late or error.actor_init_failed or self._killed:
+                    raise
+            self._actor = self._create()
+            self._hello = self._actor.hello.remote()
 
     def _next(self) -> Any:
         """Return the reference of the next answers; a stream ends after many."""
@@ -227,6 +255,7 @@ class ActorLink:
     def kill(self) -> None:
         import ray
 
+        self._killed = True
         if ray.is_initialized():
             ray.kill(self._actor)
         if self.pid is not None and self._node == self._here:  # Ray asks a stopped process in vain

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from importlib.util import find_spec
@@ -340,15 +341,16 @@ USERS = """
 
 
 @in_cluster
-def test_a_cluster_of_the_user_has_an_engine_on_each_node_and_goes_on_without_us(tmp_path):
+def test_a_cluster_of_the_user_has_an_engine_on_each_node_and_goes_on_without_us():
     """Nodes are processes here. One of them dies with its engine, whose bundle moves on."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(USERS)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "RAY_TMPDIR": "/tmp"},
-    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the paths of sockets must be short
+        run = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(USERS)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "RAY_TMPDIR": folder},
+        )
     assert run.stdout.splitlines()[-1:] == ["done"], run.stdout + run.stderr
 
 
