@@ -270,19 +270,22 @@ TRAINER = """
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ends"])
 def test_a_cluster_of_its_own_ends_with_the_trainer(killed):
     read = "def environment(pid):\n    return open(f'/proc/{pid}/environ', 'rb').read()\n"
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", read + textwrap.dedent(TRAINER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    told, *pids = trainer.stdout.readline().split(";")
-    assert told == "[]" and len(pids) > 4
-    if killed:
-        trainer.kill()
-    trainer.communicate("\n")
-    while any(map(runs, pids)):
-        time.sleep(0.1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the paths of sockets must be short
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", read + textwrap.dedent(TRAINER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RAY_TMPDIR": folder},
+        )
+        told, *pids = trainer.stdout.readline().split(";")
+        assert told == "[]" and len(pids) > 4
+        if killed:
+            trainer.kill()
+        trainer.communicate("\n")
+        while any(map(runs, pids)):
+            time.sleep(0.1)
+        assert killed or not os.listdir(folder)
 
 
 def runs(pid):
