@@ -60,7 +60,8 @@ def check(rank, folder):
         assert isinstance(error, ValueError)
         assert "outside of `Team.lead`" in str(raised(lambda: team.call("square", square, 1)))
     assert isinstance(raised(lambda: team.lead(stop, tasks)), SIGTERMException)
-    team.failed(SIGTERMException())  # says nothing: every rank stops
+    if rank == 0:
+        team.failed(SIGTERMException())  # says nothing: every rank stops
     assert team.all_gather(rank) == [0, 1] and team.broadcast(rank) == 0
     team.close()
 
