@@ -60,11 +60,10 @@ class RolloutDataModule(LightningDataModule):
         tokenizer: Folder or hub name; by default the policy's tokenizer.
         chat_template_kwargs: Additional arguments for the chat template.
         engine: Engine that decodes completions; by default `VLLMEngine()`.
-        num_engines: Number of such engines, which decode a round together. Above 1, each runs in a
-            process of its own, as with `ProcessEngine`: engine `i` on GPU `i`, or on CPU with an
-            equal share of the cores; with `RayEngine`, on any node of a cluster. The completions of
-            a prompt are drawn by one engine. Rounds that train on all completions draw the same
-            ones with any number.
+        num_engines: Number of such engines, which decode a round together, each in its own process:
+            engine `i` on GPU `i`, or on CPU with an equal share of the cores; with `RayEngine`, on
+            any node of a cluster. One engine draws all completions of a prompt. Rounds that train
+            on all completions draw the same ones with any number.
         prompts_per_round: Number of prompts per round.
         num_generations: Number of completions per prompt.
         steps_per_round: Number of optimizer steps that share the completions of a round.
