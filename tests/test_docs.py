@@ -26,6 +26,7 @@ NOTEBOOK = ROOT / "docs/tutorials/notebook.ipynb"
 HOSTS = {
     "arxiv.org",
     "docs.nvidia.com",
+    "docs.ray.io",
     "docs.vllm.ai",
     "github.com",
     "huggingface.co",

@@ -121,7 +121,7 @@ class Stream(RolloutCallback):
         trainer.datamodule.schedule.streaming = Streaming(0.0)
 
 
-NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; round 1: rewards 0"
+NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; round 2: rewards 0"
 
 
 @pytest.mark.parametrize(("clip", "streamed"), [(1.0, False), (None, False), (1.0, True)])

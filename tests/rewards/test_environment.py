@@ -90,6 +90,7 @@ def test_a_worker_finds_no_secret_in_its_environment_nor_in_the_trainer_s(
 
 
 @on_linux
+@pytest.mark.spawned
 def test_an_engine_s_process_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
