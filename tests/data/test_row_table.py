@@ -27,6 +27,8 @@ from lit_rlsched.data.source import DomainSource, PromptSource
 from lit_rlsched.data.uids import UidIndex, fingerprint
 from lit_rlsched.types import Prompt, stable_hash
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CHAT = [{"role": "user", "content": "2+2"}]
 EVEN = [
     {"prompt": "1+1", "uid": "seven", "answer": "2", "level": 1.5},
@@ -42,16 +44,6 @@ RAGGED = [
     {"prompt": "\u00e9 1", "answer": 1e300, "big": 2**80, "text": "\ud83d"},
     {"prompt": "1+1", "answer": 2, "metadata": {"a": [1, 2]}},
 ]
-
-
-@pytest.fixture
-def tokenizer(tiny_model: str) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def plain_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> list[Prompt]:

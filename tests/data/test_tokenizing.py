@@ -2,12 +2,10 @@
 
 import os
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from lit_rlsched.data import tokenizing
 from lit_rlsched.data.arrow_cache import cache_folder
@@ -15,22 +13,14 @@ from lit_rlsched.data.prompts import make_prompts, tokenize_one
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TEXTS = ["1+1", "", "Is \u00e9 a letter?", "1+1", "<answer>\n4 </answer>", "<|im_end|>x"]
 CHATS = [
     [{"role": "user", "content": "2+2"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "\u4e2d\u6587"}],
 ]
 PROMPTS: list[Any] = [*TEXTS, *CHATS, *TEXTS[::-1], CHATS[0], *(f"{i} + {i}" for i in range(40))]
-
-
-@pytest.fixture
-def tokenizer(tiny_model: str) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def plain_ids(tokenizer: Any, prompts: list[Any], **settings: Any) -> list[list[int]]:
