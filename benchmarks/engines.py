@@ -37,10 +37,10 @@ from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.routing import promised_tokens, route
-from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Event, Group, Prompt, Request, Sampling
 
 GROUP = 8

@@ -32,9 +32,9 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 GROUP = 16

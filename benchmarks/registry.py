@@ -99,6 +99,12 @@ BENCHMARKS = {
         on="2 cores",
         resumes=True,
     ),
+    "ahead_rollout": Benchmark(
+        "seconds per round when the next round is drawn during the update",
+        30,
+        on="2 cores",
+        resumes=True,
+    ),
     "parallelism": Benchmark(
         "sizes that the parallelism planner chooses, and their preemptions",
         0.05,

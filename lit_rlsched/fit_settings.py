@@ -40,6 +40,13 @@ class FitSettings:
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
 
+    @property
+    def is_last_round(self) -> bool:
+        """Whether training ends with the round that begins now."""
+        trainer = self._trainer
+        epochs = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        return epochs or 0 <= trainer.max_steps <= trainer.global_step + self.steps
+
     def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import MicroBatchAccumulation
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
+from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
@@ -40,6 +41,8 @@ class Schedule:
     the same reward: `DynamicSampling`."""
     streaming: Streaming | None = None
     """When gradients are computed during the rollout: `StreamedTraining`."""
+    ahead: Correction | None = None
+    """Whether the next round is drawn during the update: `AheadRollout`."""
     timeouts: AdaptiveTimeout | None = None
     """How long reward functions may take: `AdaptiveTimeouts`."""
     mask_stale_tokens: bool = False
@@ -84,6 +87,8 @@ class RunFacts:
 
 
 REFUSED = {
+    ("AheadRollout", "SortedBatching"): "They do not work together yet. Remove one of them.",
+    ("AheadRollout", "TailBatching"): "They do not work together yet. Remove one of them.",
     ("SortedBatching", "TailBatching"): "Both decide when a round ends. Remove one of them.",
     ("DynamicSampling", "SortedBatching"): (
         "`SortedBatching` draws no new prompts until its pool is used up, so a prompt could not be "

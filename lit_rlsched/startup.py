@@ -125,11 +125,13 @@ class Startup:
                 "`lit_rlsched.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
                 "`configure_model`, or use `strategy='ddp'`."
             )
-        if self._data.schedule.rule.keeps_drafts:
+        schedule = self._data.schedule
+        if schedule.rule.keeps_drafts or schedule.ahead == "verify":
             raise MisconfigurationException(
                 "Drafts are verified with weights of earlier policy versions, which "
                 f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
-                "`strategy='ddp'`, or leave `reuse_drafts` and `max_deferrals` out."
+                "`strategy='ddp'`, leave `reuse_drafts` and `max_deferrals` out, or use "
+                "`AheadRollout(correction='importance')`."
             )
 
     def _check_gen_batches(self) -> None:
@@ -285,10 +287,11 @@ class Startup:
         for text in told:
             rank_zero_warn(text)
 
-    def _trainer_state(self) -> SimpleNamespace:
+    def _trainer_state(self, step: int) -> SimpleNamespace:
         data = self._data
         prompts = None if self.prompts.stream else len(self.prompts.train)
-        return trainer_state(self._trainer, data.steps_per_epoch, data.prompts_per_round, prompts)
+        rounds = data.steps_per_epoch, data.prompts_per_round
+        return trainer_state(self._trainer, step, *rounds, prompts)
 
     def _fire(self, hook: str, *args: Any) -> None:
         if self._trainer.training:
@@ -316,24 +319,29 @@ def in_own_process(engine: RolloutEngine) -> RolloutEngine:
 
 
 def trainer_state(
-    trainer: Trainer, steps_per_round: int, prompts_per_round: int, prompts: int | None
+    trainer: Trainer,
+    step: int,
+    steps_per_round: int,
+    prompts_per_round: int,
+    prompts: int | None,
 ) -> SimpleNamespace:
     """TRL's `trainer_state` for reward functions, as a plain object that can be pickled.
 
     Args:
         trainer: The run's Trainer.
+        step: Number of optimizer steps taken.
         steps_per_round: Number of optimizer steps per round, iterations included.
         prompts_per_round: Number of prompts that a round trains on.
         prompts: Number of prompts in `train_data`; `None` if it is a stream.
 
     Returns:
-        `global_step`, the optimizer steps taken; `max_steps`, the step at which the run ends, -1 if
+        `global_step`, which is `step`; `max_steps`, the step at which the run ends, -1 if
         it has no end; and `epoch`, the fractional number of passes over `train_data`, or for a
         stream the fraction of the run. As in `transformers.TrainerState`.
     """
     ends = [trainer.max_steps, (trainer.max_epochs or -1) * steps_per_round]
     max_steps = min((end for end in ends if end > 0), default=-1)
-    epoch = trainer.global_step / max(1, max_steps)
+    epoch = step / max(1, max_steps)
     if prompts is not None:
-        epoch = trainer.global_step / steps_per_round * prompts_per_round / max(1, prompts)
-    return SimpleNamespace(global_step=trainer.global_step, max_steps=max_steps, epoch=epoch)
+        epoch = step / steps_per_round * prompts_per_round / max(1, prompts)
+    return SimpleNamespace(global_step=step, max_steps=max_steps, epoch=epoch)

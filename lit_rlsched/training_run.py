@@ -36,9 +36,8 @@ from lit_rlsched.team import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
-from lit_rlsched.training.rounds import RoundSettings, TrainingRounds
+from lit_rlsched.training.rounds import Drawing, RoundSettings, TrainingRounds
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import Group
 from lit_rlsched.wandb_runs import describe_runs
 
 if TYPE_CHECKING:
@@ -123,6 +122,7 @@ class TrainingRun:
             mask_stale=data.schedule.mask_stale_tokens,
             forward_context=self._trainer.precision_plugin.forward_context,
             team=self.team,
+            stale=data.schedule.ahead == "importance",
         )
 
     @property
@@ -196,6 +196,7 @@ class TrainingRun:
         if self.settings is not None:
             self.settings.undo()
         self.clock.stop()
+        self.rounds.next.abandon()
         self.team.close()
         self.team = Team()
 
@@ -255,15 +256,7 @@ class TrainingRun:
     def _draw(self) -> tuple[Round, Counter[str]]:
         """Draw a round, on the rank that has the engine."""
         data, trainer = self._data, self._trainer
-        assert data.session is not None
-        round, counts = self.rounds.draw(
-            data.session,
-            data.startup.policy,
-            data.schedule.rule,
-            self.num_rounds,
-            trainer.global_step,
-            self._prepare,
-        )
+        round, counts = self.rounds.draw(self._drawing(self.num_rounds))
         self.current, self._start, self._empty_steps = round, round.version, 0
         self.counters += counts
         round.metrics |= dict.fromkeys(data.rewards.counters(), 0) | self.counters
@@ -272,12 +265,29 @@ class TrainingRun:
         for text in told:
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
+        if self.settings and not self.settings.is_last_round:
+            self.rounds.draw_ahead(self._drawing(self.num_rounds + 1))
         return round, self.counters
 
-    def _prepare(self, groups: list[Group]) -> RoundSettings:
-        self.team.call("round_start", partial(fire, self._trainer, "on_round_start"), groups)
-        schedule = self._data.schedule  # callbacks may have changed it in the hook
-        return RoundSettings(self.update, schedule.streaming, schedule.max_num_gen_batches)
+    def _drawing(self, number: int) -> Drawing:
+        data, trainer = self._data, self._trainer
+        assert data.session is not None
+        return Drawing(
+            data.session,
+            data.startup.policy,
+            data.schedule.rule,
+            number,
+            trainer.global_step,
+            partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
+            lambda: self._round_settings,
+        )
+
+    @property
+    def _round_settings(self) -> RoundSettings:
+        schedule = self._data.schedule  # callbacks may change it in their hooks
+        return RoundSettings(
+            self.update, schedule.streaming, schedule.max_num_gen_batches, schedule.ahead
+        )
 
     def end_round(self) -> dict[str, float]:
         """End the current round; return the totals of what `limit_train_batches` has dropped."""
@@ -336,7 +346,8 @@ class TrainingRun:
         planner = self.rounds.runner.planner
         if not isinstance(planner.source, StreamSource):
             return None
-        return planner.source.pack([*planner.pool, *(round.groups if round else ())])
+        groups = [*planner.pool, *self.rounds.next.groups, *(round.groups if round else ())]
+        return planner.source.pack(groups)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state of a checkpoint, and keep it until its prompts are tokenised.
@@ -369,10 +380,10 @@ class TrainingRun:
             prompt_of_uid = source.unpack(state.get("prompts") or ()).__getitem__
         else:
             prompt_of_uid = startup.prompts.train.of_uid
-        self.rounds.load_state_dict(state, prompt_of_uid)
+        self.rounds.load_state_dict(state, data.schedule.rule, prompt_of_uid)
         pool = self.rounds.runner.planner.pool
         for completion in pool.completions:
-            if not data.schedule.rule.keeps_drafts:
+            if not (data.schedule.rule.keeps_drafts or data.schedule.ahead == "verify"):
                 completion.draft = None  # from a run with `reuse_drafts`, resumed without
             if completion.finished:
                 completion.text = startup.decode(completion.token_ids)

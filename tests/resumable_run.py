@@ -26,6 +26,7 @@ from plain_module import Plain
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import (
+    AheadRollout,
     DownSampling,
     DynamicSampling,
     LengthPrediction,
@@ -70,6 +71,19 @@ SCHEDULES = {
         8,
         lambda: [TailBatching(), StreamedTraining(start=0)],
     ),
+    **{
+        name: (
+            {
+                "prompts_per_round": 2,
+                "max_completion_length": 48,
+                "num_generations": 3,
+                "steps_per_round": 2,
+            },
+            8,
+            lambda correction=correction: [AheadRollout(correction)],
+        )
+        for name, correction in (("ahead", "verify"), ("ahead importance", "importance"))
+    },
     "drafts": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
         8,
@@ -247,7 +261,8 @@ def state_hash(state):
 
 
 def main(folder, engine, model, schedule, place, stops):
-    if schedule == "streamed":
+    beside = schedule in ("streamed", "ahead", "ahead importance")
+    if beside:
         forked_engines.begin()
     folder = Path(folder)
     seed_everything(1)
@@ -259,7 +274,7 @@ def main(folder, engine, model, schedule, place, stops):
         [coin if schedule == "selected" else digits],
         val_data=rows[30:34],
         val_num_generations=2,
-        engine=engines.ProcessEngine(decoder) if schedule == "streamed" else decoder,
+        engine=engines.ProcessEngine(decoder) if beside else decoder,
         micro_batch_tokens=256,
         **{"prompts_per_round": 4, **settings},
     )

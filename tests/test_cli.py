@@ -12,6 +12,7 @@ import yaml
 from lit_rlsched import cli_summary
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
+    AheadRollout,
     DownSampling,
     DynamicSampling,
     LengthPrediction,
@@ -327,6 +328,7 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
         (SortedBatching(), "are drawn again under the new weights"),
         (SortedBatching(mode="partial"), "the others go on under the new weights"),
         (TailBatching(max_deferrals=8), "run in the next rounds, with the tokens they have"),
+        (AheadRollout(), "the next round is drawn during the update, and verified"),
         (StreamedTraining(), "gradients are computed while other completions decode"),
         (ParallelismPlanner(), "split over more devices"),
         (AdaptiveTimeouts(), "1.5 times as long as those of correct completions of its prompt (2 "),

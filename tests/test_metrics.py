@@ -15,6 +15,7 @@ import lit_rlsched
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
+    AheadRollout,
     DownSampling,
     DynamicSampling,
     LengthPrediction,
@@ -148,8 +149,7 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
         ),
         fit(
             GRPOModule(tiny_model, **cispo),
-            [StreamedTraining()],
-            trainer={"max_epochs": 1},
+            [StreamedTraining(), AheadRollout()],
             engine=ProcessEngine(TransformersEngine()),
             **short,
         ),

@@ -50,6 +50,13 @@ LOSERS = [
     "round_end 3",
     "harvest 5",
 ]
+AHEAD = [
+    "step 1",  # in the middle of an update, while the next round is drawn
+    "round_end 1",  # before the next one is begun
+    "harvest 2",  # while drafts that were cut go on
+    "validation 3",
+    "step 6",  # after a round, whose next one is drawn
+]
 SELECTED = [
     "harvest 0",  # while the first round is drawn
     "step 1",
@@ -69,6 +76,7 @@ STOPPED = [
     "TERM step 9",  # in the last step of the last round
 ]
 """Where SIGTERM comes."""
+STOPPED_AHEAD = [f"TERM {place}" for place in AHEAD if place != "harvest 2"]
 VALIDATING = ("answers", "validation", "last")
 AUTOMATIC = [place for place in STOPPED if place.split()[1] not in VALIDATING]
 VLLM = ["completion 40", "validation 3"]
@@ -98,6 +106,7 @@ def run(folder, engine, model, schedule, *places):
         ("VLLMEngine", "partial", ["validation 2", RESUMED]),
         ("TransformersEngine", "tail", TAIL),
         ("TransformersEngine", "streamed", STREAMED),
+        ("TransformersEngine", "ahead", AHEAD),
         ("TransformersEngine", "drafts", DRAFTS),
         ("TransformersEngine", "losers go on", LOSERS),
         ("TransformersEngine", "selected", SELECTED),
@@ -126,7 +135,7 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     assert (max(whole["spans"]) > 1) == (schedule == "partial")
     if schedule in ("drafts", "losers go on"):
         assert whole["drafts"] and whole["recovered"] > 0
-    if schedule in ("tail", "drafts", "streamed", "losers go on"):
+    if schedule in ("tail", "drafts", "streamed", "losers go on", "ahead"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
     if schedule in ("tail", "drafts"):
         assert whole["dropped"]["dropped/stopped"] > 0
@@ -138,6 +147,7 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         ("TransformersEngine", "full", STOPPED),
         ("TransformersEngine", "automatic optimization", AUTOMATIC),
         ("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
+        ("TransformersEngine", "ahead importance", STOPPED_AHEAD),
         ("VLLMEngine", "full", ["TERM completion 40", "TERM answers 3"]),
     ],
 )

@@ -65,6 +65,7 @@ def folder(patch, tmp_path_factory):
         f"--trainer.default_root_dir={folder}",
         "--data.chat_template_kwargs={secret: canary-1234}",
     ]
+    wandb.finish()  # of a test before, which a logger would continue
     main(run)
     main([*run, "--ckpt_path=last", "--trainer.max_epochs=2"])
     return folder

@@ -1,6 +1,7 @@
 """Lightning callbacks: each puts its settings into the schedule and logs what was measured."""
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
+from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
@@ -20,6 +21,7 @@ from lit_rlsched.callbacks.tail_batching import TailBatching
 
 __all__ = [
     "AdaptiveTimeouts",
+    "AheadRollout",
     "CompletionWriter",
     "DownSampling",
     "DynamicSampling",

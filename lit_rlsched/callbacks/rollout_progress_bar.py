@@ -54,10 +54,12 @@ class RolloutBar(Tqdm):
         self.scored += 1
         now = time.monotonic()
         pause = SECONDS_PER_ROLLOUT_LINE if self.disable else SECONDS_PER_FRAME
-        if now - self._shown < pause:
+        remaining = self._remaining()
+        over = self.disable and not remaining  # as when the round was drawn ahead
+        if now - self._shown < pause or over:
             return None
         self._shown = now
-        self.n, self.total = self.scored, self.scored + self._remaining()
+        self.n, self.total = self.scored, self.scored + remaining
         tokens = trace.busy_slot_steps  # includes those of unfinished completions
         rate = round(tokens / max(trace.seconds, 1e-9))
         return {"tok/s": rate, "bubble": trace.bubble_ratio}
@@ -170,7 +172,6 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
     def on_round_start(self, trainer: Trainer, pl_module: Any, plan: list[Group]) -> None:
         """Draw a bar for the completions of the round."""
-        self._line.rollout_starts()
         position = 2 * self.process_position + 1
         self._rollout_bar = RolloutBar(
             plan, position=position, disable=self.is_disabled, bar_format=self.BAR_FORMAT

@@ -14,7 +14,7 @@ class RoundLine:
     """
 
     def __init__(self) -> None:
-        self._began = self._rollout_began = self._rollout_ended = self._update_ended = 0.0
+        self._began = self._rollout_ended = self._update_ended = 0.0
         self._share_before = 0.0
         self._round: Round | None = None
         self.accuracy: float | None = None
@@ -24,12 +24,8 @@ class RoundLine:
         """Start the clock of the run, of which `share` is done; it may be NaN."""
         self._began, self._share_before = time.monotonic(), share
 
-    def rollout_starts(self) -> None:
-        """Start the clock of a rollout."""
-        self._rollout_began, self._round = time.monotonic(), None
-
     def rollout_ends(self, round: Round) -> None:
-        """Remember the round and stop the clock of its rollout."""
+        """Remember the round and start the clock of its update."""
         self._round, self._rollout_ended = round, time.monotonic()
 
     def step_ends(self) -> None:
@@ -62,6 +58,6 @@ class RoundLine:
             f"{metrics['completions/mean_length']:.0f} tokens on average",
             f"{percent(metrics['completions/clipped_ratio'])} cut",
             f"{percent(metrics['rollout/bubble_ratio'])} idle",
-            f"rollout {duration(self._rollout_ended - self._rollout_began)}",
+            f"rollout {duration(metrics['time/rollout'])}",
             f"update {duration(max(0.0, self._update_ended - self._rollout_ended))}",
         ]

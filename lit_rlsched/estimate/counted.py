@@ -33,7 +33,8 @@ def counted_peaks(module: LightningModule, datamodule: RolloutDataModule) -> tup
     streams = datamodule.schedule.streaming is not None
     engine = _footprint(module, datamodule)
     rollout = weights + state + engine.weights + engine.cache + streams * gradients
-    update = weights + state + gradients + engine.stays * (engine.weights + engine.cache)
+    stays = engine.stays or datamodule.schedule.ahead is not None
+    update = weights + state + gradients + stays * (engine.weights + engine.cache)
     return rollout, update
 
 

@@ -76,6 +76,11 @@ class Ledger:
         """Whether gradients are computed during the rollout."""
         return self.run.datamodule.schedule.streaming is not None
 
+    @property
+    def _ahead(self) -> str | None:
+        """How rounds that are drawn during the update are corrected, if they are."""
+        return self.run.datamodule.schedule.ahead
+
     def _model_items(self) -> Iterator[Item]:
         run, module, ranks = self.run, self.run.module, self.run.shards
         parameters = list(module.parameters())
@@ -97,6 +102,10 @@ class Ledger:
         yield Item("optimizer state", state, state, how + shared)
         gathered = run.gathered
         how = "embedding, LM head and two layers, with the gradient of one"
+        if self._ahead == "verify":
+            how = "the trained ones at the time the drafts were drawn"
+            kept = storage_bytes(run.trainable)
+            yield Item("weights of the drafts", kept, kept, how, host=True)
         yield Item("gathered weights", gathered * self._streams, gathered, how)
 
     def _engine_items(self, slots: int) -> Iterator[Item]:
@@ -111,7 +120,8 @@ class Ledger:
                 decoding //= len(self.run.datamodule.engine.engines)
         yield Item("engine weights", engine.weights, stays * engine.weights, engine.how_weights)
         yield Item("key-value cache", engine.cache, stays * engine.cache, engine.how_cache)
-        yield Item("decoding", decoding, 0, "temporaries of the largest decode step")
+        beside = decoding if self._ahead else 0
+        yield Item("decoding", decoding, beside, "temporaries of the largest decode step")
         yield Item("weights handed over", handed, handed, "to the engine's process", host=True)
         yield Item("sleeping weights", 0, engine.asleep, "of vLLM, in the update", host=True)
 
@@ -136,7 +146,7 @@ class Ledger:
         how, held = f"indices of {len(self.prompts):,}; rows are on disk", self.prompts.memory
         yield Item("prompts", held, held, how, host=True)
         how = f"{drawn:,} of {self.run.limit:,} tokens: ids and log-probs as arrays"
-        completions = drawn * self._completion_bytes
+        completions = (1 + bool(self._ahead)) * drawn * self._completion_bytes
         yield Item("completions", completions, completions, how, host=True)
 
     @cached_property
@@ -156,7 +166,8 @@ class Ledger:
         policy = base_model(find_policy(run.module))
         parameters = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
         sizes = Sizes(parameters, run.token_bytes, self.memory)
-        return run.datamodule.engine.footprint(replace(run.spec, slots=slots), sizes)
+        held = run.datamodule.engine.footprint(replace(run.spec, slots=slots), sizes)
+        return replace(held, stays=True, asleep=0) if self._ahead else held
 
     def _slots(self) -> int:
         """Return the slots that `fit` uses once its engine has started."""

@@ -1,6 +1,7 @@
 """The loop that draws rounds, shared by `fit` and simulations."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,103 @@ class DrawnRound:
     """Tokens that each completion had before the round, by request id."""
     harvest: Harvest
     trace: RolloutTrace
+    failures: Counter[str]
+    """Failures of single completions: see `RolloutSession.failures`."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+class RoundInProgress:
+    """A round between its plan and its harvest; `decode` may run in a thread of its own.
+
+    Args:
+        planner: Chooses the prompts.
+        session: Decodes and scores.
+        rule: Decides which prompts the round takes, when it ends, and what becomes of the rest.
+        number: Number of rounds before this one.
+        version: Policy version of the weights.
+        salt: Changes the seeds.
+        prepare: Called with the planned groups; returns the round's hooks.
+    """
+
+    def __init__(
+        self,
+        planner: RoundPlanner,
+        session: RolloutSession,
+        rule: RoundRule,
+        number: int,
+        version: int,
+        salt: str,
+        prepare: Prepare,
+    ) -> None:
+        began = time.perf_counter()
+        self._planner, self._session = planner, session
+        self.rule, self.number, self.version = rule, number, version
+        self.groups = planner.plan(rule)
+        self._stale = restart_stale(self.groups, version, rule)
+        self._watch = prepare(self.groups)
+        self._drafts, self._verifying = DraftAudit(), 0.0
+        self._verify(self.groups)
+        completions = (Sample(g, c) for g in self.groups for c in g.completions)
+        self._begun = {sample.id: len(sample.completion.token_ids) for sample in completions}
+        self._metrics: dict[str, float] = {}
+        self._failed = session.failures()
+        feedback = Feedback(self._watch.stop, self._another if self._watch.is_replaced else None)
+        self._rollout = session.rollout(
+            self.groups, version, rule, salt, predict=True, feedback=feedback
+        )
+        self._seconds = time.perf_counter() - began
+
+    def _verify(self, groups: Sequence[Group]) -> None:
+        verified = time.perf_counter()
+        self._drafts += self._watch.verify(groups, self.version)
+        self._verifying += time.perf_counter() - verified
+
+    def _another(self, group: Group) -> Group | None:
+        """Return a group that takes the place of a complete one, if it is to be replaced."""
+        assert self._watch.is_replaced is not None
+        most = self._watch.max_num_gen_batches * self.rule.update_prompts
+        if not self._watch.is_replaced(group) or len(self.groups) >= most:
+            return None
+        drawn = self._planner.replacement(group, self.groups, self.rule)
+        if drawn is not None:
+            self.groups.append(drawn)
+            self._stale.extend(restart_stale([drawn], self.version, self.rule))
+            self._verify([drawn])
+        return drawn
+
+    def decode(self) -> None:
+        """Decode and score the groups until the rule ends the round."""
+        began = time.perf_counter()
+        controller = self._session.controller
+        for _ in self._rollout:
+            self._watch.advanced(controller.state, self._session.trace)
+        self._metrics = controller.end_predictions() | self._session.metrics()
+        self._state, self._trace = controller.state, self._session.trace
+        self._failed = self._session.failures() - self._failed
+        self._seconds += time.perf_counter() - began
+
+    def harvest(self) -> DrawnRound:
+        """Split the decoded round into what is trained on and what stays in the pool."""
+        harvest = settle(self.groups, self.rule, self._state, self._stale)
+        harvest.drafts = self._drafts
+        metrics = self._metrics
+        if self._drafts.tokens:
+            metrics["time/drafts"] = self._verifying
+        if self._watch.is_replaced:
+            batches = len(self.groups) / self.rule.update_prompts
+            metrics["dynamic_sampling/num_gen_batches"] = batches
+        metrics["time/rollout"] = self._seconds
+        return DrawnRound(
+            self.number,
+            self.version,
+            self.rule,
+            self.groups,
+            self._begun,
+            harvest,
+            self._trace,
+            self._failed,
+            metrics,
+        )
 
 
 class RoundRunner:
@@ -82,6 +179,22 @@ class RoundRunner:
         """Part of every seed, so that a second Trainer draws other noise."""
         return f"run {self.runs}" if self.runs else ""
 
+    def begin(
+        self,
+        session: RolloutSession,
+        rule: RoundRule,
+        number: int,
+        version: int,
+        prepare: Prepare = lambda groups: Watchers(),
+        salt: str = "",
+    ) -> RoundInProgress:
+        """Plan a round and give the engine the weights; the arguments are those of `run`.
+
+        `salt` tells rounds of the same version apart.
+        """
+        salt = f"{self.salt} {salt}".strip()
+        return RoundInProgress(self.planner, session, rule, number, version, salt, prepare)
+
     def run(
         self,
         session: RolloutSession,
@@ -99,48 +212,9 @@ class RoundRunner:
             version: Policy version of the weights.
             prepare: Called with the planned groups; returns the round's hooks.
         """
-        began = time.perf_counter()
-        groups = self.planner.plan(rule)
-        stale = restart_stale(groups, version, rule)
-        watch = prepare(groups)
-        drafts, verifying = DraftAudit(), 0.0
-
-        def verify(begins: Sequence[Group]) -> None:
-            nonlocal drafts, verifying
-            verified = time.perf_counter()
-            drafts += watch.verify(begins, version)
-            verifying += time.perf_counter() - verified
-
-        verify(groups)
-        begun = {Sample(g, c).id: len(c.token_ids) for g in groups for c in g.completions}
-
-        def another(group: Group) -> Group | None:
-            assert watch.is_replaced is not None
-            if not watch.is_replaced(group) or len(groups) >= most:
-                return None
-            drawn = self.planner.replacement(group, groups, rule)
-            if drawn is not None:
-                groups.append(drawn)
-                stale.extend(restart_stale([drawn], version, rule))
-                verify([drawn])
-            return drawn
-
-        most = watch.max_num_gen_batches * rule.update_prompts
-        feedback = Feedback(watch.stop, another if watch.is_replaced else None)
-        for _ in session.rollout(groups, version, rule, self.salt, predict=True, feedback=feedback):
-            watch.advanced(session.controller.state, session.trace)
-        learned = session.controller.end_predictions()
-        harvest = settle(groups, rule, session.controller.state, stale)
-        harvest.drafts = drafts
-        drawn = DrawnRound(number, version, rule, groups, begun, harvest, session.trace)
-        drawn.metrics |= learned | session.metrics()
-        if drafts.tokens:
-            drawn.metrics["time/drafts"] = verifying
-        if watch.is_replaced:
-            batches = len(groups) / rule.update_prompts
-            drawn.metrics["dynamic_sampling/num_gen_batches"] = batches
-        drawn.metrics["time/rollout"] = time.perf_counter() - began
-        return drawn
+        begun = self.begin(session, rule, number, version, prepare)
+        begun.decode()
+        return begun.harvest()
 
     def commit(self, drawn: DrawnRound) -> dict[str, float]:
         """Remove from the pool what is trained on, and update what stays.

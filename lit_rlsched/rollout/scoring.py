@@ -17,7 +17,8 @@ class Scorer:
         scheduler: Runs the reward functions outside this process.
         decode: Turns token ids into text, without special tokens.
         timeouts: Time-out of a reward call by prompt; by default the scheduler's own.
-        trainer_state: Returns the training progress that reward functions may ask for.
+        trainer_state: Returns the training progress that reward functions may ask for, given the
+            number of optimizer steps.
         scores: Whether reward functions run at all; without, every score is `None`.
     """
 
@@ -26,7 +27,7 @@ class Scorer:
         scheduler: RewardScheduler,
         decode: Callable[[Sequence[int]], str],
         timeouts: AdaptiveTimeout | None = None,
-        trainer_state: Callable[[], Any] = lambda: None,
+        trainer_state: Callable[[int], Any] = lambda step: None,
         scores: bool = True,
     ) -> None:
         self.scheduler = scheduler
@@ -34,6 +35,8 @@ class Scorer:
         self.timeouts = timeouts
         self.trainer_state = trainer_state
         self.scores = scores
+        self.version = 0
+        """Policy version of the rollout."""
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
 
@@ -77,7 +80,7 @@ class Scorer:
             completion_ids=completion.token_ids,
             columns={**group.prompt.columns, "finish_reasons": completion.finish_reason},
             timeout=None if self.timeouts is None else self.timeouts.of(group.prompt.uid),
-            trainer_state=self.trainer_state(),
+            trainer_state=self.trainer_state(self.version),
         )
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:
@@ -114,3 +117,37 @@ class Scorer:
         for job_id in forgotten:
             del self._pending[job_id]
         self._unscorable = [(g, c) for g, c in self._unscorable if group and g is not group]
+
+
+class Unscored:
+    """Scores nothing: every completion has an empty list of scores at once."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._finished: list[tuple[Group, Completion]] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._finished)
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def submit(self, group: Group, completion: Completion) -> None:
+        self._finished.append((group, completion))
+
+    def poll(self) -> Iterator[tuple[Group, Completion]]:
+        finished, self._finished = self._finished, []
+        for group, completion in finished:
+            completion.scores = []
+            yield group, completion
+
+    def cancel(self, group: Group | None = None) -> None:
+        self._finished = [(g, c) for g, c in self._finished if group and g is not group]
+
+    def failures(self) -> Counter[str]:
+        return Counter()
+
+    def close(self) -> None:
+        pass

@@ -2,18 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack
+from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any
+from typing import Any, TypeVar
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine, give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
-from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.scoring import Scorer, Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Group
+from lit_rlsched.types import Completion, Group
 
+T = TypeVar("T")
 Sync = Callable[[int], Mapping[str, float]]
 """Copies the weights of a policy version to the engine and returns metrics."""
 
@@ -30,6 +33,9 @@ class RolloutSession:
         admission: Creates the admission, which decides who takes a free slot of an engine; called
             each time the engine has started. By default requests take the slots in the order they
             come.
+        on_completion: Called with each completion once it is scored.
+        on_group: Called with each group once all of its completions are scored.
+        heed: See `RolloutController`.
         **controller: Further arguments of `RolloutController`.
     """
 
@@ -40,6 +46,10 @@ class RolloutSession:
         scorer: Scorer,
         sync: Sync = lambda version: {},
         admission: Callable[[], Admission] | None = None,
+        *,
+        on_completion: Callable[[Completion], None] = lambda completion: None,
+        on_group: Callable[[Group], None] = lambda group: None,
+        heed: Callable[[], None] = lambda: None,
         **controller: Any,
     ) -> None:
         self.engine = engine
@@ -49,11 +59,24 @@ class RolloutSession:
         self._synced: Mapping[str, float] = {}
         self._admission = admission or (lambda: Admission(spec.slots // len(engine.engines)))
         self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
+        self._threads = futures.ThreadPoolExecutor(1, "rollout")
+        self._background: futures.Future[None] | None = None
+        self._held: list[Callable[[], None]] | None = None
+        """Hooks that the rollout in the background has not called yet."""
+        self._closing = False
+        self._trainer_heed = heed
         try:
             give_back(spec.device)
             engine.start(spec)
             worker = engine.make_worker(self._admission())
-            self.controller = RolloutController(worker, scorer, **controller)
+            self.controller = RolloutController(
+                worker,
+                scorer,
+                on_completion=self._held_back(on_completion),
+                on_group=self._held_back(on_group),
+                heed=self._heed,
+                **controller,
+            )
         except BaseException:
             engine.close()  # it may have started in part
             raise
@@ -84,27 +107,76 @@ class RolloutSession:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
+        score: bool = True,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
         The arguments are those of `RolloutController.run`; by default every group runs to its end.
-        Starting a rollout drops an earlier one that did not run to its end.
+        Without `score` no reward function is called and no hook.
+        Starting a rollout drops an earlier one that did not run to its end, but waits for one in
+        the background.
         """
+        self.wait()
         self._rollout.close()
+        self.scorer.version = version
         rule = rule or FullRound(len(groups))
-        drawn = self.controller.run(groups, rule, version, salt, predict, feedback, same_noise)
+        controller = self.controller
+        if not score:
+            nothing: Any = Unscored()
+            controller = RolloutController(
+                controller.worker, nothing, seed=controller.seed, heed=self._heed
+            )
+        drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise)
         self._rollout = self._run(version, drawn)
+        next(self._rollout)  # the weights have to be read before they change
         return self._rollout
 
-    def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group, None, None]:
+    def _run(self, version: int, groups: Iterator[Group]) -> Generator[Any, None, None]:
         give_back(self.spec.device)
         self.engine.wake()
         try:
             self._synced = self._sync(version)
             self.controller.worker.start_trace()
+            yield
             yield from groups
         finally:
             self.engine.sleep()
+
+    def in_background(self, decode: Callable[[], None]) -> None:
+        """Run `decode`, which runs the current rollout, in a thread until `wait`.
+
+        Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
+        """
+        self._held = []
+        self._background = self._threads.submit(decode)
+
+    def wait(self) -> None:
+        """Wait for the rollout in the background, if there is one; its exception is raised here."""
+        background, held = self._background, self._held
+        if background is None or held is None:
+            return
+        futures.wait([background])  # if this is interrupted, it still runs
+        self._background = self._held = None
+        background.result()
+        for hook in held:
+            hook()
+
+    def _heed(self) -> None:
+        if self._held is None:
+            self._trainer_heed()
+        elif self._closing:
+            raise futures.CancelledError
+
+    def _held_back(self, hook: Callable[[T], None]) -> Callable[[T], None]:
+        """Return a hook that waits for the end of a rollout in the background."""
+
+        def call(of: T) -> None:
+            if self._held is None:
+                hook(of)
+            else:
+                self._held.append(partial(hook, of))
+
+        return call
 
     def restart(self, tensor_parallel_size: int) -> None:
         """Restart the engine with its model split over `tensor_parallel_size` devices.
@@ -131,7 +203,11 @@ class RolloutSession:
 
     def close(self) -> None:
         """Close the engine and the reward workers, even if one of them fails to close."""
+        self._closing = True
         with ExitStack() as stack:
+            stack.callback(self._threads.shutdown)
             stack.callback(self.scorer.close)
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)
+            if self._background is not None:
+                futures.wait([self._background])

@@ -224,6 +224,18 @@ class RolloutTrace:
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trace of a rollout that is over: numbers, and lists of numbers and names."""
+        assert not self._live, "a request still runs"
+        return vars(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "RolloutTrace":
+        """Create the trace that `state_dict` described."""
+        trace = cls.__new__(cls)
+        vars(trace).update(state)
+        return trace
+
     def tables(self) -> dict[str, "pa.Table"]:
         """Arrow tables for Parquet: `steps`, `spans` and, if there is any, `work`."""
         import pyarrow as pa

@@ -9,45 +9,12 @@ from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner, Verify, Watchers, no_drafts
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
-
-
-class Unscored:
-    """Replaces the scorer: every completion has its (empty) list of scores at once."""
-
-    names: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self._finished: list[tuple[Group, Completion]] = []
-
-    @property
-    def pending(self) -> int:
-        return len(self._finished)
-
-    def wait(self, timeout: float | None = None) -> None:
-        pass
-
-    def submit(self, group: Group, completion: Completion) -> None:
-        self._finished.append((group, completion))
-
-    def poll(self) -> Iterator[tuple[Group, Completion]]:
-        finished, self._finished = self._finished, []
-        for group, completion in finished:
-            completion.scores = []
-            yield group, completion
-
-    def cancel(self, group: Group | None = None) -> None:
-        self._finished = [(g, c) for g, c in self._finished if group and g is not group]
-
-    def failures(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
+from lit_rlsched.types import Prompt, Sampling
 
 
 class Visit(NamedTuple):

@@ -99,8 +99,12 @@ class Drafts:
         live = {c.draft.version for g in pool for c in g.completions if c.draft is not None}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
-            trainable = _trainable(policy).items()
-            self.weights[version] = {n: p.detach().to("cpu", copy=True) for n, p in trainable}
+            self.keep_version(policy, version)
+
+    def keep_version(self, policy: nn.Module, version: int) -> None:
+        """Keep the trainable weights of a version that is about to draw drafts."""
+        trainable = _trainable(policy).items()
+        self.weights[version] = {n: p.detach().to("cpu", copy=True) for n, p in trainable}
 
     @torch.no_grad()
     def verify(

@@ -54,7 +54,7 @@ def measure(
         "rollout/trained_over_drawn_length": length_bias(
             [len(sample.completion.token_ids) for sample in trained], harvest.ran
         ),
-        **(staleness_metrics(kept, round.version) if update.rule.off_policy else {}),
+        **(staleness_metrics(kept, round.version) if update.off_policy else {}),
         **(selection_metrics(round, harvest) if update.selection else {}),
         **(harvest.drafts.metrics() if harvest.drafts.tokens else {}),
         **update.rule.metrics(planned),

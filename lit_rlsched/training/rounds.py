@@ -12,9 +12,11 @@ from torch import nn
 from lit_rlsched.rollout.audit import Harvest
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.draft_verifier import Drafts
+from lit_rlsched.training.next_round import NextRound
 from lit_rlsched.training.round import NONFINITE, Round, check_rewards, huge_rewards
 from lit_rlsched.training.round_metrics import measure
 from lit_rlsched.training.selection import Stop, count_drops, is_uninformative
@@ -32,6 +34,25 @@ class RoundSettings:
     """When to compute gradients during the rollout."""
     max_num_gen_batches: int = 1
     """Updates' worth of prompts that a round may draw to replace uninformative groups."""
+    ahead: Correction | None = None
+    """Whether the next round is drawn during the update, and how its staleness is corrected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What a round is drawn with."""
+
+    session: RolloutSession
+    policy: nn.Module
+    """It has the weights of `version`."""
+    rule: RoundRule
+    number: int
+    """Number of rounds before it."""
+    version: int
+    start: Callable[[list[Group]], None]
+    """Called with its groups before they are drawn."""
+    settings: Callable[[], RoundSettings]
+    """Called after `start`, which may change them."""
 
 
 class TrainingRounds:
@@ -42,78 +63,84 @@ class TrainingRounds:
 
     def __init__(self, runner: RoundRunner) -> None:
         self.runner = runner
+        self.next = NextRound(runner)
         self.drafts = Drafts()
         self._blamed: set[str] = set()
 
-    def draw(
-        self,
-        session: RolloutSession,
-        policy: nn.Module,
-        rule: RoundRule,
-        number: int,
-        version: int,
-        prepare: Callable[[list[Group]], RoundSettings],
-    ) -> tuple[Round, Counter[str]]:
+    def draw(self, how: Drawing) -> tuple[Round, Counter[str]]:
         """Draw the next round, assign its advantages, and settle what is left of it.
 
-        `policy` has the weights of `version`. `prepare` is called with the round's groups before
-        they are drawn. The returned counters are `num_tokens`, `num_completions`, `dropped/*` ...
+        A round that was drawn ahead is not drawn again. The returned counters are `num_tokens`,
+        `num_completions`, `dropped/*` ...
         """
-        before, names = session.failures(), session.scorer.names
-        planner = self.runner.planner
-        sequences = rule.update_prompts * planner.num_generations
-        update: Update
-        stream: GradientStream | None = None
+        planner, stream = self.runner.planner, None
+        sequences = how.rule.update_prompts * planner.num_generations
+        drawn, ahead = self.next.take()
+        if drawn is None:
 
-        def watchers(groups: list[Group]) -> Watchers:
-            nonlocal update, stream
-            settings = prepare(groups)
-            update = settings.update
-            if settings.streaming is not None:
-                stream = GradientStream(
-                    settings.streaming,
-                    update,
-                    number=number,
-                    version=version,
-                    divisor=(sequences, sequences * planner.sampling.max_completion_length),
-                    meanwhile=session.scorer.turn,
-                )
-            return self._watchers(session, policy, settings, stream)
+            def watchers(groups: list[Group]) -> Watchers:
+                nonlocal stream
+                how.start(groups)
+                settings = how.settings()
+                if settings.streaming is not None:
+                    stream = GradientStream(
+                        settings.streaming,
+                        settings.update,
+                        number=how.number,
+                        version=how.version,
+                        divisor=(sequences, sequences * planner.sampling.max_completion_length),
+                        meanwhile=how.session.scorer.turn,
+                    )
+                return self._watchers(how, settings, stream)
 
-        drawn = self.runner.run(session, rule, number, version, watchers)
+            drawn = self.runner.run(how.session, how.rule, how.number, how.version, watchers)
+        update, names = how.settings().update, how.session.scorer.names
         began = time.perf_counter()
-        round = Round(number, version, drawn.harvest.trained, drawn.trace)
+        round = Round(how.number, how.version, drawn.harvest.trained, drawn.trace)
         check_rewards(round, update.weights, sequences)
         streamed = stream.streamed if stream else set()
         rest = [group for group in round.groups if group.id not in streamed]
-        update.assign_advantages(Round(number, version, rest))
+        update.assign_advantages(Round(how.number, how.version, rest))
         if stream:
             stream.finish(round)
         self._blame(huge_rewards(round, names, update.weights))
         round.metrics |= measure(round, drawn.harvest, drawn.planned, names, update)
-        round.metrics |= drawn.metrics
+        round.metrics |= drawn.metrics | ahead
         round.metrics["time/advantages"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)
-        self.drafts.keep(policy, version, planner.pool)
-        return round, _counts(round, drawn.harvest) + (session.failures() - before)
+        self.drafts.keep(how.policy, how.version, planner.pool)
+        return round, _counts(round, drawn.harvest) + drawn.failures
+
+    def draw_ahead(self, how: Drawing) -> None:
+        """Begin to draw the round after the current one, in the background until the next `draw`.
+
+        Nothing is begun for rounds that are not drawn ahead.
+        """
+        correction = how.settings().ahead
+        if correction == "verify":
+            self.drafts.keep_version(how.policy, how.version)
+            self.next.begin_drafts(how.session, how.rule, how.version)
+        elif correction == "importance":
+
+            def watchers(groups: list[Group]) -> Watchers:
+                how.start(groups)
+                return self._watchers(how, how.settings(), None)
+
+            self.next.begin(how.session, how.rule, how.number, how.version, watchers)
 
     def _watchers(
-        self,
-        session: RolloutSession,
-        policy: nn.Module,
-        settings: RoundSettings,
-        stream: GradientStream | None,
+        self, how: Drawing, settings: RoundSettings, stream: GradientStream | None
     ) -> Watchers:
         update, batches = settings.update, settings.max_num_gen_batches
         selection, weights = update.selection, update.weights
         return Watchers(
             verify=lambda groups, version: self.drafts.verify(
                 groups,
-                policy,
+                how.policy,
                 version,
                 seed=update.seed,
                 salt=self.runner.salt,
-                eos_token_ids=session.spec.eos_token_ids,
+                eos_token_ids=how.session.spec.eos_token_ids,
                 micro_batch_tokens=update.micro_batch_tokens,
                 forward_context=update.forward_context,
             ),
@@ -135,17 +162,27 @@ class TrainingRounds:
 
     def leave_run(self) -> int:
         """Restart the pool for a new Trainer's policy versions; return the discarded tokens."""
-        self.drafts = Drafts()
-        return self.runner.leave_run()
+        lost = self.next.tokens
+        self.drafts, self.next = Drafts(), NextRound(self.runner)
+        return lost + self.runner.leave_run()
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two rounds, primitives and tensors only."""
-        return {**self.runner.state_dict(), "drafts": self.drafts.weights}
+        self.next.wait()
+        return {
+            **self.runner.state_dict(),
+            "drafts": self.drafts.weights,
+            "next": self.next.state_dict(),
+        }
 
-    def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], rule: RoundRule, prompt: Callable[[str], Prompt]
+    ) -> None:
         """Restore the state; `prompt` finds a prompt by its uid."""
         self.runner.load_state_dict(state, prompt)
         self.drafts.weights = dict(state["drafts"])
+        if "next" in state:
+            self.next.load_state_dict(state["next"], rule, prompt)
 
 
 def _counts(round: Round, harvest: Harvest) -> Counter[str]:

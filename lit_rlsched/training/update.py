@@ -43,6 +43,13 @@ class Update:
     """Leave tokens of earlier policy versions out of the loss."""
     forward_context: ForwardContext
     team: Team = field(default_factory=Team)
+    stale: bool = False
+    """Whether rounds are drawn by an earlier policy than the one that they train."""
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a round may train on tokens of earlier policies."""
+        return self.stale or self.rule.off_policy
 
     @property
     def num_steps(self) -> int:
@@ -51,15 +58,15 @@ class Update:
 
     def assign_advantages(self, part: Round) -> None:
         """Select completions of a round or of a part of it, and assign their advantages."""
-        learner, rule, selection = self.learner, self.rule, self.selection
+        learner, selection = self.learner, self.selection
         if not part.groups:
             return
         drop_infinite_rewards(part, self.weights)
         if selection and not selection.full_scope:
             self._select(part, selection)
         # For the only step of a round, the forward pass of the step gives the old log-probs.
-        several = self.num_steps > 1 and not learner.needs_engine_logprobs(rule.off_policy)
-        plain = isinstance(learner, PlainLearner) and rule.off_policy
+        several = self.num_steps > 1 and not learner.needs_engine_logprobs(self.off_policy)
+        plain = isinstance(learner, PlainLearner) and self.off_policy
         if several or plain or learner.needs_reference:
             self._score(part)
         set_advantages(part, learner, self.weights)
@@ -128,7 +135,7 @@ class Update:
             self.micro_batch_tokens,
             mask_truncated=self.mask_truncated,
             skip_zero_advantage=self.learner.skip_zero_advantage,
-            off_policy=self.rule.off_policy,
+            off_policy=self.off_policy,
             only_version=version if self.mask_stale else None,
             row_cost=self.learner.row_cost,
             rank=self.team.rank,

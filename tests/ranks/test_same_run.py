@@ -56,6 +56,12 @@ VARIANTS = {
         "data": {"mask_truncated_completions": True},
         "callbacks": {"DownSampling": {"keep": 2}, "DynamicSampling": {}, "AdaptiveTimeouts": {}},
     },
+    "drawn ahead": {
+        "callbacks": {"AheadRollout": {"correction": "importance"}},
+        "engine": "TransformersEngine",
+        "data": {"steps_per_round": 2},
+        "rounds": 4,
+    },
     "fewer micro-batches than ranks": {
         "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2}
     },
@@ -102,8 +108,9 @@ def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
         "callbacks": {"TailBatching": {"completion_ratio": 1.25, "reuse_drafts": True}},
         "rounds": 4,
     }
+    ahead = {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine", "rounds": 4}
     plain = {"plain": True}
-    for variant in (drafts, plain):
+    for variant in (drafts, ahead, plain):
         exact = {"precision": "64-true", **variant}
         check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
 
@@ -128,6 +135,11 @@ REFUSED = {
         {"callbacks": {"TailBatching": {"reuse_drafts": True}}},
         FSDP2,
         "Drafts are verified",
+    ),
+    "drafts of the next round": (
+        {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine"},
+        FSDP2,
+        "correction='importance'",
     ),
     "planner": ({"callbacks": {"ParallelismPlanner": {}}}, DDP, "ParallelismPlanner"),
     "slots": (

@@ -73,7 +73,9 @@ def test_max_steps_is_where_the_run_ends(
     max_steps: int, max_epochs: int | None, expected: int
 ) -> None:
     trainer: Any = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, global_step=5)
-    state = trainer_state(trainer, steps_per_round=2, prompts_per_round=8, prompts=40)
+    state = trainer_state(
+        trainer, trainer.global_step, steps_per_round=2, prompts_per_round=8, prompts=40
+    )
     assert state == SimpleNamespace(global_step=5, max_steps=expected, epoch=0.5)
     assert vars(state).keys() <= vars(TrainerState()).keys()  # named as theirs are
 

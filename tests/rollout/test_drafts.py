@@ -12,9 +12,9 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.simulate.rounds import Unscored
 from lit_rlsched.training.draft_verifier import Drafts, _with
 from lit_rlsched.training.logprobs import completion_states, vocabulary_logprobs
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash

@@ -1,5 +1,6 @@
 """What the round runner measures."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     monkeypatch.setattr(round_runner, "settle", lambda *state: Harvest([], [], [], []))
     controller = SimpleNamespace(state=None, end_predictions=dict)
     session = SimpleNamespace(rollout=rollout, controller=controller, trace=None, metrics=dict)
+    session.failures = Counter
     planner = SimpleNamespace(
         plan=lambda rule: [first], replacement=lambda group, groups, rule: second
     )

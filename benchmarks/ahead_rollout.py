@@ -1,0 +1,154 @@
+"""Seconds per round when the next round is drawn during the update, on the quick task.
+
+    python -m benchmarks run ahead_rollout --seeds 0 1 2
+
+Uses vLLM. The runs of a seed follow one another, and nothing else should run meanwhile. They have
+no validation but one at the end, as a rollout would go on during others. Seconds are wall-clock
+seconds from the start of the first round to the end of the last update.
+
+- `synchronous`: engine and trainer take turns, each with one thread and with two.
+- `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
+  trainer.
+
+Each is at best `bound` times as fast as the faster synchronous run: as if a round took the longer
+of rollout and update, with the verification counted as a part of the update.
+Cases: the `quick` task as it is; `rollout`, with half the completions trained on, and `update`,
+with each round trained on twice.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks import results
+from benchmarks.learning import Variant, logged, train
+from benchmarks.rollpacker import OWN_PROCESS
+
+AHEAD = "--trainer.callbacks+=AheadRollout"
+CASES = {
+    "quick": (),
+    "rollout": ("--trainer.callbacks+=DownSampling", "--trainer.callbacks.keep=4"),
+    "update": ("--data.num_iterations=2",),
+}
+VARIANTS = {
+    "1_thread": Variant("synchronous, 1 thread"),
+    "2_threads": Variant("synchronous, 2 threads"),
+    "verify": Variant("verify", (*OWN_PROCESS, AHEAD)),
+    "importance": Variant(
+        "importance", (*OWN_PROCESS, AHEAD, "--trainer.callbacks.correction=importance")
+    ),
+}
+SETTINGS = (
+    "--data.val_greedy=false",
+    "--trainer.callbacks+=benchmarks.rollpacker.Seconds",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Totals of a run, in seconds."""
+
+    accuracy: float
+    seconds: float
+    rollout: float
+    """Of the engine: the rounds, and what was drawn ahead of them."""
+    drafts: float
+    """Verification of drafts."""
+    waited: float
+    """For rollouts beside the update."""
+    kept: float
+    """Share of the drafts' tokens that were accepted."""
+
+
+def read(folder: Path) -> Run:
+    """Read what a run logged."""
+    totals: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for row in logged(folder):
+        for name, value in row.items():
+            if value:
+                last[name] = float(value)
+                totals[name] = totals.get(name, 0.0) + last[name]
+    tokens = totals.get("drafts/tokens", 0.0)
+    drafts = totals.get("time/drafts", 0.0)
+    beside = totals.get("ahead_rollout/rollout_seconds", 0.0) if tokens else 0.0
+    return Run(
+        last["val/accuracy"],
+        last["seconds"],
+        totals["time/rollout"] - drafts + beside,
+        drafts,
+        totals.get("ahead_rollout/wait_seconds", 0.0),
+        totals["drafts/accepted_tokens"] / tokens if tokens else 0.0,
+    )
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let the runs of this block compute with so many threads."""
+    before = dict(os.environ)
+    os.environ.update({name: str(number) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def table(runs: dict[str, list[Run]]) -> str:
+    """Return Markdown: a row for each variant, with means over the seeds."""
+    synchronous = [runs[name] for name in ("1_thread", "2_threads") if name in runs]
+    plain = min(synchronous, key=lambda of: fmean(run.seconds for run in of))
+    lines = [
+        "| | seconds, by seed | mean | times as fast, mean and standard error | bound | rollouts "
+        "| verification | waited | drafts kept | accuracy |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, own in runs.items():
+        gains = [a.seconds / b.seconds for a, b in zip(plain, own, strict=True)]
+        error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
+        drafts = fmean(run.drafts for run in own)
+        rollout = fmean(run.rollout for run in plain)
+        both = fmean(run.seconds for run in plain)
+        bound = both / max(rollout, both - rollout + drafts) if "thread" not in name else 1.0
+        cells: list[Any] = [
+            " / ".join(f"{run.seconds:.0f}" for run in own),
+            f"{fmean(run.seconds for run in own):.1f}",
+            f"{fmean(gains):.2f} ± {error:.2f}",
+            f"{bound:.2f}",
+            f"{fmean(run.rollout for run in own):.1f}",
+            f"{drafts:.1f}",
+            f"{fmean(run.waited for run in own):.1f}",
+            f"{fmean(run.kept for run in own):.2f}",
+            f"{fmean(run.accuracy for run in own):.3f}",
+        ]
+        lines.append(f"| {VARIANTS[name].name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train the runs that are missing and print a table for each case."""
+    parser = results.parser("ahead_rollout", __doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds per run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
+    results.add_cases(parser, CASES)
+    parser.add_argument("--out", type=Path, default=Path("runs/ahead_rollout"), help="runs' folder")
+    options = results.parse(parser, arguments)
+    for case in options.cases:
+        runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
+        for seed in options.seeds:
+            for name, variant in VARIANTS.items():
+                last = f"--trainer.check_val_every_n_epoch={options.rounds}"
+                settings = (*SETTINGS, last, *CASES[case], *variant.arguments)
+                with threads(2 if name == "2_threads" else 1):
+                    folder = train(f"{case}_{name}", settings, seed, options.rounds, options.out)
+                runs[name].append(run := read(folder))
+                results.add(f"{case}, {name}, seed {seed}", vars(run))
+        print(f"\n{case}\n\n{table(runs)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Rounds are drawn while the round before them is trained on."""
+
+from typing import Any, get_args
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.checks import check_logprobs
+from lit_rlsched.schedule import RunFacts, Schedule
+from lit_rlsched.scheduling.ahead_rollout import Correction
+
+
+class AheadRollout(RolloutCallback):
+    """Draw the next round while the current one is trained on.
+
+    Engine and trainer work at the same time, so a round takes about as long as the slower of
+    rollout and update, instead of their sum. The next round is drawn by the policy at the start of
+    the current update, which is one round older than the one that it trains. `correction` says what
+    is done about that:
+
+    * `verify`: the completions are drafts. Before the update that uses them, the trainer verifies
+      all of them with a forward pass, keeps a prefix of each, and the engine draws the rest (block
+      verification, arXiv 2403.10444). The result is distributed as if the newest policy had drawn
+      all of it, up to the difference between engine and trainer. Rewards are computed afterwards.
+    * `importance`: they are trained on as they are, with the clipped ratio relative to the policy
+      that drew them, as in `SortedBatching(mode="partial")`. Bias: clipping and stale completions;
+      `staleness/*` shows the age of the tokens in optimizer steps.
+
+    What is drawn follows from weights and seeds, not from timing: runs repeat bit for bit, and a
+    resumed run equals one that was not interrupted. A checkpoint, a validation and SIGTERM wait
+    until the rollout beside the update has ended. The last round of a run draws nothing ahead, so a
+    run that is continued beyond its end differs from one that was longer from the start.
+
+    The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`, several engines
+    or `RayEngine`. It needs its memory during the update too. `verify` keeps a copy of the
+    trainable weights in CPU memory and in checkpoints. Hooks of completions and groups that were
+    drawn ahead are called when the update before them has ended.
+
+    Each round logs `ahead_rollout/rollout_seconds` (time of the rollout beside the update) and
+    `ahead_rollout/wait_seconds` (how long the trainer waited for its end); with `verify` also
+    `ahead_rollout/tokens`, `drafts/*` and `time/drafts`.
+
+    Args:
+        correction: `verify` or `importance`.
+
+    Raises:
+        ValueError: `correction` is neither, or drafts cannot be verified because the engine's
+            log-probs are not those of the policy.
+        MisconfigurationException: the engine is in the trainer's process, or another callback
+            cannot work with this one.
+
+    Example::
+
+        data = RolloutDataModule(..., engine=ProcessEngine(VLLMEngine()))
+        Trainer(callbacks=[AheadRollout()])
+    """
+
+    sets = "when the next round is drawn"
+
+    def __init__(self, correction: Correction = "verify") -> None:
+        if correction not in get_args(Correction):
+            raise ValueError(
+                f"`AheadRollout({correction=})`: must be one of {', '.join(get_args(Correction))}."
+            )
+        self.correction = correction
+        self._trainer: Trainer | None = None
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        how = "verified" if self.correction == "verify" else "corrected by importance sampling"
+        return f"the next round is drawn during the update, and {how}"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put the correction into the schedule."""
+        if stage != "fit":
+            return
+        schedule, run = rollout_schedule(trainer, self)
+        if not run.engine.decodes_by_itself:
+            name = run.engine.name
+            raise MisconfigurationException(
+                f"`AheadRollout` needs an engine that decodes while the trainer computes, and "
+                f"`{name}` does so only when it is called. Use `engine=ProcessEngine({name}(...))`."
+            )
+        who, what = f"`AheadRollout(correction={self.correction!r})`", "drafts are verified by"
+        if self.correction == "importance":
+            what = "tokens are trained against"
+            self._check_importance(who, schedule, run)
+        check_logprobs(who, run.engine, run.sampling, what)
+        schedule.ahead = self.correction
+        self._trainer = trainer
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.remove(self)  # first, so that hooks come before other callbacks' states are saved
+        callbacks.insert(0, self)
+
+    def _check_importance(self, who: str, schedule: Schedule, run: RunFacts) -> None:
+        if "StreamedTraining" in run.callbacks:
+            raise MisconfigurationException(
+                f"{who} with `StreamedTraining`: a round is drawn before the update that it would "
+                "be part of begins. Use `correction='verify'`, or remove one of them."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for the rollout beside the update; there is no state."""
+        if self._trainer is not None:
+            rollout_datamodule(self._trainer, self).run.rounds.next.wait()
+        return {}

@@ -1,0 +1,158 @@
+"""The round after the current one, which is drawn while the current one is trained on."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from typing import Any
+
+from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest
+from lit_rlsched.rollout.packing import pack, unpack
+from lit_rlsched.rollout.round_runner import DrawnRound, Prepare, RoundInProgress, RoundRunner
+from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.types import Group, Prompt
+
+SALT = "ahead"
+"""In the seeds of what is drawn ahead, as the first two rounds have the same policy version."""
+_ATTEMPTS = ("ran", "unfinished", "stale", "stopped", "drafted")
+
+
+class NextRound:
+    """Draws the next round in the background: the round itself, or drafts of its completions.
+
+    What is drawn follows from the weights at its begin and from seeds, not from timing. `wait`
+    ends the rollout in the background; before it, the pool must not be read.
+
+    Args:
+        runner: Draws rounds and holds the pool.
+    """
+
+    def __init__(self, runner: RoundRunner) -> None:
+        self._runner = runner
+        self._session: RolloutSession | None = None
+        self._round: RoundInProgress | None = None
+        self._drafts: list[Group] = []
+        self._drawn: DrawnRound | None = None
+        self._metrics: dict[str, float] = {}
+
+    def begin(
+        self,
+        session: RolloutSession,
+        rule: RoundRule,
+        number: int,
+        version: int,
+        prepare: Prepare,
+    ) -> None:
+        """Begin to draw the round; see `RoundRunner.run`."""
+        self._session = session
+        self._round = self._runner.begin(session, rule, number, version, prepare, SALT)
+        session.in_background(self._round.decode)
+
+    def begin_drafts(self, session: RolloutSession, rule: RoundRule, version: int) -> None:
+        """Begin to draw the completions of the round as drafts, which are not scored."""
+        self._session = session
+        self._drafts = self._runner.planner.plan(rule)
+        salt = f"{self._runner.salt} {SALT}".strip()
+        rollout = session.rollout(self._drafts, version, salt=salt, score=False)
+
+        def decode() -> None:
+            began = time.perf_counter()
+            for _ in rollout:
+                pass
+            self._metrics = {
+                "ahead_rollout/rollout_seconds": time.perf_counter() - began,
+                "ahead_rollout/tokens": session.trace.tokens,
+            }
+
+        session.in_background(decode)
+
+    def wait(self) -> None:
+        """Wait until the rollout in the background has ended, if there is one.
+
+        The round is then kept until `take`, or the drafts are in the pool.
+        """
+        if self._session is None:
+            return
+        began = time.perf_counter()
+        self._session.wait()
+        self._session = None
+        waited = time.perf_counter() - began
+        if self._round is not None:
+            self._drawn, self._round = self._round.harvest(), None
+            seconds = self._drawn.metrics["time/rollout"]
+            self._metrics = {"ahead_rollout/rollout_seconds": seconds}
+        for group in self._drafts:
+            for completion in group.completions:
+                if completion.token_ids:
+                    completion.put_off()
+        self._runner.planner.pool.settle(self._drafts, self._drafts)
+        self._drafts = []
+        self._metrics["ahead_rollout/wait_seconds"] = waited
+
+    def take(self) -> tuple[DrawnRound | None, dict[str, float]]:
+        """Return the round, if it was drawn as a whole, and metrics of the rollout."""
+        self.wait()
+        drawn, self._drawn = self._drawn, None
+        metrics, self._metrics = self._metrics, {}
+        return drawn, metrics
+
+    def abandon(self) -> None:
+        """Forget a rollout that has not ended; its prompts stay in the pool."""
+        self._session, self._round, self._drafts = None, None, []
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the round that `take` will return."""
+        return sum(a.tokens for a in self._drawn.harvest.ran) if self._drawn else 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of the round that `take` will return."""
+        return self._drawn.planned if self._drawn else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the round, as primitives and tensors; drafts are in the pool. It must be over."""
+        state: dict[str, Any] = {"metrics": dict(self._metrics), "round": None}
+        if self._drawn is not None:
+            drawn, harvest = self._drawn, self._drawn.harvest
+            state["round"] = {
+                "number": drawn.number,
+                "version": drawn.version,
+                "planned": pack(replace(group, completions=[]) for group in drawn.planned),
+                "begun": drawn.begun,
+                "trained": pack(harvest.trained),
+                "left": pack(harvest.left),
+                "attempts": {n: [list(a) for a in getattr(harvest, n)] for n in _ATTEMPTS},
+                "drafts": list(astuple(harvest.drafts)),
+                "trace": drawn.trace.state_dict(),
+                "failures": dict(drawn.failures),
+                "metrics": dict(drawn.metrics),
+            }
+        return state
+
+    def load_state_dict(
+        self, state: dict[str, Any], rule: RoundRule, prompt: Callable[[str], Prompt]
+    ) -> None:
+        """Restore the round; `prompt` finds a prompt by its uid."""
+        self._metrics, saved = dict(state["metrics"]), state["round"]
+        if saved is None:
+            return
+        attempts = {n: [Attempt(*a) for a in of] for n, of in saved["attempts"].items()}
+        self._drawn = DrawnRound(
+            saved["number"],
+            saved["version"],
+            rule,
+            unpack(saved["planned"], prompt),
+            saved["begun"],
+            Harvest(
+                trained=unpack(saved["trained"], prompt),
+                left=unpack(saved["left"], prompt),
+                drafts=DraftAudit(*saved["drafts"]),
+                **attempts,
+            ),
+            RolloutTrace.from_state(saved["trace"]),
+            Counter(saved["failures"]),
+            dict(saved["metrics"]),
+        )

@@ -1,0 +1,244 @@
+"""Rounds that are drawn ahead: content from weights and seeds, whatever the timing."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    AheadRollout,
+    DownSampling,
+    DynamicSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    RolloutCallback,
+    SortedBatching,
+    StreamedTraining,
+)
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.rollout.session import RolloutSession
+
+BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
+SMALL = {"num_generations": 3, "steps_per_round": 2}
+
+
+class Rounds(RolloutCallback):
+    """Notes the rounds, and which hooks were called for what."""
+
+    def __init__(self):
+        self.rounds, self.planned, self.completions, self.groups = [], [], [], []
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self.planned.append([group.id for group in plan])
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        assert threading.current_thread() is threading.main_thread()
+        self.completions.append(completion)
+
+    def on_group_end(self, trainer, pl_module, group):
+        self.groups.append(group.id)
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+    @property
+    def drawn(self):
+        return [
+            [
+                (g.id, c.index, [*c.token_ids], c.version_spans)
+                for g in r.groups
+                for c in g.completions
+            ]
+            for r in self.rounds
+        ]
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def run(fit, tiny_model, correction, *callbacks, trainer=None, ckpt_path=None, rate=1e-2, **data):
+    seen = Rounds()
+    _, module, datamodule = fit(
+        GRPOModule(tiny_model, learning_rate=rate),
+        [seen, *callbacks, AheadRollout(correction)],
+        {"max_epochs": 4, **(trainer or {})},
+        ckpt_path,
+        engine=ProcessEngine(TransformersEngine()),
+        **{**SMALL, **data},
+    )
+    return seen, weights(module), datamodule
+
+
+def in_turn(monkeypatch):
+    """Draw ahead before the update instead of beside it."""
+
+    def decode_now(self, decode):
+        self._held = []
+        decode()
+        held, self._held = self._held, None
+        for hook in held:
+            hook()
+
+    monkeypatch.setattr(RolloutSession, "in_background", decode_now)
+
+
+def slowly():
+    def digits(prompts, completions, **kwargs):
+        import random
+        import time
+
+        time.sleep(random.random() * 0.02)
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    return digits
+
+
+@BOTH
+def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, correction):
+    first = run(fit, tiny_model, correction, reward_funcs=[slowly()])
+    update = GRPOModule.training_step
+
+    def dawdle(self, *args):
+        time.sleep(random.random() * 0.05)
+        return update(self, *args)
+
+    monkeypatch.setattr(GRPOModule, "training_step", dawdle)
+    second = run(fit, tiny_model, correction, reward_funcs=[slowly()])
+    in_turn(monkeypatch)
+    third = run(fit, tiny_model, correction, reward_funcs=[slowly()])
+    for seen, trained, _ in (second, third):
+        assert seen.drawn == first[0].drawn
+        assert torch.equal(trained, first[1])
+
+
+def test_importance_trains_on_completions_that_are_one_round_older(fit, tiny_model):
+    seen, _, _ = run(fit, tiny_model, "importance")
+    versions = [{v for c in r.completions for v, _ in c.version_spans} for r in seen.rounds]
+    assert versions == [{0}, {0}, {2}, {4}]
+    assert [r.version for r in seen.rounds] == [0, 2, 4, 6]
+    assert [r.metrics["staleness/mean"] for r in seen.rounds] == [0, 2, 2, 2]
+    check_hooks(seen)
+
+
+def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
+    seen, _, data = run(fit, tiny_model, "verify")
+    for round in seen.rounds:
+        for completion in round.completions:
+            assert completion.version_spans == [(round.version, len(completion.token_ids))]
+    first, *later = (r.metrics for r in seen.rounds)
+    assert "drafts/tokens" not in first
+    for metrics in later:
+        assert metrics["drafts/tokens"] == metrics["ahead_rollout/tokens"] > 0
+        assert 0 < metrics["drafts/accepted_share"] < 1
+    assert not list(data.pool), "the last round drew nothing ahead"
+    check_hooks(seen)
+
+
+def check_hooks(seen):
+    """Each hook was called once: for the rounds, their groups and completions."""
+    assert seen.planned == [[g.id for g in r.groups] for r in seen.rounds]
+    assert sorted(seen.groups) == sorted(g.id for r in seen.rounds for g in r.groups)
+    assert {id(c) for c in seen.completions} == {id(c) for r in seen.rounds for c in r.completions}
+    assert len(seen.completions) == sum(len(r.completions) for r in seen.rounds)
+
+
+def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model):
+    seen, _, _ = run(fit, tiny_model, "verify", rate=0.0)
+    for round in seen.rounds[1:]:
+        assert round.metrics["drafts/accepted_share"] == 1
+        assert round.metrics["rollout/tokens"] == round.metrics["rollout/decode_steps"] == 0
+
+
+@BOTH
+def test_a_prompt_of_the_first_two_rounds_gets_other_completions(fit, tiny_model, sums, correction):
+    """Both are drawn under the first version."""
+    data = {"train_data": sums[:4], "shuffle": False}
+    seen, _, _ = run(fit, tiny_model, correction, trainer={"max_epochs": 2}, rate=0.0, **data)
+    first, second = ([[*c.token_ids] for c in r.completions] for r in seen.rounds)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.mostly_slow("importance-validation", "verify-length prediction")
+@BOTH
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        pytest.param(lambda: [], id="validation"),
+        pytest.param(
+            lambda: [MicroGroupSampling(slots=5), LengthPrediction()], id="length prediction"
+        ),
+        pytest.param(lambda: [DynamicSampling(), DownSampling(2)], id="dynamic sampling"),
+    ],
+)
+def test_a_resumed_run_is_the_same(fit, tiny_model, sums, tmp_path, correction, callbacks):
+    """From every step: with a round or with drafts, in the middle of a round and at its end."""
+    data = {"val_data": sums[80:84], "train_data": sums[:40]}
+    saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=1)
+    on = {"enable_checkpointing": True}
+    seen, whole, _ = run(fit, tiny_model, correction, *callbacks(), saver, trainer=on, **data)
+    for step in (1, 2, 5):
+        path = str(tmp_path / "c" / f"step={step}.ckpt")
+        again, trained, _ = run(fit, tiny_model, correction, *callbacks(), ckpt_path=path, **data)
+        assert torch.equal(trained, whole), f"from step {step}"
+        assert again.drawn == seen.drawn[-len(again.rounds) :]
+        for now, then in zip(again.rounds, seen.rounds[-len(again.rounds) :], strict=True):
+            assert now.metrics["num_tokens"] == then.metrics["num_tokens"]
+            assert now.metrics["rollout/tokens"] == then.metrics["rollout/tokens"]
+
+
+def test_verified_rounds_stream_their_gradients(fit, tiny_model):
+    settings = {"steps_per_round": 1, "trainer": {"precision": "64-true", "max_epochs": 3}}
+    seen, plain, _ = run(fit, tiny_model, "verify", **settings)
+    again, streamed, _ = run(fit, tiny_model, "verify", StreamedTraining(start=0), **settings)
+    assert again.drawn == seen.drawn
+    torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
+
+
+@BOTH
+def test_an_error_in_training_ends_the_rollout_beside_it(fit, tiny_model, correction):
+    class Fails(RolloutCallback):
+        def on_train_batch_end(self, trainer, *args):
+            self.session = trainer.datamodule.session
+            if trainer.global_step == 3:
+                raise ValueError("no more")
+
+    fails = Fails()
+    with pytest.raises(ValueError, match="no more"):
+        run(fit, tiny_model, correction, fails)
+    assert all(thread.name != "rollout_0" for thread in threading.enumerate())
+    assert fails.session.engine.pid is None
+
+
+def test_an_error_beside_training_is_raised(fit, tiny_model, monkeypatch):
+    from lit_rlsched.engines.remote import RemoteWorker
+
+    advance, main = RemoteWorker.advance, threading.main_thread()
+
+    def breaks(self, most=None):
+        if threading.current_thread() is not main:
+            raise RuntimeError("broken beside training")
+        return advance(self, most)
+
+    monkeypatch.setattr(RemoteWorker, "advance", breaks)
+    with pytest.raises(RuntimeError, match="broken beside training"):
+        run(fit, tiny_model, "verify")
+
+
+def test_refusals(fit, tiny_model):
+    with pytest.raises(ValueError, match="must be one of verify, importance"):
+        AheadRollout("none")
+    with pytest.raises(MisconfigurationException, match=r"Use `engine=ProcessEngine\(Transf"):
+        fit(callbacks=[AheadRollout()])
+    engine = ProcessEngine(TransformersEngine())
+    with pytest.raises(ValueError, match="Remove one of them"):
+        fit(callbacks=[AheadRollout(), SortedBatching()], engine=engine)
+    with pytest.raises(ValueError, match=r"top_p=0\.9"):
+        fit(callbacks=[AheadRollout()], engine=engine, top_p=0.9)
+    with pytest.raises(MisconfigurationException, match="Use `correction='verify'`"):
+        fit(callbacks=[AheadRollout("importance"), StreamedTraining()], engine=engine)
