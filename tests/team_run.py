@@ -1,13 +1,21 @@
-"""Two ranks of a `DistributedTeam` without a Trainer: `main`."""
+"""Two ranks of a `DistributedTeam` without a Trainer: `main` runs a check on both."""
 
 import os
 import sys
 import traceback
+from functools import partial
+from hashlib import sha256
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.device_mesh import init_device_mesh
 
+from lit_rlsched import fsdp2
 from lit_rlsched.distributed_team import DistributedTeam, RankFailed
+from lit_rlsched.engines import weight_buckets
+from lit_rlsched.policy import load_policy, named_weights
+from lit_rlsched.training.weight_sync import PolicyReader
 
 
 def raised(call):
@@ -19,10 +27,8 @@ def raised(call):
     raise AssertionError("no error")
 
 
-def check(rank, folder):
-    meet = f"file://{folder}/meet"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-    team, seen = DistributedTeam(), []
+def check_team(rank, team):
+    seen = []
 
     def square(number):
         seen.append(number)
@@ -63,16 +69,61 @@ def check(rank, folder):
     if rank == 0:
         team.failed(SIGTERMException())  # says nothing: every rank stops
     assert team.all_gather(rank) == [0, 1] and team.broadcast(rank) == 0
-    team.close()
 
 
-def main(folder):
+def check_packed_weights(rank, team, model):
+    """Sharded weights, whole and in half precision, in buckets that both ranks could export."""
+    policy = load_policy(model)
+    whole = {name: weight.clone() for name, weight in named_weights(policy)}
+    fsdp2.shard(policy, init_device_mesh("cpu", (2,)))
+    assert len(next(policy.parameters()).to_local()) < len(next(iter(whole.values())))
+    reader = PolicyReader(policy, team=team)
+    weight_buckets.buckets = partial(weight_buckets.buckets, limit=30_000)
+    weight_buckets.gpu_of = lambda device: f"GPU-{rank}"
+    weight_buckets.handle_of = lambda data: {f"GPU-{rank}": sha256(data.numpy()).digest()}
+    torch.cuda.ipc_collect = lambda: None
+
+    def unpacked(found):
+        for packed in found:
+            parts = packed.data.split(packed.sizes)
+            for name, dtype, shape, part in zip(
+                packed.names, packed.dtypes, packed.shapes, parts, strict=True
+            ):
+                yield name, part.view(dtype).view(shape)
+
+    def draw():
+        source = reader.weights()
+        assert dict(source).keys() == whole.keys()
+        for gpus in ([], ["GPU-1"], ["GPU-0", "GPU-1"]):
+            found = [*source.packed(torch.bfloat16, gpus)]
+            assert len(found) > 3 and [packed.last for packed in found].count(True) == 1
+            for packed in found:
+                same = sha256(packed.data.numpy()).digest()
+                assert packed.handles == dict.fromkeys(gpus, same)
+            sent = dict(unpacked(found))
+            assert sent.keys() == whole.keys()
+            for name, tensor in sent.items():
+                assert torch.equal(tensor, whole[name].to(tensor.dtype)), name
+                assert tensor.dtype == (torch.bfloat16 if tensor.ndim > 1 else torch.float32)
+            broken = source.packed(torch.bfloat16, gpus)
+            next(broken)
+            broken.close()  # an engine has died; the other rank is in step nevertheless
+        return len(whole)
+
+    assert team.lead(draw, reader.tasks) == len(whole)
+
+
+def main(folder, check=check_team, *arguments):
     pids = []
     for rank in range(2):
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                check(rank, folder)
+                meet = f"file://{folder}/meet"
+                dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+                team = DistributedTeam()
+                check(rank, team, *arguments)
+                team.close()
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -16,7 +16,8 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         " generation_config=, async_scheduling=, disable_log_stats=, use_tqdm_on_load=,"
         " tensor_parallel_size=, distributed_executor_backend=, block_size=,"
         " enable_chunked_prefill=, max_num_batched_tokens=, gpu_memory_utilization=,"
-        " enable_sleep_mode=, enable_lora=, max_lora_rank=, lora_target_modules=)",
+        " enable_sleep_mode=, enable_lora=, max_lora_rank=, lora_target_modules=,"
+        " weight_transfer_config=)",
         "EngineArgs.create_engine_config()",
     ),
     "vllm.sampling_params": (
@@ -92,12 +93,41 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "Worker.add_lora(request)",
         "Worker.reload_weights(weights_iterator=)",
         "Worker.distributed_init_method",
+        "Worker.device",
+        "Worker.weight_transfer_engine",
+        "Worker.init_weight_transfer_engine(info)",
+        "Worker.start_weight_update()",
+        "Worker.update_weights(info)",
+        "Worker.finish_weight_update()",
     ),
     "vllm.v1.worker.cpu_worker": (
         "CPUWorker.model_runner",
         "CPUWorker.get_model()",
         "CPUWorker.add_lora(request)",
         "CPUWorker.reload_weights(weights_iterator=)",
+    ),
+    "vllm.distributed.weight_transfer.nccl_common": (
+        "trainer_init(info)",
+        "NCCLWeightTransferInitInfo(master_address=, master_port=, rank_offset=, world_size=)",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine": (
+        "NCCLWeightTransferEngine.init_info_cls",
+        "NCCLWeightTransferEngine.update_info_cls",
+        "NCCLWeightTransferEngine.model_update_group",
+        "NCCLWeightTransferEngine.shutdown()",
+        "NCCLWeightTransferUpdateInfo(names=, dtype_names=, shapes=)",
+    ),
+    "vllm.distributed.weight_transfer.ipc_engine": (
+        "IPCWeightTransferEngine.init_info_cls",
+        "IPCWeightTransferEngine.update_info_cls",
+        "IPCWeightTransferEngine.shutdown()",
+        "IPCWeightTransferInitInfo(packed=)",
+        "IPCWeightTransferUpdateInfo(names=, dtype_names=, shapes=, tensor_sizes=, ipc_handles=)",
+    ),
+    "vllm.distributed.device_communicators.pynccl": (
+        "PyNcclCommunicator.disabled",
+        "PyNcclCommunicator.broadcast(data, src=, stream=)",
+        "PyNcclCommunicator.destroy()",
     ),
     "vllm.v1.worker.gpu_model_runner": (
         "GPUModelRunner.input_batch",

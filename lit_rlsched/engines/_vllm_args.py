@@ -84,6 +84,7 @@ OF_THE_RUN = {
     ),
     "pipeline_parallel_size": "use `tensor_parallel_size`",
     "data_parallel_size": "an engine is one replica",
+    "weight_transfer_config": "use `ProcessEngine(VLLMEngine(), weight_transfer=...)`",
     "distributed_executor_backend": "it follows from `tensor_parallel_size`; "
     "`ProcessEngine(VLLMEngine())` runs the engine in another process",
 }
@@ -146,6 +147,8 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
         args["distributed_executor_backend"] = "mp"
     if engine.enable_lora:
         args |= lora_args(spec.adapters)
+    if engine.weight_transfer is not None:
+        args["weight_transfer_config"] = {"backend": engine.weight_transfer}
     if on_cpu:
         args["block_size"] = CPU_BLOCK
         # vLLM undoes the draw of a half-prefilled request by its generator's offset, which CPU

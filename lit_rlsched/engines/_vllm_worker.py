@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -94,22 +95,33 @@ def unlink_shared_memory(worker: Any) -> str:
 
 def load(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load weights under their Hugging Face names, and forget the noise of the old weights."""
-    model: Any = worker.get_model()
+    with noting(worker.get_model()) as written:
+        worker.reload_weights(weights_iterator=iter(weights))
+    loaded(worker, written)
+
+
+@contextmanager
+def noting(model: Any) -> Iterator[set[str]]:
+    """Note the names of the parameters that vLLM writes inside."""
     load_weights = model.load_weights
     written: set[str] = set()
 
-    def noting(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        loaded: set[str] | None = load_weights(weights)
-        written.update(loaded or ())
-        return loaded
+    def load_and_note(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        names: set[str] | None = load_weights(weights)
+        written.update(names or ())
+        return names
 
-    model.load_weights = noting
+    model.load_weights = load_and_note
     try:
-        worker.reload_weights(weights_iterator=iter(weights))
+        yield written
     finally:
         del model.load_weights
+
+
+def loaded(worker: Any, written: set[str]) -> None:
+    """Do what vLLM does not do after new weights; `written` are the parameters they are in."""
     worker.model_runner.written = written
-    repack_embeddings(model)
+    repack_embeddings(worker.get_model())
     forget_noise(worker)
 
 

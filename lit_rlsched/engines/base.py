@@ -73,6 +73,8 @@ class EngineSpec:
     """Which of the run's engines it is, from 0."""
     engines: int = 1
     """Number of engines of the run, which share the node's devices or cores equally."""
+    first_gpu: int = 0
+    """The first of the node's GPUs that engines get. Those before it are the trainer's alone."""
 
     @property
     def name(self) -> str:
@@ -172,6 +174,9 @@ class RolloutEngine(RemembersInit, ABC):
     enable_lora = False
     """Whether the engine loads the base model itself and `sync_weights` takes the policy's LoRA
     adapters alone (`training.adapters.named_adapters`)."""
+    weight_transfer: str | None = None
+    """How weights reach the engine's process from GPU to GPU, `ipc` or `nccl`; `None`: they do not.
+    """
     ends_with_process = False
     """Whether the process ends after `close` and frees everything the engine holds."""
     decodes_by_itself = False

@@ -40,11 +40,11 @@ def variables_of(
         tensor_parallel_size: GPUs per engine.
         environment: Environment variables of the trainer.
     """
-    if spec.engines == 1 or spec.device.type != "cuda":
+    if spec.engines + spec.first_gpu == 1 or spec.device.type != "cuda":
         return {}
+    first = spec.first_gpu + spec.index * tensor_parallel_size
     gpus = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    gpus = gpus or [str(gpu) for gpu in range(spec.engines * tensor_parallel_size)]
-    first = spec.index * tensor_parallel_size
+    gpus = gpus or [str(gpu) for gpu in range(first + tensor_parallel_size)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + tensor_parallel_size])}
 
 
@@ -57,10 +57,12 @@ def check_devices(spec: "EngineSpec", tensor_parallel_size: int) -> None:
     if spec.device.type != "cuda":
         return
     gpus = num_devices("cuda")
-    if spec.engines * tensor_parallel_size > gpus:
+    if spec.first_gpu + spec.engines * tensor_parallel_size > gpus:
         each = f" of {tensor_parallel_size} GPUs each" if tensor_parallel_size > 1 else ""
-        most = gpus // tensor_parallel_size
+        trainers = f", of which the trainer has {spec.first_gpu}" if spec.first_gpu else ""
+        most = (gpus - spec.first_gpu) // tensor_parallel_size
         raise ValueError(
-            f"`num_engines={spec.engines}`: an engine{each} needs GPUs of its "
-            f"own, and this node has {gpus}. Use {most} or less."
+            f"`num_engines={spec.engines}`: an engine{each} needs GPUs of its own, and this node "
+            f"has {gpus}{trainers}. "
+            + (f"Use {most} or less." if most > 0 else "Leave `weight_transfer='nccl'` out.")
         )

@@ -48,7 +48,7 @@ class EnginePool(RolloutEngine):
         first = self._engines[0]
         self.kv_block, self.kv_capacity = first.kv_block, first.kv_capacity
         self.logprobs = all(engine.logprobs for engine in engines)
-        self.enable_lora = first.enable_lora
+        self.enable_lora, self.weight_transfer = first.enable_lora, first.weight_transfer
         self.decodes_by_itself = all(engine.decodes_by_itself for engine in engines)
         self._engine_of: dict[str, int] = {}
         """Engine of each request that was submitted here and not to a worker."""

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,12 @@ from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
 from lit_rlsched.engines.placement import available_cores, cores_of, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import HandedWeights, WeightsFile, WeightsStore
+from lit_rlsched.engines.weight_transfer import (
+    TRANSFERS,
+    SentWeights,
+    WeightTransfer,
+    check_transfer,
+)
 from lit_rlsched.platforms import require_posix
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.hangs import AnswerTimeouts
@@ -51,8 +57,14 @@ class ProcessEngine(RolloutEngine):
 
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
+        weight_transfer: Way of the weights from the trainer's GPU to the engine's, by vLLM's
+            weight-transfer API, in place of shared memory. With `ipc` the engine is on the GPU of
+            the trainer's rank and reads its buffers by CUDA IPC. With `nccl` it is on a GPU of its
+            own, one after those of the trainer's ranks. Neither has run on a GPU.
 
     Raises:
+        ValueError: the engine cannot receive weights in this way; in `start`: the run is not on
+            GPUs; in the first `sync_weights`: the GPUs do not suit.
         RuntimeError: on Windows, or if the process keeps dying. Exceptions of the engine are raised
             as they are.
 
@@ -62,8 +74,14 @@ class ProcessEngine(RolloutEngine):
     """
 
     decodes_by_itself = True
+    gpus_advice = "Train on the first GPUs (`devices: 1`, not `devices: [1]`)"
+    """How an engine gets a GPU of its own."""
 
-    def __init__(self, engine: RolloutEngine | None = None) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        weight_transfer: Literal["ipc", "nccl"] | None = None,
+    ) -> None:
         if engine is None:
             from lit_rlsched.engines.vllm import VLLMEngine
 
@@ -72,13 +90,17 @@ class ProcessEngine(RolloutEngine):
             name = type(self).__name__
             inner = type(engine).__name__
             raise ValueError(f"`{name}(engine={inner}(...))`: one process is enough.")
+        check_transfer(weight_transfer, engine, type(self).__name__)
         self.engine = engine
+        self.weight_transfer = engine.weight_transfer = weight_transfer
         self.restarts = 0
         """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
+        self._transfer: WeightTransfer | None = None
+        """Shared with the other engines of the run."""
         self._store: WeightsStore | None = None
         self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
@@ -89,6 +111,17 @@ class ProcessEngine(RolloutEngine):
     def pid(self) -> int | None:
         """Process id of the child, if there is one."""
         return None if self._child is None else self._child.link.pid
+
+    @property
+    def trainer_address(self) -> str:
+        """Address of the trainer's node, as the engine's node knows it."""
+        return "127.0.0.1"
+
+    @property
+    def numbered_name(self) -> str:
+        """Name of the engine in messages."""
+        assert self._spec is not None
+        return self._spec.name
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -112,14 +145,30 @@ class ProcessEngine(RolloutEngine):
         spec = replace(spec, policy=None)
         held = self.engine.footprint(spec, sizes)
         sent = sizes.parameters if spec.adapters is None else spec.adapters.parameters
+        if self.weight_transfer is not None:
+            sent = 0  # through the host
         return replace(held, handed_over=sent * self.cache_dtype(spec).itemsize)
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
         return self.engine.cache_tokens(spec, footprint, token_bytes)
 
+    def reserve(self, spec: EngineSpec, engines: Sequence[RolloutEngine]) -> None:
+        super().reserve(spec, engines)
+        self._share_transfer(spec, engines)
+
+    def _share_transfer(self, spec: EngineSpec, engines: Sequence[RolloutEngine]) -> None:
+        if self.weight_transfer is None:
+            return
+        ours = [engine for engine in engines if isinstance(engine, ProcessEngine)]
+        transfer = TRANSFERS[self.weight_transfer](spec, ours)
+        for engine in ours:
+            engine._transfer = transfer
+
     def start(self, spec: EngineSpec) -> None:
         require_posix(f"`{type(self).__name__}`")
         self._end()
+        if self.weight_transfer is not None and self._transfer is None:
+            self.reserve(spec, [self])
         self._spec = replace(spec, policy=None)  # it loads its own weights
         self._store = self._new_store()
         self._deaths = 0
@@ -139,11 +188,19 @@ class ProcessEngine(RolloutEngine):
         give_back(spec.device)  # the trainer may have used the GPU since
         self._timeouts.starts()
         self._child = Child(self._timeouts, spec.name, self._connect(spec))
-        if spec.engines > 1 and spec.device.type == "cuda":
+        if spec.device.type == "cuda" and spec.engines + spec.first_gpu > 1:
             spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
         self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
-        if self._weights is not None:
-            self._child.call("engine", "sync_weights", *self._weights)
+        if self._weights is None:
+            return
+        weights, version = self._weights
+        if isinstance(weights, SentWeights):
+            assert self._transfer is not None
+            self.forget_weights()  # it may die again
+            self._transfer.send(weights, [self])
+            self._weights = weights, version
+        else:
+            self._child.call("engine", "sync_weights", weights, version)
 
     def _connect(self, spec: EngineSpec) -> Link:
         """Start a process for the engine."""
@@ -152,7 +209,7 @@ class ProcessEngine(RolloutEngine):
 
     def _new_store(self) -> WeightsStore:
         """Make the place through which weights reach the process."""
-        return WeightsFile()
+        return self._transfer or WeightsFile()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask("engine", "submit", requests)
@@ -169,7 +226,7 @@ class ProcessEngine(RolloutEngine):
             return {}
 
     def hand_over(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> HandedWeights:
-        """Write the weights where the process can read them."""
+        """Write the weights where the process can read them, or send them to all engines."""
         if self._store is None or self._spec is None:
             raise RuntimeError(CLOSED)
         return self._store.write(named_tensors, self.engine.cache_dtype(self._spec))
@@ -178,7 +235,12 @@ class ProcessEngine(RolloutEngine):
         if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
-        self._insist("engine", "sync_weights", *self._weights)
+        if not isinstance(named_tensors, SentWeights):
+            self._insist("engine", "sync_weights", *self._weights)
+
+    def forget_weights(self) -> None:
+        """Give a process that replaces this one no weights before the next sync."""
+        self._weights = None
 
     def stats(self) -> EngineStats:
         return self._insist("engine", "stats")
@@ -187,6 +249,8 @@ class ProcessEngine(RolloutEngine):
         return self._insist("engine", "now")
 
     def sleep(self) -> None:
+        if self._transfer is not None:
+            self.forget_weights()  # the policy changes from here on
         if self.alive:  # not after the process has died too often
             self._insist("engine", "sleep")
 
@@ -195,6 +259,7 @@ class ProcessEngine(RolloutEngine):
 
     def close(self) -> None:
         self._end()
+        self._transfer = None
 
     def _end(self) -> None:
         child, self._child = self._child, None

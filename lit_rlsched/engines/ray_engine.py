@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -52,6 +52,8 @@ class RayEngine(ProcessEngine):
             default. On a CPU, an engine computes with as many threads as it has CPUs, unless
             `OMP_NUM_THREADS` is set.
         timeout: Maximum seconds to wait until the cluster has the resources.
+        weight_transfer: Way of the weights from GPU to GPU in place of Ray's object store; see
+            `ProcessEngine`. With `nccl` the cluster must leave the trainer's GPU out.
 
     Raises:
         ImportError: in `start`: Ray is missing or too old.
@@ -63,13 +65,19 @@ class RayEngine(ProcessEngine):
         RolloutDataModule(..., engine=RayEngine(VLLMEngine()), num_engines=16)
     """
 
+    gpus_advice = (
+        "Start Ray without the trainer's GPUs (`CUDA_VISIBLE_DEVICES=1,2,3 ray start --head` "
+        "if the trainer has GPU 0)"
+    )
+
     def __init__(
         self,
         engine: RolloutEngine | None = None,
         resources: dict[str, float] | None = None,
         timeout: float = 50.0,
+        weight_transfer: Literal["ipc", "nccl"] | None = None,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, weight_transfer)
         self.resources = {"CPU": 1.0} if resources is None else dict(resources)
         self.timeout = timeout
         for name, amount in self.resources.items():
@@ -97,6 +105,7 @@ class RayEngine(ProcessEngine):
             bundle["GPU"] = float(self.tensor_parallel_size)
         for engine in engines:
             engine.close()
+        self._share_transfer(spec, engines)
         reservation = Reservation(len(engines), bundle, self.timeout)
         for engine in engines:
             assert isinstance(engine, RayEngine)
@@ -108,6 +117,12 @@ class RayEngine(ProcessEngine):
         if spec.device.type == "cuda":  # Ray shows an actor only its own
             spec = replace(spec, device=torch.device("cuda", 0))
         super().start(spec)
+
+    @property
+    def trainer_address(self) -> str:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
 
     def _connect(self, spec: EngineSpec) -> "ActorLink":
         assert self._reservation is not None

@@ -83,7 +83,7 @@ class WeightsFile(WeightsStore):
         index, end = [], 0
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(0)
-            for name, tensor in _rounded(named_tensors, dtype):
+            for name, tensor in rounded(named_tensors, dtype):
                 index.append((name, tensor.dtype, tensor.shape, end))
                 file.seek(end)
                 end += file.write(_bytes(tensor))
@@ -137,7 +137,7 @@ class ObjectStore(WeightsStore):
             arrays.clear()
             index.clear()
 
-        for name, tensor in _rounded(named_tensors, dtype):
+        for name, tensor in rounded(named_tensors, dtype):
             arrays.append(_bytes(tensor))
             index.append((name, tensor.dtype, tensor.shape))
             if sum(array.nbytes for array in arrays) >= BUCKET:
@@ -149,9 +149,10 @@ class ObjectStore(WeightsStore):
         self._weights.buckets.clear()  # the store frees what has no reference
 
 
-def _rounded(
+def rounded(
     named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Round tensors as `WeightsStore.write` says."""
     for name, tensor in named_tensors:
         if dtype is not None and _may_be_rounded(name, tensor, dtype):
             tensor = tensor.detach().to(dtype)

@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from lit_rlsched.engines import _vllm_args as arguments
 from lit_rlsched.engines import _vllm_guest as guest
+from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_errors import (
     ENDS,
@@ -275,9 +276,28 @@ class VLLMEngine(RolloutEngine):
                 self._live.collective_rpc(load, args=(weights,))
         if self.enable_lora:
             self._lora_request = beside_model.lora_request()
+        self._forget_old_weights()
+
+    def _forget_old_weights(self) -> None:
         self._noise.forget()
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
+
+    def gpus(self) -> list[str]:
+        """UUIDs of the GPUs that hold the model."""
+        return self._live.collective_rpc(receiver.gpu)
+
+    def join_transfer(self, init: Mapping[str, Any]) -> None:
+        """Connect with a `WeightTransfer`; see `_vllm_receiver.join`."""
+        self._live.collective_rpc(receiver.join, args=(init,))
+
+    def receive_weights(self, update: Mapping[str, Any], first: bool, last: bool) -> None:
+        """Load a bucket of a `WeightTransfer`; see `_vllm_receiver.receive`."""
+        self._refuse_when_running("load weights")
+        with naming_dead_workers(self._live, self.tensor_parallel_size):
+            self._live.collective_rpc(receiver.receive, args=(update, first, last))
+        if last:
+            self._forget_old_weights()
 
     def stats(self) -> EngineStats:
         running, waiting = self._scheduler.get_request_counts()

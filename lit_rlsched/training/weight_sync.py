@@ -5,7 +5,7 @@ It cannot find one missed sync after a small update, which changes log-probs les
 in half precision.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine, engine_name
+from lit_rlsched.engines.weight_buckets import PackedWeights, WeightSource, packed_weights
 from lit_rlsched.policy import evaluating, named_weights
 from lit_rlsched.precision import ForwardContext
 from lit_rlsched.sharding import whole
@@ -66,18 +67,27 @@ class PolicyReader:
         return {
             "not_finite": self._not_finite,
             "weights": self._weights,
+            "packed": self._packed,
             "logprobs": self._logprobs,
         }
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its checkpoint name, with adapters merged, or adapters alone.
+    def weights(self) -> "PolicyWeights":
+        """Return every weight under its checkpoint name, with adapters merged, or adapters alone.
 
         Raises:
-            FloatingPointError: If a weight is NaN or infinite; none is yielded.
+            FloatingPointError: If a weight is NaN or infinite.
         """
         wrong = self._team.call("not_finite", self._not_finite)
         refuse_weights(sorted({name for of_rank in wrong for name in of_rank}))
+        return PolicyWeights(self)
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights one by one."""
         return self._team.iterate("weights", self._weights)
+
+    def read_packed(self, dtype: torch.dtype, gpus: Collection[str]) -> Iterator[PackedWeights]:
+        """Yield the weights in buckets; see `WeightSource.packed`."""
+        return self._team.iterate("packed", self._packed, dtype, gpus)
 
     def logprobs(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], temperature: float
@@ -96,6 +106,9 @@ class PolicyReader:
         named = named_adapters if self._enable_lora else named_weights
         return ((name, whole(weight)) for name, weight in named(self._policy))
 
+    def _packed(self, dtype: torch.dtype, gpus: Collection[str]) -> Iterator[PackedWeights]:
+        return packed_weights(self._weights(), dtype, gpus, self._team)
+
     @torch.no_grad()
     def _logprobs(self, ids: list[tuple[list[int], list[int]]], temperature: float) -> list[Tensor]:
         device = next(self._policy.parameters()).device
@@ -111,6 +124,21 @@ class PolicyReader:
                 )
                 found.append(logp[0].cpu())
         return found
+
+
+class PolicyWeights(WeightSource):
+    """The policy's weights, which every pass reads as they are then."""
+
+    def __init__(self, reader: PolicyReader) -> None:
+        self._reader = reader
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._reader.read()
+
+    def packed(
+        self, dtype: torch.dtype, gpus: Collection[str]
+    ) -> Generator[PackedWeights, None, None]:
+        yield from self._reader.read_packed(dtype, gpus)
 
 
 class WeightSync:

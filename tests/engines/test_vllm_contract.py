@@ -32,10 +32,10 @@ from lit_rlsched.engines.vllm import VLLMEngine
 
 RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())
 PACKAGE = Path(lit_rlsched.__file__).parent
-CODE = ("vllm", "_vllm_errors", "_vllm_guest", "_vllm_noise", "_vllm_worker")
+CODE = ("vllm", "_vllm_errors", "_vllm_guest", "_vllm_noise", "_vllm_receiver", "_vllm_worker")
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
-OURS = {"kept_noise", "kept_tensors", "written", "lit_rlsched_noise"}
+OURS = {"kept_noise", "kept_tensors", "received", "written", "lit_rlsched_noise"}
 PLAIN = {"clear", "get", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
 """Methods of dictionaries, strings and arrays."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
@@ -54,6 +54,12 @@ BY_FRAME_OR_TYPE = {
     "UnquantizedEmbeddingMethod.process_weights_after_loading",
     "GPUModelRunner.reload_weights",  # called by the worker with what the worker is given
     "GroupCoordinator.destroy",
+    "PyNcclCommunicator.broadcast",  # by the trainer, in `weight_transfer.py`, as all below
+    "PyNcclCommunicator.destroy",
+    "NCCLWeightTransferInitInfo",
+    "NCCLWeightTransferUpdateInfo",
+    "IPCWeightTransferInitInfo",
+    "IPCWeightTransferUpdateInfo",
 }
 """Touched where the code does not say whose they are."""
 
@@ -208,6 +214,7 @@ def test_engine_arguments_and_sampling_parameters_are_declared(
     for device, size in (("cpu", 1), ("cpu", 2), ("cuda:0", 1)):
         spec = EngineSpec(tiny_model, 4, 128, (1,), device=torch.device(device), adapters=adapters)
         engine = VLLMEngine(tensor_parallel_size=size, enable_lora=True)
+        engine.weight_transfer = "nccl"
         given |= set(engine_args(engine, spec))
     assert given == declared["EngineArgs"]
 

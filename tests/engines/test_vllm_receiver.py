@@ -1,0 +1,228 @@
+"""vLLM's side of weights from GPU to GPU: its own worker on CPU, with NCCL and CUDA IPC played."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_check.decoding import perturb
+from lit_rlsched.engines import _vllm_guest as guest
+from lit_rlsched.engines import _vllm_receiver as receiver
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.engines.weight_buckets import PackedWeights, buckets, pack
+from lit_rlsched.engines.weight_transfer import described
+from lit_rlsched.policy import named_weights
+from lit_rlsched.types import Request, Sampling
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+LIMIT = 60_000
+"""Bytes of a bucket: the tiny model has several."""
+INIT = {"master_address": "10.0.0.1", "master_port": 1, "rank_offset": 3, "world_size": 4}
+
+
+@pytest.fixture(scope="module")
+def started(tiny_model: str) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine()
+    engine.weight_transfer = "nccl"
+    engine.start(EngineSpec(tiny_model, 4, 128, ()))
+    yield engine
+    engine.close()
+
+
+def switch(worker: Any, backend: str) -> None:
+    """Give a worker another of vLLM's transfer engines, as its start does."""
+    module: Any = import_module("vllm.distributed.weight_transfer.factory")
+    config = SimpleNamespace(backend=backend)
+    worker.worker.weight_transfer_engine = module.WeightTransferEngineFactory.create_engine(
+        config, worker.vllm_config, worker.device, worker.get_model()
+    )
+
+
+class Wire:
+    """Buffers on their way, in place of NCCL and of CUDA IPC."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.buffers: deque[torch.Tensor] = deque()
+        self.init: Any = None
+        self.destroyed = 0
+        self.disabled = False
+
+    def open(self, init: Any, parallel_config: Any) -> "Wire":
+        self.init = init
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        tensor.copy_(self.buffers.popleft())
+
+    def rebuild(self, *handle: Any) -> torch.Tensor:
+        return self.buffers[int(handle[0])]
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+
+    def send(self, engine: VLLMEngine, packed: PackedWeights, first: bool) -> None:
+        update = described(packed)
+        self.buffers.append(packed.data)
+        if self.backend == "ipc":
+            handle = (len(self.buffers) - 1, *[None] * 9)
+            update |= {"tensor_sizes": packed.sizes, "ipc_handles": {"GPU-0": handle}}
+        engine.receive_weights(update, first, packed.last)
+
+
+@pytest.fixture(params=["nccl", "ipc"])
+def wire(
+    request: pytest.FixtureRequest, started: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> Wire:
+    wire = Wire(request.param)
+    transfer = "vllm.distributed.weight_transfer"
+    stream = SimpleNamespace(synchronize=lambda: None)
+    reductions = import_module("torch.multiprocessing.reductions")
+    gpu = SimpleNamespace(uuid="GPU-0")
+    for target, name, stand_in in (
+        (import_module(f"{transfer}.nccl_engine"), "worker_init_process_group", wire.open),
+        (import_module(f"{transfer}.packed_tensor"), "_get_streams", lambda *args: [stream]),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+        (torch.cuda, "get_device_properties", lambda device: gpu),
+        (torch.accelerator, "current_device_index", lambda: 0),
+        (torch.accelerator, "synchronize", lambda: None),
+        (reductions, "rebuild_cuda_tensor", wire.rebuild),
+    ):
+        monkeypatch.setattr(target, name, stand_in)
+    started._live.collective_rpc(partial(switch, backend=request.param))
+    started.join_transfer(INIT if request.param == "nccl" else {})
+    return wire
+
+
+@pytest.fixture
+def policy(tiny_policy: PreTrainedModel) -> PreTrainedModel:
+    perturb(tiny_policy)
+    return tiny_policy
+
+
+def packs(policy: PreTrainedModel) -> list[PackedWeights]:
+    found = [pack(group, last) for group, last in buckets(named_weights(policy), LIMIT)]
+    assert len(found) > 3
+    return found
+
+
+def drawn(engine: VLLMEngine) -> list[tuple[list[int], list[float]]]:
+    prompt = [5, 14, 6, 18, 33]
+    engine.submit([Request(f"r{i}", prompt, i, Sampling(12)) for i in range(3)])
+    found: dict[str, tuple[list[int], list[float]]] = {f"r{i}": ([], []) for i in range(3)}
+    while events := engine.step():
+        for event in events:
+            found[event.request_id][0].extend(event.token_ids)
+            found[event.request_id][1].extend(event.logprobs)
+    return [*found.values()]
+
+
+def state(worker: Any) -> dict[str, Any]:
+    weights = {name: each.clone() for name, each in worker.get_model().named_parameters()}
+    return {"weights": weights, "written": set(worker.model_runner.written)}
+
+
+def expected(engine: VLLMEngine, policy: PreTrainedModel) -> tuple[Any, Any]:
+    """State and draws after a sync as it is without a transfer; then other weights again."""
+    engine.sync_weights(named_weights(policy), 1)
+    (there,) = engine._live.collective_rpc(state)
+    tokens = drawn(engine)
+    others = ((name, torch.zeros_like(w)) for name, w in named_weights(policy))
+    engine.sync_weights(others, 2)
+    return there, tokens
+
+
+def check(engine: VLLMEngine, there: Any, tokens: Any) -> None:
+    (here,) = engine._live.collective_rpc(state)
+    torch.testing.assert_close(here["weights"], there["weights"], rtol=0, atol=0)
+    assert here["written"] == there["written"] == here["weights"].keys()
+    assert drawn(engine) == tokens, "also the packed copy of the tied head is new"
+
+
+def test_weights_are_those_of_a_sync_through_the_host(
+    started: VLLMEngine, wire: Wire, policy: PreTrainedModel
+) -> None:
+    there, tokens = expected(started, policy)
+    stale = drawn(started)
+    for i, packed in enumerate(packs(policy)):
+        wire.send(started, packed, first=i == 0)
+    check(started, there, tokens)
+    assert stale != tokens
+
+
+def test_a_sync_that_broke_off_leaves_nothing_in_the_next(
+    started: VLLMEngine, wire: Wire, policy: PreTrainedModel
+) -> None:
+    there, tokens = expected(started, policy)
+    halves = [pack(group, last) for group, last in buckets(named_weights(policy), LIMIT // 3)]
+    for i, packed in enumerate(halves[: len(halves) // 2]):
+        packed.data.zero_()
+        wire.send(started, packed, first=i == 0)
+    for i, packed in enumerate(packs(policy)):
+        wire.send(started, packed, first=i == 0)
+    check(started, there, tokens)
+
+
+def test_nothing_is_loaded_while_requests_run(
+    started: VLLMEngine, wire: Wire, policy: PreTrainedModel
+) -> None:
+    started.submit([Request("r", [5, 14], 0, Sampling(8))])
+    with pytest.raises(RuntimeError, match="Cannot load weights while 1 requests are running"):
+        wire.send(started, packs(policy)[0], first=True)
+    started.abort(["r"])
+
+
+def test_the_worker_knows_its_ranks_and_takes_each_message_as_one_buffer(
+    started: VLLMEngine, wire: Wire
+) -> None:
+    assert started.gpus() == ["GPU-0"]
+    if wire.backend == "ipc":
+        return
+    info = asdict(wire.init)
+    assert INIT.items() <= info.items()
+    assert info["packed"] and info["packed_buffer_size_bytes"] > 2**60
+    started.join_transfer({**INIT, "rank_offset": 1})
+    assert (wire.destroyed, wire.init.rank_offset) == (1, 1), "the group before is left"
+    wire.disabled = True
+    with pytest.raises(RuntimeError, match="vLLM cannot load NCCL"):
+        started.join_transfer(INIT)
+
+
+def test_what_a_release_does_not_know_is_left_out() -> None:
+    """0.27 keeps the size of buffers in the update, later ones in the first message."""
+    nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
+    update = {**receiver.WIRE, "names": [], "dtype_names": [], "shapes": []}
+    assert not receiver.known(nccl.NCCLWeightTransferUpdateInfo, update).keys() & receiver.WIRE
+    assert receiver.known(nccl.NCCLWeightTransferInitInfo, receiver.WIRE) == receiver.WIRE
+
+
+def test_the_trainers_end_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    group = SimpleNamespace(disabled=False)
+    nccl = SimpleNamespace(trainer_init=lambda info: opened.append(info) or group)
+    monkeypatch.setattr(guest, "import_vllm", lambda: opened.append("quietly"))
+    monkeypatch.setattr(receiver, "import_module", lambda name: nccl)
+    assert receiver.open_group("10.0.0.1", 5, 3) is group
+    info = {"master_address": "10.0.0.1", "master_port": 5, "world_size": 3}
+    assert opened == ["quietly", info]
+    group.disabled = True
+    with pytest.raises(RuntimeError, match=r"`weight_transfer='nccl'`: vLLM cannot load NCCL"):
+        receiver.open_group("10.0.0.1", 5, 3)
+
+
+def test_vllm_gets_the_backend(tiny_model: str) -> None:
+    args = import_module("lit_rlsched.engines._vllm_args")
+    engine, spec = VLLMEngine(), EngineSpec(tiny_model, 4, 128, ())
+    assert "weight_transfer_config" not in args.engine_args(engine, spec)
+    engine.weight_transfer = "ipc"
+    assert args.engine_args(engine, spec)["weight_transfer_config"] == {"backend": "ipc"}

@@ -1,0 +1,426 @@
+"""Ranks, the order of calls, deaths and refusals of weights from GPU to GPU, with engines played.
+
+No test sends anything over a GPU. `test_vllm_receiver.py` has vLLM's side of it.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlsched.engines import (
+    ProcessEngine,
+    RayEngine,
+    SimulatedEngine,
+    TransformersEngine,
+    VLLMEngine,
+    _vllm_receiver,
+    weight_transfer,
+)
+from lit_rlsched.engines.base import EngineDied, EngineSpec, Sizes
+from lit_rlsched.engines.placement import check_devices, variables_of
+from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.weight_buckets import PackedWeights, WeightSource, pack
+from lit_rlsched.engines.weight_transfer import IPCTransfer, NCCLTransfer, rank_offsets
+
+SPEC = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0))
+
+
+@dataclass
+class World:
+    """What happens, in order, and what shall go wrong."""
+
+    log: list[Any] = field(default_factory=list)
+    dies: Callable[[str, str], bool] = lambda engine, call: False
+    waits: Callable[[str, str], bool] = lambda engine, call: False
+
+
+class Child:
+    """An engine's process."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine, self.killed = engine, threading.Event()
+        self.link = SimpleNamespace(kill=self.killed.set)
+
+    def call(self, *message: Any) -> Any:
+        what, call, *arguments = message
+        assert what == "engine"
+        world, name = self.engine.world, self.engine.name
+        world.log.append((name, call, *arguments))
+        if world.waits(name, call):
+            assert self.killed.wait(10)
+            raise EngineDied
+        if world.dies(name, call):
+            raise EngineDied
+        return self.engine.gpus if call == "gpus" else None
+
+
+class Engine:
+    """What a transfer needs of a `ProcessEngine`."""
+
+    trainer_address, gpus_advice = "127.0.0.1", "Do this"
+
+    def __init__(self, world: World, index: int, *gpus: str) -> None:
+        self.world, self.name = world, f"e{index}"
+        self.numbered_name = f"engine {index}"
+        self.gpus = [*gpus]
+        self.child = Child(self)
+
+    def revive(self) -> None:
+        self.world.log.append((self.name, "revive"))
+        self.child = Child(self)
+
+    def stepped(self) -> None:
+        self.world.log.append((self.name, "stepped"))
+
+    def forget_weights(self) -> None:
+        self.world.log.append((self.name, "forget_weights"))
+
+
+class Source(WeightSource):
+    """Weights of a number of buckets."""
+
+    def __init__(self, world: World, count: int = 2, gpus: Sequence[str] = ()) -> None:
+        self.world, self.count, self.gpus = world, count, gpus
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError
+
+    def packed(
+        self, dtype: torch.dtype, gpus: Collection[str]
+    ) -> Generator[PackedWeights, None, None]:
+        try:
+            for i in range(self.count):
+                self.world.log.append(("trainer", "gather", i))
+                bucket = pack([(f"w{i}", torch.full((2, 2), i, dtype=dtype))], i == self.count - 1)
+                for gpu in self.gpus:
+                    bucket.handles[gpu] = (f"handle {i} of {gpu}",)
+                yield bucket
+        finally:
+            self.world.log.append(("trainer", "gathered"))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    sent = threading.local()
+
+    class Group:
+        """NCCL, without a GPU: a broadcast ends when every engine has the message."""
+
+        disabled = False
+
+        def __init__(self, *arguments: Any) -> None:
+            world.log.append(("trainer", "open", *arguments))
+            self.destroyed = threading.Event()
+
+        def broadcast(self, data: Tensor, src: int, stream: Any) -> None:
+            assert src == 0 and not self.destroyed.is_set()
+            sent.group = self
+            world.log.append(("trainer", "broadcast", data.view(torch.bfloat16).tolist()))
+
+        def destroy(self) -> None:
+            self.destroyed.set()
+            world.log.append(("trainer", "destroy"))
+
+    class Stream:
+        def synchronize(self) -> None:
+            if any(world.waits(f"e{i}", "receive_weights") for i in range(4)):
+                assert sent.group.destroyed.wait(10)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: "GPU-T")
+    monkeypatch.setattr(weight_transfer, "free_port", lambda address: 1234)
+    monkeypatch.setattr(weight_transfer, "GRACE", 0.2)
+    monkeypatch.setattr(_vllm_receiver, "open_group", Group)
+    return world
+
+
+def calls(world: World, *names: str) -> list[tuple[Any, ...]]:
+    """What was called, without who; `names` alone if some are given."""
+    return [entry[1:] for entry in world.log if not names or entry[1] in names]
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offsets"), [([1], [1]), ([1, 1, 1], [1, 2, 3]), ([2, 2], [1, 3]), ([4], [1])]
+)
+def test_ranks_of_different_engines_do_not_collide(sizes: list[int], offsets: list[int]) -> None:
+    assert rank_offsets(sizes) == offsets
+    ranks = [
+        offset + rank for offset, size in zip(offsets, sizes, strict=True) for rank in range(size)
+    ]
+    assert ranks == [*range(1, 1 + sum(sizes))], "rank 0 is the trainer"
+
+
+def test_each_engine_joins_with_its_own_ranks(world: World) -> None:
+    engines = [Engine(world, i, f"GPU-{i}a", f"GPU-{i}b") for i in range(3)]
+    NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    joins = {entry[0]: entry[2] for entry in world.log if entry[1] == "join_transfer"}
+    common = {"master_address": "127.0.0.1", "master_port": 1234, "world_size": 7}
+    assert joins == {f"e{i}": {**common, "rank_offset": 1 + 2 * i} for i in range(3)}
+    assert calls(world, "open") == [("open", "127.0.0.1", 1234, 7)]
+
+
+# The order of calls
+
+
+def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
+    world: World,
+) -> None:
+    engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
+    transfer = NCCLTransfer(SPEC, engines)
+    sent = transfer.write(Source(world), torch.bfloat16)
+    assert sent.dtype == torch.bfloat16
+    ready = max(i for i, entry in enumerate(world.log) if entry[1] in ("join_transfer", "open"))
+    assert world.log.index(("trainer", "gather", 0)) > ready
+    update = {"names": ["w0"], "dtype_names": ["bfloat16"], "shapes": [[2, 2]]}
+    for name in ("e0", "e1"):
+        asked = [e[1:] for e in world.log if e[0] == name and e[1] != "join_transfer"]
+        assert asked == [
+            ("forget_weights",),
+            ("gpus",),
+            ("receive_weights", update, True, False),
+            ("receive_weights", {**update, "names": ["w1"]}, False, True),
+            ("stepped",),
+        ]
+    trainer = [entry[1:3] for entry in world.log if entry[0] == "trainer"]
+    assert trainer[1:] == [
+        ("gather", 0),
+        ("broadcast", [0.0] * 4),
+        ("gather", 1),
+        ("broadcast", [1.0] * 4),
+        ("gathered",),
+    ], "a bucket is gathered before it is sent, and the next one after that"
+
+
+def test_the_second_sync_finds_the_group_open(world: World) -> None:
+    transfer = NCCLTransfer(SPEC, [Engine(world, 0, "GPU-1")])
+    transfer.write(Source(world), torch.bfloat16)
+    world.log.clear()
+    transfer.write(Source(world), torch.bfloat16)
+    assert not calls(world, "open", "join_transfer", "destroy")
+    assert len(calls(world, "gpus")) == 1, "every worker is asked whether it is ready"
+
+
+def test_ipc_hands_out_the_handles_of_all_ranks(world: World) -> None:
+    engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
+    IPCTransfer(SPEC, engines).write(Source(world, 1, ["GPU-T", "GPU-2"]), torch.bfloat16)
+    assert calls(world, "join_transfer") == [("join_transfer", {})] * 2
+    update = {
+        "names": ["w0"],
+        "dtype_names": ["bfloat16"],
+        "shapes": [[2, 2]],
+        "tensor_sizes": [8],
+        "ipc_handles": {"GPU-T": ("handle 0 of GPU-T",), "GPU-2": ("handle 0 of GPU-2",)},
+    }
+    assert calls(world, "receive_weights") == [("receive_weights", update, True, True)] * 2
+    assert not calls(world, "open", "broadcast")
+
+
+# Deaths
+
+
+@pytest.mark.parametrize("when", ["gpus", "join_transfer", "receive_weights"])
+def test_an_engine_that_dies_is_replaced_and_everything_is_sent_again(
+    world: World, when: str
+) -> None:
+    engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
+    left = iter([True])
+    world.dies = lambda name, call: (name, call) == ("e1", when) and next(left, False)
+    NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    assert [e for e in world.log if e[1] == "revive"] == [("e1", "revive")]
+    again = world.log[world.log.index(("e1", "revive")) :]
+    assert [e[0] for e in again if e[1] == "join_transfer"] in (["e0", "e1"], ["e1", "e0"])
+    received = [(e[0], *e[3:]) for e in again if e[1] == "receive_weights"]
+    assert sorted(received) == [
+        ("e0", False, True),
+        ("e0", True, False),
+        ("e1", False, True),
+        ("e1", True, False),
+    ]
+    if when == "receive_weights":
+        assert world.log.index(("trainer", "destroy")) < world.log.index(("trainer", "gathered"))
+        assert world.log.index(("trainer", "gathered")) < world.log.index(("e1", "revive"))
+
+
+def test_an_engine_that_waits_for_a_dead_one_is_replaced_too(world: World) -> None:
+    engines = [Engine(world, i, f"GPU-{i}") for i in range(3)]
+    failing = threading.Event()
+    failing.set()
+    world.dies = lambda name, call: (name, call) == ("e1", "receive_weights") and failing.is_set()
+    world.waits = lambda name, call: (name, call) == ("e2", "receive_weights") and failing.is_set()
+    for engine in engines:
+        revive = engine.revive
+        engine.revive = lambda revive=revive: (failing.clear(), revive())  # type: ignore[method-assign]
+    NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    assert {e[0] for e in world.log if e[1] == "revive"} == {"e1", "e2"}
+    assert calls(world, "destroy")
+
+
+def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> None:
+    engines = [Engine(world, i, f"GPU-{i}") for i in range(2)]
+    world.waits = lambda name, call: (name, call) == ("e1", "receive_weights")
+
+    def fail(*message: Any) -> Any:
+        if message[1] == "receive_weights":
+            raise ValueError("no such layer")
+        return ["GPU-0"]
+
+    engines[0].child.call = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such layer"):
+        NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    assert calls(world, "destroy") and not calls(world, "revive")
+    engines[1].child.killed.set()
+
+
+def test_one_engine_alone_is_sent_the_weights_again(world: World) -> None:
+    engines = [Engine(world, i, f"GPU-{i}") for i in range(2)]
+    transfer = NCCLTransfer(SPEC, engines)
+    sent = transfer.write(Source(world), torch.bfloat16)
+    engines[1].child = Child(engines[1])
+    world.log.clear()
+    transfer.send(sent, [engines[1]])
+    assert not [entry for entry in world.log if entry[0] == "e0"], "it decodes meanwhile"
+    assert calls(world, "open") == [("open", "127.0.0.1", 1234, 2)]
+    world.log.clear()
+    transfer.write(Source(world), torch.bfloat16)
+    assert calls(world, "open") == [("open", "127.0.0.1", 1234, 3)], "all are in one group again"
+
+
+# Refusals
+
+
+def test_the_trainers_own_gpu(world: World) -> None:
+    engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-T")]
+    message = r"`Engine\(weight_transfer='nccl'\)`: engine 1 is on GPU-T, the trainer's .* Do this"
+    with pytest.raises(ValueError, match=message):
+        NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    assert not calls(world, "open", "gather")
+
+
+@pytest.mark.parametrize("kind", [IPCTransfer, NCCLTransfer])
+def test_two_engines_on_one_gpu(world: World, kind: Any) -> None:
+    engines = [Engine(world, 0, "GPU-1", "GPU-2"), Engine(world, 1, "GPU-2")]
+    with pytest.raises(ValueError, match="engine 0 and engine 1 are both on GPU-2"):
+        kind(SPEC, engines).write(Source(world), torch.bfloat16)
+
+
+def test_an_engine_where_nobody_trains(world: World) -> None:
+    engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
+    with pytest.raises(ValueError, match=r"no rank .* GPU-2, the GPU of engine 1\. Train on as"):
+        IPCTransfer(SPEC, engines).write(Source(world, 1, ["GPU-T"]), torch.bfloat16)
+
+
+def test_weights_that_can_be_read_once(world: World) -> None:
+    with pytest.raises(TypeError, match="WeightSource"):
+        IPCTransfer(SPEC, [Engine(world, 0, "GPU-T")]).write(iter(()), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [ProcessEngine, RayEngine])
+@pytest.mark.parametrize(
+    ("engine", "setting", "message"),
+    [
+        (VLLMEngine, "rdma", r"\(weight_transfer='rdma'\)`: must be one of 'ipc', 'nccl'"),
+        (TransformersEngine, "ipc", r"this is vLLM's, and `TransformersEngine` has no part"),
+        (SimulatedEngine, "nccl", r"this is vLLM's, and `SimulatedEngine` has no part"),
+        (lambda: VLLMEngine(enable_lora=True), "ipc", r"`VLLMEngine\(enable_lora=True\)`"),
+    ],
+    ids=["unknown", "transformers", "simulated", "adapters"],
+)
+def test_an_engine_that_cannot(kind: Any, engine: Any, setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        kind(engine(), weight_transfer=setting)
+    assert str(raised.value).startswith(f"`{kind.__name__}(weight_transfer={setting!r})`")
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("kind", [ProcessEngine, RayEngine])
+@pytest.mark.parametrize("setting", ["ipc", "nccl"])
+def test_a_run_on_the_cpu(kind: Any, setting: str, engines: int) -> None:
+    engine = kind(weight_transfer=setting)
+    if engines > 1:
+        engine = EnginePool.of(engine, engines)
+    with pytest.raises(ValueError, match=r"the run is on cpu.* Leave `weight_transfer` out"):
+        engine.start(EngineSpec("", 4, 64, (1,)))
+
+
+# Where engines are
+
+
+def test_with_nccl_the_first_gpus_are_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0), first_gpu=2)
+    assert variables_of(spec, 1, {}) == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert variables_of(spec, 2, {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}) == {
+        "CUDA_VISIBLE_DEVICES": "5,4"
+    }
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    check_devices(spec, 1)
+    with pytest.raises(ValueError, match=r"has 3, of which the trainer has 2\. Leave `weight_tr"):
+        check_devices(spec, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"`num_engines=1`.* Leave `weight_transfer='nccl'` out"):
+        ProcessEngine(weight_transfer="nccl").start(spec)
+
+
+def test_the_engine_in_the_process_is_told() -> None:
+    engine = ProcessEngine(VLLMEngine(), weight_transfer="ipc")
+    assert engine.engine.weight_transfer == "ipc"
+    pool = EnginePool.of(engine, 2)
+    assert pool.weight_transfer == "ipc"
+    assert [e.engine.weight_transfer for e in pool.engines] == ["ipc", "ipc"]  # type: ignore[attr-defined]
+    assert ProcessEngine().engine.weight_transfer is None
+
+
+def test_engines_of_a_pool_share_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pool = EnginePool.of(ProcessEngine(weight_transfer="ipc"), 2)
+    first, second = pool.engines
+    assert isinstance(first, ProcessEngine) and isinstance(second, ProcessEngine)
+    first.reserve(SPEC, pool.engines)
+    assert first._transfer is not None and first._transfer is second._transfer
+    assert first._new_store() is first._transfer
+    first.close()
+    assert first._transfer is None
+
+
+def test_what_was_sent_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replaced engine gets the weights from the GPU, but none once the policy changes."""
+    engine = ProcessEngine(weight_transfer="ipc")
+    sends: list[str] = []
+    sent = weight_transfer.SentWeights(Source(World()), torch.bfloat16)
+    engine._spec = SPEC
+    engine._store = engine._transfer = SimpleNamespace(  # type: ignore[assignment]
+        write=lambda named, dtype: sends.append("all") or sent,
+        send=lambda weights, engines: sends.append(f"one, {engine._weights}"),
+        close=lambda: None,
+    )
+    engine.sync_weights(sent.source, 3)
+    assert sends == ["all"] and engine._weights == (sent, 3)
+
+    answers = SimpleNamespace(call=lambda *message: (16, 1000), close=lambda: None)
+    monkeypatch.setattr("lit_rlsched.engines.process_engine.Child", lambda *args: answers)
+    monkeypatch.setattr(engine, "_connect", lambda spec: None)
+    monkeypatch.setattr("lit_rlsched.engines.process_engine.give_back", lambda device: None)
+    engine._launch()
+    assert sends == ["all", "one, None"], "it may die again, and is then not sent them twice"
+    assert engine._weights == (sent, 3)
+    monkeypatch.setattr(engine, "_insist", lambda *message: None)
+    engine.sleep()
+    assert engine._weights is None
+    engine.close()
+
+
+def test_nothing_is_handed_over_through_the_host(tiny_model: str) -> None:
+    spec, sizes = EngineSpec(tiny_model, 4, 64, (1,)), Sizes(1000, 4, 2**30)
+    assert ProcessEngine().footprint(spec, sizes).handed_over == 4000
+    assert ProcessEngine(weight_transfer="ipc").footprint(spec, sizes).handed_over == 0
