@@ -122,6 +122,14 @@ CHECKS = [
         420,
     ),
     _check(
+        "transfer-ipc",
+        "An engine on the trainer's GPU reads a 4B by CUDA IPC and draws with it.",
+        "transfers:transfer",
+        60,
+        300,
+        kind="ipc",
+    ),
+    _check(
         "train-7b",
         "A 7B shape trains with LoRA for two rounds on 80 GB.",
         "real:train",
@@ -145,4 +153,39 @@ CHECKS = [
         150,
         480,
     ),
+    _check(
+        "transfer-nccl",
+        "The trainer on one GPU sends a 4B over NCCL to an engine on a second GPU.",
+        "transfers:transfer",
+        60,
+        300,
+        kind="nccl",
+    ),
+    *(
+        _check(
+            f"transfer-ranks-{kind}",
+            "Two ranks of FSDP2 train beside two engines, whose weights come "
+            f"{'by CUDA IPC' if kind == 'ipc' else 'over NCCL'}.",
+            "transfers:ranks",
+            150,
+            480,
+            kind=kind,
+        )
+        for kind in ("ipc", "nccl")
+    ),
+    _check(
+        "transfer-nodes",
+        "The trainer sends a 4B over NCCL to engines on all nodes of a Ray cluster.",
+        "transfers:nodes",
+        150,
+        480,
+    ),
 ]
+MORE_GPUS = (
+    "two-devices",
+    "transfer-nccl",
+    "transfer-ranks-ipc",
+    "transfer-ranks-nccl",
+    "transfer-nodes",
+)
+"""Names of those that one GPU is not enough for."""

@@ -74,6 +74,17 @@ def figures_of(folder: Path) -> dict[str, list[float]]:
     return columns
 
 
+def rounds_of(figures: dict[str, list[float]]) -> Recorder:
+    """Return what a run has logged of each round."""
+    recorder = Recorder()
+    names = ["loss", LOGP_MEAN, LOGP_MAX, "sync/max_logp_diff"]
+    columns = [figures.get(name, []) for name in names]
+    recorder.figures = [
+        dict(zip(names, values, strict=True)) for values in zip(*columns, strict=False)
+    ]
+    return recorder
+
+
 def judge_quickstart(
     found: Findings,
     figures: dict[str, list[float]],
@@ -90,14 +101,9 @@ def judge_quickstart(
         device: `cuda` or `cpu`.
         precision: Precision of the Trainer.
     """
-    recorder = Recorder()
-    names = ["loss", LOGP_MEAN, LOGP_MAX, "sync/max_logp_diff"]
-    columns = [figures.get(name, []) for name in names]
-    recorder.figures = [
-        dict(zip(names, values, strict=True)) for values in zip(*columns, strict=False)
-    ]
     dtype = "fp32" if precision == "32-true" else "bf16"
-    judge_rounds(found, recorder, rounds, MEAN_GAP.get((device, dtype), MEAN_GAP_BF16))
+    limit = MEAN_GAP.get((device, dtype), MEAN_GAP_BF16)
+    judge_rounds(found, rounds_of(figures), rounds, limit)
     accuracy = figures.get("val/accuracy", [float("nan")])
     if device == "cuda":
         found.at_least(

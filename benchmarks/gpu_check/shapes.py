@@ -32,6 +32,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
     },
+    "4B": {  # Qwen3-4B
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
     "7B": {  # Qwen2.5-7B
         "model_type": "qwen2",
         "vocab_size": 152064,

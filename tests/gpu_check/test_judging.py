@@ -8,8 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_check import decoding, environment, processes, real, runs, sleeping
-from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check import (
+    decoding,
+    environment,
+    processes,
+    real,
+    runs,
+    sleeping,
+    transfers,
+)
+from benchmarks.gpu_check.findings import Findings, Skip
+from benchmarks.gpu_check.setting import Setting
 from benchmarks.gpu_check.training import Rounds, judge_rounds
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
@@ -228,6 +237,35 @@ def test_speed_memory_and_processes():
         "wakes",
         "restarts of the engine's process",
     ]
+
+
+def test_weights_that_arrive_late_or_not_at_all(tiny_model, tiny_policy, monkeypatch, tmp_path):
+    def judged(engine, limit):
+        monkeypatch.setattr(transfers, "load_policy", lambda *args: copy.deepcopy(tiny_policy))
+        monkeypatch.setattr(transfers, "shape_model", lambda *args: tiny_model)
+        monkeypatch.setattr(transfers, "spec_of", lambda *args: spec)
+        found, spec = Findings(), EngineSpec(tiny_model, 16, 256, (), policy=tiny_policy)
+        transfers.measure(Setting("cpu", str(tmp_path), ""), found, engine, 0, limit)
+        assert "through host memory" in found.skipped
+        return broken(found)
+
+    assert judged(Copying(), 60.0) == []
+    assert judged(Copying(), 0.0) == ["weight sync"]
+    assert judged(Deaf(), 60.0) == ["mean log-prob gap of the worst engine"]
+
+
+def test_checks_of_several_gpus_name_what_is_missing(monkeypatch, tmp_path):
+    gpu = Setting("cuda", str(tmp_path), "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for check, message in (
+        (lambda: transfers.transfer(gpu, Findings(), "nccl"), "needs 2 GPUs, and .* has 1"),
+        (lambda: transfers.ranks(gpu, Findings(), "ipc"), "needs 2 GPUs"),
+        (lambda: transfers.ranks(gpu, Findings(), "nccl"), "needs 4 GPUs"),
+        (lambda: transfers.nodes(gpu, Findings()), "`RAY_ADDRESS`"),
+    ):
+        with pytest.raises(Skip, match=message):
+            check()
 
 
 def test_rotary_frequencies(tiny_policy):

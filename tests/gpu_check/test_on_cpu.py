@@ -18,6 +18,7 @@ from benchmarks.gpu_check import child, runner, runs
 from benchmarks.gpu_check.checks import CHECKS
 
 SKIPPED = {"environment", "tiny-fp32-graphs", "tiny-bf16-graphs", "sleep-cycles"}
+SKIPPED |= {check.name for check in CHECKS if check.name.startswith("transfer-")}
 if len(os.sched_getaffinity(0)) < 2:
     SKIPPED.add("two-devices")
 
