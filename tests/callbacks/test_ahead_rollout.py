@@ -1,8 +1,11 @@
 """Rounds that are drawn ahead: content from weights and seeds, whatever the timing."""
 
+import copy
 import random
 import threading
 import time
+from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
     StreamedTraining,
 )
-from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.session import RolloutSession
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
@@ -242,3 +245,72 @@ def test_refusals(fit, tiny_model):
         fit(callbacks=[AheadRollout()], engine=engine, top_p=0.9)
     with pytest.raises(MisconfigurationException, match="Use `correction='verify'`"):
         fit(callbacks=[AheadRollout("importance"), StreamedTraining()], engine=engine)
+
+
+class Second(RolloutCallback):
+    """Keeps the second round, and the policy that its update begins with."""
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.completions, self.policy = round.completions, copy.deepcopy(pl_module.model).eval()
+        self.prompt = round.groups[0].prompt.token_ids
+
+
+def cells(policy, prompt, eos, most=8):
+    """Probabilities of the likeliest first tokens, each with its likeliest second tokens."""
+
+    def likeliest(ids):
+        with torch.no_grad():
+            found = policy(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+        return {int(token): float(found[token]) for token in found.topk(most).indices}
+
+    expected = {}
+    for first, chance in likeliest([*prompt]).items():
+        after = {} if first in eos else likeliest([*prompt, first])
+        expected |= {(first, second): chance * p for second, p in after.items()}
+        expected[first, None] = chance * (1 - sum(after.values()))
+    return expected | {(None, None): 1 - sum(expected.values())}
+
+
+def fit_of(completions, expected):
+    """How likely counts as far from `expected` as these are, or farther."""
+    counts = Counter()
+    for first, *more in (c.token_ids for c in completions):
+        pair = first, more[0] if more else None
+        pair = pair if pair in expected else (first, None)
+        counts[pair if pair in expected else (None, None)] += 1
+    kept, rest = [], [0.0, 0.0]
+    for cell, chance in expected.items():
+        mean = len(completions) * chance
+        if mean >= 5:
+            kept.append((counts[cell], mean))
+        else:
+            rest = [rest[0] + counts[cell], rest[1] + mean]
+    kept.append((rest[0], rest[1]))
+    statistic = sum((n - mean) ** 2 / mean for n, mean in kept)
+    halves = torch.tensor([(len(kept) - 1) / 2, statistic / 2]).double()
+    return float(torch.special.gammaincc(*halves))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_verified_completions_are_draws_of_the_newest_policy(fit, tiny_model):
+    """4,096 completions after an update so large that stale ones are told from them."""
+
+    def drawn(correction):
+        second = Second()
+        fit(
+            GRPOModule(tiny_model, learning_rate=3e-3),
+            [second, AheadRollout(correction)],
+            engine=ProcessEngine(VLLMEngine()),
+            train_data=[{"prompt": "1+1=", "answer": "2", "uid": str(i)} for i in range(512)],
+            prompts_per_round=256,
+            num_generations=16,
+            max_completion_length=4,
+            micro_batch_tokens=16384,
+        )
+        eos = second.policy.generation_config.eos_token_id
+        expected = cells(second.policy, second.prompt, {eos} if isinstance(eos, int) else {*eos})
+        return fit_of(second.completions, expected)
+
+    assert drawn("verify") > 1e-3
+    assert drawn("importance") < 1e-6
