@@ -83,6 +83,12 @@ class AheadRollout(RolloutCallback):
                 f"`AheadRollout` needs an engine that decodes while the trainer computes, and "
                 f"`{name}` does so only when it is called. Use `engine=ProcessEngine({name}(...))`."
             )
+        if run.engine.weight_transfer is not None:
+            raise MisconfigurationException(
+                f"`AheadRollout` with `weight_transfer={run.engine.weight_transfer!r}`: an engine "
+                "that is replaced during the update would get weights of the middle of it. Leave "
+                "`weight_transfer` out."
+            )
         who, what = f"`AheadRollout(correction={self.correction!r})`", "drafts are verified by"
         if self.correction == "importance":
             what = "tokens are trained against"

@@ -239,6 +239,9 @@ def test_refusals(fit, tiny_model):
     with pytest.raises(MisconfigurationException, match=r"Use `engine=ProcessEngine\(Transf"):
         fit(callbacks=[AheadRollout()])
     engine = ProcessEngine(TransformersEngine())
+    direct = ProcessEngine(VLLMEngine(), weight_transfer="nccl")
+    with pytest.raises(MisconfigurationException, match="Leave `weight_transfer` out"):
+        fit(callbacks=[AheadRollout()], engine=direct)
     with pytest.raises(ValueError, match="Remove one of them"):
         fit(callbacks=[AheadRollout(), SortedBatching()], engine=engine)
     with pytest.raises(ValueError, match=r"top_p=0\.9"):
