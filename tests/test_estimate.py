@@ -9,7 +9,7 @@ from lightning import Callback, Trainer
 from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, StreamedTraining
+from lit_rlsched.callbacks import AheadRollout, MicroGroupSampling, StreamedTraining
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
 from lit_rlsched.estimate import Ledger, PlannedRun, counted_peaks, report
@@ -398,6 +398,19 @@ def test_gradients_of_streamed_training_are_in_the_rollout(plan):
     for name in ("gradients", "activations", "passes at their peak"):
         assert plain[name].rollout == 0 < streamed[name].rollout <= streamed[name].update
         assert streamed[name].update == plain[name].update
+
+
+@pytest.mark.slow
+def test_an_engine_that_draws_ahead_is_in_the_update(plan):
+    engine = ProcessEngine(TransformersEngine())
+    plain = items(ledger(plan(engine=engine)))
+    ahead = items(ledger(plan(engine=engine, callbacks=[AheadRollout()])))
+    for name in ("engine weights", "key-value cache", "decoding"):
+        assert 0 < ahead[name].update == ahead[name].rollout == plain[name].rollout
+    assert plain["decoding"].update == 0
+    assert ahead["completions"].update == 2 * plain["completions"].update
+    assert ahead["weights of the drafts"].update == ahead["gradients"].update
+    assert "weights of the drafts" not in plain
 
 
 def test_with_fsdp2_a_rank_has_a_part(plan):
