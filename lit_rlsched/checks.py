@@ -144,6 +144,16 @@ def check_group_size(num_generations: int, needs_group: bool) -> None:
         )
 
 
+def check_decodes_by_itself(needed_by: str, engine: RolloutEngine) -> None:
+    """Refuse an engine that decodes only when the trainer calls it."""
+    if not engine.decodes_by_itself:
+        raise MisconfigurationException(
+            f"{needed_by} needs an engine that decodes while the trainer computes, and "
+            f"`{engine.name}` does so only when it is called. Use "
+            f"`engine=ProcessEngine({engine.name}(...))`."
+        )
+
+
 def check_logprobs(
     needed_by: str,
     engine: RolloutEngine,

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_logprobs
+from lit_rlsched.checks import check_decodes_by_itself, check_logprobs
 from lit_rlsched.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.ahead_rollout import Correction
 
@@ -77,12 +77,7 @@ class AheadRollout(RolloutCallback):
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
-        if not run.engine.decodes_by_itself:
-            name = run.engine.name
-            raise MisconfigurationException(
-                f"`AheadRollout` needs an engine that decodes while the trainer computes, and "
-                f"`{name}` does so only when it is called. Use `engine=ProcessEngine({name}(...))`."
-            )
+        check_decodes_by_itself("`AheadRollout`", run.engine)
         if run.engine.weight_transfer is not None:
             raise MisconfigurationException(
                 f"`AheadRollout` with `weight_transfer={run.engine.weight_transfer!r}`: an engine "

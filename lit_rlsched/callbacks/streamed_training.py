@@ -5,6 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.checks import check_decodes_by_itself
 from lit_rlsched.scheduling.streamed_training import Streaming
 
 
@@ -70,12 +71,7 @@ class StreamedTraining(RolloutCallback):
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
-        if not run.engine.decodes_by_itself:
-            name = run.engine.name
-            raise MisconfigurationException(
-                f"`StreamedTraining` needs an engine that decodes while the trainer computes, and "
-                f"`{name}` does so only when it is called. Use `engine=ProcessEngine({name}(...))`."
-            )
+        check_decodes_by_itself("`StreamedTraining`", run.engine)
         if run.steps_per_round * run.num_iterations > 1:
             raise MisconfigurationException(
                 f"`StreamedTraining`: a round has `steps_per_round={run.steps_per_round}` times "

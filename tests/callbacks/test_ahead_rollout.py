@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from chi_square import p_value
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -274,24 +275,14 @@ def cells(policy, prompt, eos, most=8):
     return expected | {(None, None): 1 - sum(expected.values())}
 
 
-def fit_of(completions, expected):
-    """How likely counts as far from `expected` as these are, or farther."""
+def counted(completions, expected):
+    """Number of completions in each cell."""
     counts = Counter()
     for first, *more in (c.token_ids for c in completions):
         pair = first, more[0] if more else None
         pair = pair if pair in expected else (first, None)
         counts[pair if pair in expected else (None, None)] += 1
-    kept, rest = [], [0.0, 0.0]
-    for cell, chance in expected.items():
-        mean = len(completions) * chance
-        if mean >= 5:
-            kept.append((counts[cell], mean))
-        else:
-            rest = [rest[0] + counts[cell], rest[1] + mean]
-    kept.append((rest[0], rest[1]))
-    statistic = sum((n - mean) ** 2 / mean for n, mean in kept)
-    halves = torch.tensor([(len(kept) - 1) / 2, statistic / 2]).double()
-    return float(torch.special.gammaincc(*halves))
+    return counts
 
 
 @pytest.mark.slow
@@ -313,7 +304,7 @@ def test_verified_completions_are_draws_of_the_newest_policy(fit, tiny_model):
         )
         eos = second.policy.generation_config.eos_token_id
         expected = cells(second.policy, second.prompt, {eos} if isinstance(eos, int) else {*eos})
-        return fit_of(second.completions, expected)
+        return p_value(counted(second.completions, expected), expected)
 
     assert drawn("verify") > 1e-3
     assert drawn("importance") < 1e-6

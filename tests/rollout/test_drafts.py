@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from chi_square import p_value
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched.engines import TransformersEngine
@@ -119,20 +120,8 @@ def distribution(policy, temperature):
 
 
 def chi_square(completions, expected):
-    """How likely counts as far from `expected` as these are, or farther."""
     counts = Counter(tuple(c.token_ids) for c in completions)
-    assert counts.keys() <= expected.keys()
-    cells, rest = [], [0.0, 0.0]
-    for tokens, logprobs in expected.items():
-        mean = len(completions) * math.exp(sum(logprobs))
-        if mean >= 5:
-            cells.append((counts[tokens], mean))
-        else:  # too few for the approximation: together
-            rest = [rest[0] + counts[tokens], rest[1] + mean]
-    cells += [tuple(rest)] if rest[1] > 0 else []
-    statistic = sum((n - mean) ** 2 / mean for n, mean in cells)
-    halves = torch.tensor([(len(cells) - 1) / 2, statistic / 2]).double()
-    return float(torch.special.gammaincc(*halves))
+    return p_value(counts, {tokens: math.exp(sum(of)) for tokens, of in expected.items()})
 
 
 def lose(groups, version=1):
