@@ -46,6 +46,18 @@ def weights(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+@pytest.mark.parametrize(("transfer", "first"), [(None, 0), ("ipc", 0), ("nccl", 1)])
+def test_engines_with_gpus_of_their_own_begin_after_the_trainers(fit, transfer, first):
+    class Looking(TransformersEngine):
+        weight_transfer = transfer
+
+        def start(self, spec):
+            assert spec.first_gpu == first
+            super().start(spec)
+
+    fit(engine=Looking(), trainer={"max_epochs": 1})
+
+
 def test_one_epoch_is_one_round(fit):
     recorder = Recorder()
     trainer, _, data = fit(

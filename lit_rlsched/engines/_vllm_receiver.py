@@ -10,7 +10,6 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines._vllm_worker import loaded, noting
 from lit_rlsched.engines.weight_buckets import gpu_of
 
@@ -73,10 +72,11 @@ def known(info: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def open_group(address: str, port: int, world_size: int) -> Any:
     """Open the trainer's end of an NCCL group, as rank 0, on the current GPU; waits for the others.
 
+    vLLM was imported before (`_vllm_guest.import_vllm`).
+
     Raises:
         RuntimeError: NCCL cannot be used here.
     """
-    guest.import_vllm()
     nccl: Any = import_module("vllm.distributed.weight_transfer.nccl_common")
     group = nccl.trainer_init(
         {"master_address": address, "master_port": port, "world_size": world_size}

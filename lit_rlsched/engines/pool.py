@@ -196,6 +196,10 @@ class EnginePool(RolloutEngine):
         handed = self.hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
+    def policy_changes(self) -> None:
+        for engine in self._engines:
+            engine.policy_changes()
+
     def stats(self) -> EngineStats:
         """Sums over the engines; the decode steps of the engine that made the most."""
         every = [engine.stats() for engine in self._engines]

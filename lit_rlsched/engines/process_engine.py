@@ -104,6 +104,8 @@ class ProcessEngine(RolloutEngine):
         self._store: WeightsStore | None = None
         self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
+        self._irreplaceable = False
+        """Whether a new process could not get the weights that this one decodes with."""
         self._deaths = 0
         self._timeouts = AnswerTimeouts()
 
@@ -240,7 +242,11 @@ class ProcessEngine(RolloutEngine):
 
     def forget_weights(self) -> None:
         """Give a process that replaces this one no weights before the next sync."""
-        self._weights = None
+        self._weights, self._irreplaceable = None, False
+
+    def policy_changes(self) -> None:
+        if self._weights is not None and isinstance(self._weights[0], SentWeights):
+            self._weights, self._irreplaceable = None, True
 
     def stats(self) -> EngineStats:
         return self._insist("engine", "stats")
@@ -249,8 +255,8 @@ class ProcessEngine(RolloutEngine):
         return self._insist("engine", "now")
 
     def sleep(self) -> None:
-        if self._transfer is not None:
-            self.forget_weights()  # the policy changes from here on
+        if self.weight_transfer is not None:
+            self.forget_weights()  # a sync comes before the next request
         if self.alive:  # not after the process has died too often
             self._insist("engine", "sleep")
 
@@ -292,11 +298,17 @@ class ProcessEngine(RolloutEngine):
         """Replace the process; the new one gets the weights of the last sync.
 
         Raises:
-            RuntimeError: the process has died too often.
+            RuntimeError: the process has died too often, or its weights cannot be read again.
         """
         how = self.child.kill()
-        assert self._spec is not None
-        name = self._spec.name
+        name = self.numbered_name
+        if self._irreplaceable:
+            self.close()
+            raise RuntimeError(
+                f"The process of {name} {how} while the policy was trained, which has other "
+                f"weights now, and `weight_transfer={self.weight_transfer!r}` keeps no copy. "
+                "Resume from the last checkpoint, or leave `weight_transfer` out."
+            )
         cause: Exception | None = None
         while True:
             self._deaths += 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine
 from lit_rlsched.engines.shared_weights import HandedWeights, WeightsStore
 from lit_rlsched.engines.weight_buckets import PackedWeights, WeightSource, gpu_of
@@ -235,6 +236,7 @@ class NCCLTransfer(WeightTransfer):
                     f"and NCCL takes each GPU once. {engine.gpus_advice}, or use "
                     "`weight_transfer='ipc'`."
                 )
+        guest.import_vllm()  # not in a thread, where a module may not set signal handlers
         address = gpus[0][0].trainer_address
         port, sizes = free_port(address), [len(theirs) for _, theirs in gpus]
         world = 1 + sum(sizes)

@@ -148,6 +148,7 @@ class RolloutSession:
         Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
         """
         self._held = []
+        self.engine.policy_changes()
         self._background = self._threads.submit(decode)
 
     def wait(self) -> None:

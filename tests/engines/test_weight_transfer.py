@@ -23,6 +23,7 @@ from lit_rlsched.engines import (
     _vllm_receiver,
     weight_transfer,
 )
+from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines.base import EngineDied, EngineSpec, Sizes
 from lit_rlsched.engines.placement import check_devices, variables_of
 from lit_rlsched.engines.pool import EnginePool
@@ -140,6 +141,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(weight_transfer, "free_port", lambda address: 1234)
     monkeypatch.setattr(weight_transfer, "GRACE", 0.2)
     monkeypatch.setattr(_vllm_receiver, "open_group", Group)
+    monkeypatch.setattr(guest, "import_vllm", lambda: world.log.append(("trainer", "import")))
     return world
 
 
@@ -194,7 +196,7 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
             ("stepped",),
         ]
     trainer = [entry[1:3] for entry in world.log if entry[0] == "trainer"]
-    assert trainer[1:] == [
+    assert trainer[2:] == [
         ("gather", 0),
         ("broadcast", [0.0] * 4),
         ("gather", 1),
@@ -418,6 +420,41 @@ def test_what_was_sent_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch)
     engine.sleep()
     assert engine._weights is None
     engine.close()
+
+
+def test_a_process_cannot_be_replaced_while_the_policy_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the next round is drawn beside the update: other weights would draw unnoticed."""
+    sent = weight_transfer.SentWeights(Source(World()), torch.bfloat16)
+
+    def decoding() -> ProcessEngine:
+        engine = ProcessEngine(weight_transfer="nccl")
+        engine._spec, engine._weights = SPEC, (sent, 3)
+        engine._child = SimpleNamespace(  # type: ignore[assignment]
+            kill=lambda: "was killed (SIGKILL)", close=lambda: None
+        )
+        monkeypatch.setattr(engine, "_launch", lambda: None)
+        return engine
+
+    pool = EnginePool([decoding(), decoding()])
+    pool.policy_changes()
+    message = r"The process of the engine was killed \(SIGKILL\) while the policy was trained"
+    with pytest.raises(RuntimeError, match=message):
+        pool.engines[0].revive()  # type: ignore[attr-defined]
+    assert not pool.engines[0].alive  # type: ignore[attr-defined]
+
+    (_, later) = pool.engines
+    monkeypatch.setattr(later, "_insist", lambda *message: None)
+    later.sleep()  # the round is over: the next one begins with a sync
+    with pytest.warns(UserWarning, match="another one takes its place"):
+        later.revive()  # type: ignore[attr-defined]
+
+    copied = decoding()
+    copied._weights = (SimpleNamespace(), 3)  # type: ignore[assignment]
+    copied.policy_changes()
+    with pytest.warns(UserWarning, match="another one takes its place"):
+        copied.revive()  # it has a copy in host memory
 
 
 def test_nothing_is_handed_over_through_the_host(tiny_model: str) -> None:
