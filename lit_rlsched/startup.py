@@ -130,8 +130,8 @@ class Startup:
             raise MisconfigurationException(
                 "Drafts are verified with weights of earlier policy versions, which "
                 f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
-                "`strategy='ddp'`, leave `reuse_drafts` and `max_deferrals` out, or use "
-                "`AheadRollout(correction='importance')`."
+                "`strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., max_deferrals=...)`, "
+                "`SortedBatching(mode='verified')` and `AheadRollout(correction='verify')` out."
             )
 
     def _check_gen_batches(self) -> None:

@@ -195,7 +195,7 @@ def test_a_model_that_is_not_there(fit, model):
         (lambda: SortedBatching(mode="off_policy"), r"mode='off_policy'\)` is unknown.*'partial'"),
         (
             lambda: SortedBatching(mode="partial", max_staleness=0),
-            r"max_staleness=0\)`.*use `mode='on_policy'`",
+            r"max_staleness=0\)`.*use `mode='verified'`",
         ),
         (lambda: SortedBatching(max_staleness=2), r"max_staleness=2, mode='on_policy'\)`.*partial"),
         (

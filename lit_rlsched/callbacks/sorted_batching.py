@@ -25,15 +25,17 @@ class SortedBatching(RolloutCallback):
 
     Bias: in `on_policy` mode a long completion may be discarded and drawn again, and may then be
     short, so completions are biased towards short ones; `pool/trained_over_drawn_length` measures
-    the bias from below. In `partial` mode every completion that was begun is trained on (unless
+    the bias from below. In `verified` mode nothing is drawn again: what was drawn is a draft, which
+    the trainer verifies under the new policy (block verification, arXiv 2403.10444), so that every
+    completion is a draw of the policy that trains on it. In `partial` mode every completion that was begun is trained on (unless
     `max_staleness` discards it), without this bias, but its tokens come from several policies. Our
     modules then clip the ratio to the policy that drew each token (`old_logprobs` of
-    `PolicyModule`), as the paper does. In both modes an update sees prompts of similar length.
+    `PolicyModule`), as the paper does. In all modes an update sees prompts of similar length.
 
     Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
     `rollout/useful_token_share`, `rollout/attempts/*` (draws per prompt),
-    `rollout/trained_over_drawn_length` and, in `partial` mode, `staleness/*`; the end of a pool
-    logs `pool/*`. The hook `on_completion_end` also fires for completions that are discarded later,
+    `rollout/trained_over_drawn_length` and, in `partial` mode, `staleness/*`, in `verified` mode
+    `drafts/*`; the end of a pool logs `pool/*`. The hook `on_completion_end` also fires for completions that are discarded later,
     `on_group_end` only for groups that are trained on.
 
     Args:
@@ -42,8 +44,10 @@ class SortedBatching(RolloutCallback):
         update_prompts: Prompts of an update; by default `prompts_per_round`. The last update of a
             pool has what is left.
         mode: `on_policy` trains only on tokens of the newest policy and discards unfinished
-            completions; `partial` keeps their tokens, with log-probs and policy versions, and
-            resumes them.
+            completions; `verified` keeps of their tokens what the newest policy would have drawn,
+            at the cost of a forward pass over them before each round and a copy of the trainable
+            weights of each policy version that has drafts; `partial` keeps them all, with log-probs
+            and policy versions, and resumes them.
         max_staleness: For `mode="partial"`: maximum age of a trained token in policy versions
             (optimizer steps); older completions are drawn again. By default only the pool limits
             it: in a pool of n updates tokens are at most n - 1 updates old.
@@ -77,7 +81,11 @@ class SortedBatching(RolloutCallback):
 
     def describe(self) -> str:
         """Return the settings in words."""
-        others = "go on" if self.settings.mode == "partial" else "are drawn again"
+        others = {
+            "on_policy": "are drawn again",
+            "verified": "are verified and go on",
+            "partial": "go on",
+        }[self.settings.mode]
         return (
             f"{self.settings.pool_rounds} rounds' prompts are loaded, and trained on as soon as an "
             f"update's worth of them is ready; the others {others} under the new weights"
@@ -97,6 +105,9 @@ class SortedBatching(RolloutCallback):
             )
         if self.settings.mode == "partial":
             self._check_partial(run, pl_module)
+        elif self.settings.mode == "verified":
+            who, what = "`SortedBatching(mode='verified')`", "drafts are verified by"
+            check_logprobs(who, run.engine, run.sampling, what)
         schedule.rule = rule
         schedule.mask_stale_tokens = self.settings.mask_stale_tokens
 

@@ -10,7 +10,7 @@ from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
 from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.types import Group
 
-Mode = Literal["on_policy", "partial"]
+Mode = Literal["on_policy", "verified", "partial"]
 Unit = Literal["group", "completion"]
 
 
@@ -36,7 +36,7 @@ class SortedSettings:
         if self.update_prompts is not None:
             check_count(owner, "update_prompts", self.update_prompts, 1)
         if self.max_staleness is not None:
-            fix = "For tokens of the newest policy only use `mode='on_policy'`."
+            fix = "For tokens of the newest policy only use `mode='verified'` or `'on_policy'`."
             check_count(owner, "max_staleness", self.max_staleness, 1, fix)
         if self.oversubscribe is not None and not 1 <= self.oversubscribe < math.inf:
             raise ValueError(
@@ -44,9 +44,9 @@ class SortedSettings:
                 "an update needs its prompts. Leave it out to decode the whole pool."
             )
         for name in ("max_staleness", "mask_stale_tokens"):
-            if self.mode == "on_policy" and (value := getattr(self, name)):
+            if self.mode != "partial" and (value := getattr(self, name)):
                 raise ValueError(
-                    f"`SortedBatching({name}={value!r}, mode='on_policy')`: no token is stale "
+                    f"`SortedBatching({name}={value!r}, mode={self.mode!r})`: no token is stale "
                     f"in that mode. Use `mode='partial'`, or leave `{name}` out."
                 )
 
@@ -83,7 +83,8 @@ class SortedRound(RoundRule):
         num_generations: Completions per prompt.
         unit: What is trained on as a whole: a `group`, whose completions are compared with each
             other, or a `completion`; `update_prompts * num_generations` of these are an update.
-        mode: `on_policy` throws away unfinished completions, `partial` keeps their tokens.
+        mode: `on_policy` throws away unfinished completions, `verified` keeps their tokens as
+            drafts and `partial` as they are.
         max_staleness: See `RoundRule`; for `partial`.
         oversubscribe: Prompts that decode in a round, as a multiple of `update_prompts`. `None`:
             the whole pool.
@@ -103,7 +104,8 @@ class SortedRound(RoundRule):
         self.pool_prompts = pool_prompts
         self.num_generations = num_generations
         self.unit = unit
-        self.max_staleness = 0 if mode == "on_policy" else max_staleness
+        self.max_staleness = max_staleness if mode == "partial" else 0
+        self.keeps_drafts = mode == "verified"
         self._raced = pool_prompts
         if oversubscribe is not None:
             self._raced = min(pool_prompts, at_least(oversubscribe, update_prompts))
@@ -143,7 +145,7 @@ class SortedRound(RoundRule):
             more = state.completions > self.update_prompts * self.num_generations
         else:
             more = len(state.planned) > self.update_prompts
-        return more and self.max_staleness == 0
+        return more and self.max_staleness == 0 and not self.keeps_drafts
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Split into finished and unfinished groups or completions, in the order of the pool."""

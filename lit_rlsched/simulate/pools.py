@@ -11,7 +11,8 @@ import numpy as np
 
 from lit_rlsched.scheduling.admission import TURNS
 from lit_rlsched.scheduling.planning import Steps, check_slots, check_steps
-from lit_rlsched.scheduling.sorted_batching import Mode
+
+Mode = Literal["on_policy", "partial"]
 
 PoolOrder = Literal["fifo", "least_attained"]
 

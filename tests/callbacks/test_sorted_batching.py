@@ -198,12 +198,13 @@ def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, e
     assert moved > 0.1  # of another version they would have been others
 
 
-@pytest.mark.mostly_slow("TransformersEngine")
+@pytest.mark.mostly_slow("on_policy-TransformersEngine", "verified-TransformersEngine")
 @engines
-def test_on_policy_every_token_is_of_the_newest_version(fit, tiny_model, engine):
+@pytest.mark.parametrize("mode", ["on_policy", "verified"])
+def test_every_token_is_of_the_newest_version(fit, tiny_model, engine, mode):
     recorder = Recorder()
     module = GRPOModule(tiny_model, learning_rate=1e-2)
-    callbacks = [recorder, SortedBatching(pool_rounds=3)]
+    callbacks = [recorder, SortedBatching(pool_rounds=3, mode=mode)]
     fit(module, callbacks, engine=engine(), trainer={"max_epochs": 4}, **SMALL)
     for round in recorder.rounds:
         model = module_of(tiny_model, recorder.weights[round.version]).model
@@ -217,6 +218,8 @@ def test_on_policy_every_token_is_of_the_newest_version(fit, tiny_model, engine)
     begun_again = [c.attempts for c in recorder.completions]
     assert max(begun_again) >= 1
     assert min(r.metrics["rollout/useful_token_share"] for r in recorder.rounds) < 1
+    accepted = [r.metrics.get("drafts/accepted_share", 0) for r in recorder.rounds]
+    assert (max(accepted) > 0) == (mode == "verified")
 
 
 @pytest.mark.slow
@@ -330,8 +333,8 @@ def test_oversubscribe_limits_what_decodes(fit):
 # Stopping and going on.
 
 
-@pytest.mark.mostly_slow("partial")
-@modes
+@pytest.mark.mostly_slow("verified")
+@pytest.mark.parametrize("mode", ["on_policy", "verified", "partial"])
 def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
     def run(epochs, folder, ckpt_path=None):
         recorder = Recorder()

@@ -139,7 +139,7 @@ REFUSED = {
     "drafts of the next round": (
         {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine"},
         FSDP2,
-        "correction='importance'",
+        "correction='verify'",
     ),
     "planner": ({"callbacks": {"ParallelismPlanner": {}}}, DDP, "ParallelismPlanner"),
     "slots": (
