@@ -27,16 +27,17 @@ class SortedBatching(RolloutCallback):
     short, so completions are biased towards short ones; `pool/trained_over_drawn_length` measures
     the bias from below. In `verified` mode nothing is drawn again: what was drawn is a draft, which
     the trainer verifies under the new policy (block verification, arXiv 2403.10444), so that every
-    completion is a draw of the policy that trains on it. In `partial` mode every completion that was begun is trained on (unless
-    `max_staleness` discards it), without this bias, but its tokens come from several policies. Our
-    modules then clip the ratio to the policy that drew each token (`old_logprobs` of
-    `PolicyModule`), as the paper does. In all modes an update sees prompts of similar length.
+    completion is a draw of the policy that trains on it. In `partial` mode every completion that
+    was begun is trained on (unless `max_staleness` discards it), without this bias, but its tokens
+    come from several policies. Our modules then clip the ratio to the policy that drew each token
+    (`old_logprobs` of `PolicyModule`), as the paper does. In all modes an update sees prompts of
+    similar length.
 
     Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
     `rollout/useful_token_share`, `rollout/attempts/*` (draws per prompt),
     `rollout/trained_over_drawn_length` and, in `partial` mode, `staleness/*`, in `verified` mode
-    `drafts/*`; the end of a pool logs `pool/*`. The hook `on_completion_end` also fires for completions that are discarded later,
-    `on_group_end` only for groups that are trained on.
+    `drafts/*`; the end of a pool logs `pool/*`. The hook `on_completion_end` also fires for
+    completions that are discarded later, `on_group_end` only for groups that are trained on.
 
     Args:
         pool_rounds: Size of a pool in rounds' worth of prompts (the paper's n). With 1, and the

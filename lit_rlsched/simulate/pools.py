@@ -13,7 +13,6 @@ from lit_rlsched.scheduling.admission import TURNS
 from lit_rlsched.scheduling.planning import Steps, check_slots, check_steps
 
 Mode = Literal["on_policy", "partial"]
-
 PoolOrder = Literal["fifo", "least_attained"]
 
 _ROUNDING = 1e-9
