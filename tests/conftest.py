@@ -144,15 +144,18 @@ def load_policy(folder: str) -> PreTrainedModel:
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster on this node, in which nothing is left at the end."""
     ray = pytest.importorskip("ray")
-    from lit_rlsched.engines._ray_cluster import connect
+    from lit_rlsched.engines import _ray_cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")
-        connect(cpus=4)
+        _ray_cluster.connect(cpus=4, timeout=60)
+        assert _ray_cluster._own is not None
+        folder, _ = _ray_cluster._own
         yield
     groups = ray.util.placement_group_table().values()
-    ray.shutdown()
+    _ray_cluster.disconnect()
     assert all(group["state"] == "REMOVED" for group in groups)
+    assert not Path(folder).exists()
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)

@@ -10,8 +10,9 @@ from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import AheadRollout, MicroGroupSampling, StreamedTraining
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
+from lit_rlsched.engines.base import EngineSpec, Sizes
 from lit_rlsched.estimate import Ledger, PlannedRun, counted_peaks, report
 from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.estimate.report import ADVICE
@@ -388,6 +389,73 @@ def test_an_engine_in_its_own_process_has_weights_of_its_own(plan, engine):
     assert apart["engine weights"].update == apart["engine weights"].rollout == weights
     assert apart["key-value cache"].rollout == inside["key-value cache"].rollout
     assert "weights handed over" not in inside
+
+
+def test_engines_of_a_ray_cluster_have_gpus_of_their_own(plan):
+    settings = {"num_engines": 4, "precision": "bf16-mixed"}
+    memory = 2**30
+    run = plan(engine=RayEngine(TransformersEngine(), {"CPU": 2}), **settings)
+    cluster = ledger(run, memory, "cuda")
+    node = ledger(plan(engine=TransformersEngine(), **settings), memory, "cuda")
+    held, beside = items(cluster), items(node)
+    engine = [held[name] for name in ("engine weights", "key-value cache", "decoding")]
+    assert [i.rollout for i in engine] == [beside[i.name].rollout for i in engine]
+    assert all(i.apart for i in engine) and not held["weights"].apart
+    alone = cluster.peak()[0] + sum(i.rollout for i in engine)
+    assert alone == node.peak()[0] and cluster.peak()[1] < node.peak()[1]
+    said, weights = report(cluster), held["weights handed over"]
+    assert weights.host and weights.rollout == engine[0].rollout
+    assert "4 x (2 CPU + 1 GPU), each on one node" in said
+    assert "The trainer fits: " in said and "An engine fits: " in said
+    small = Ledger(cluster.run, 2 * engine[0].rollout)
+    assert "An engine does not fit: " in report(small)
+
+
+@pytest.mark.slow
+def test_engines_of_a_ray_cluster_are_counted_here_on_a_cpu(plan):
+    cluster, node = (
+        ledger(plan(engine=engine(TransformersEngine()), num_engines=2))
+        for engine in (RayEngine, ProcessEngine)
+    )
+    assert cluster.peak() == node.peak()
+    assert "2 x (1 CPU), each on one node. Counted as if all" in report(cluster)
+    assert "Ray" not in report(node)
+
+
+@pytest.mark.parametrize(
+    ("placement", "transfer", "apart"),
+    [
+        (ProcessEngine, None, False),
+        (ProcessEngine, "ipc", False),
+        (ProcessEngine, "nccl", True),
+        (RayEngine, None, True),
+        (RayEngine, "ipc", False),
+        (RayEngine, "nccl", True),
+    ],
+)
+def test_an_engine_has_a_gpu_of_its_own_if_it_cannot_share_the_trainers(
+    tiny_model, placement, transfer, apart
+):
+    engine, sizes = placement(VLLMEngine(), weight_transfer=transfer), Sizes(1000, 10, 2**30)
+    for device, there in (("cuda", apart), ("cpu", False)):
+        spec = EngineSpec(tiny_model, 2, 64, (1,), device=torch.device(device))
+        assert engine.footprint(spec, sizes).apart == there
+
+
+@pytest.mark.slow
+def test_gpus_of_an_engine_have_a_part_of_its_weights(plan):
+    memory, held = 2**30, []
+    for gpus in (1, 2):
+        engine = VLLMEngine(gpu_memory_utilization=0.25, tensor_parallel_size=gpus)
+        planned = ledger(plan(engine=RayEngine(engine)), memory, "cuda")
+        held.append(items(planned))
+        assert f"1 x (1 CPU + {gpus} GPU)" in report(planned)
+    one, two = held
+    assert two["engine weights"].rollout == one["engine weights"].rollout // 2
+    assert two["engine weights"].how.endswith("a part of 2")
+    assert two["weights handed over"].rollout == one["weights handed over"].rollout
+    for part in held:
+        assert part["engine weights"].rollout + part["key-value cache"].rollout == memory // 4
 
 
 @pytest.mark.slow

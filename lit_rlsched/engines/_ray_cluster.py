@@ -7,18 +7,24 @@ import os
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lit_rlsched._environment import passed
 from lit_rlsched.engines.placement import available_cores
 
 MIN_VERSION = (2, 59)
 """The first version whose local clusters ask for a token, so that other users cannot run code."""
+LOCK = "trainer.lock"
+"""File in the folder of a local cluster, locked by the trainer as long as it lives."""
 
 
 class Reservation:
@@ -27,17 +33,18 @@ class Reservation:
     Args:
         engines: Number of engines.
         bundle: Resources of an engine, by Ray's names.
-        timeout: Maximum seconds to wait for them.
+        timeout: Maximum seconds to wait for the cluster, and then for the resources.
 
     Raises:
         ImportError: Ray is missing or too old.
+        ConnectionError: the cluster does not answer, or does not accept this process.
         RuntimeError: the cluster does not have the resources.
     """
 
     def __init__(self, engines: int, bundle: Mapping[str, float], timeout: float) -> None:
         self.bundle = dict(bundle)
         self._users, self._lock = engines, threading.Lock()
-        self.local = connect(engines * self.bundle.get("CPU", 0))
+        self.local = connect(engines * self.bundle.get("CPU", 0), timeout)
         """Whether the cluster was started by this process, and has this node only."""
         from ray.util import placement_group
 
@@ -50,6 +57,15 @@ class Reservation:
                 f"after {timeout:g} s: {why}. Start Ray on more nodes, or change `num_engines`, "
                 "`tensor_parallel_size` or `RayEngine(resources=...)`."
             )
+
+    def node(self, index: int) -> str:
+        """Return id and address of the node of an engine, for messages."""
+        import ray
+        from ray.util import placement_group_table
+
+        found = placement_group_table(self.group)["bundles_to_node_id"].get(index, "")
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return f"node {found[:8]} ({addresses.get(found, 'lost')}) of the Ray cluster"
 
     def leave(self) -> None:
         """Note that an engine was closed; the last one gives the resources back."""
@@ -66,53 +82,127 @@ class Reservation:
             remove_placement_group(self.group)
 
 
-def connect(cpus: float) -> bool:
+def connect(cpus: float, timeout: float) -> bool:
     """Connect this process to a cluster; return whether it is one that this process started.
 
-    An existing cluster is that of `RAY_ADDRESS`, or one that `ray start` has started on this node.
-    Otherwise one is started here, which ends with this process.
+    An existing cluster is that of `RAY_ADDRESS`, or one that this user has started on this node
+    with `ray start`. Otherwise one is started here, which ends with this process.
 
     Args:
         cpus: Minimum number of CPUs of a new cluster, as Ray counts them.
+        timeout: Maximum seconds to wait until the cluster of `RAY_ADDRESS` answers.
 
     Raises:
         ImportError: Ray is missing or too old.
-        ConnectionError: the cluster of `RAY_ADDRESS` does not answer.
+        ConnectionError: the cluster does not answer, or does not accept this process.
     """
-    global _local
+    global _own
     ray = _import_ray()
     if ray.is_initialized():
-        return _local
+        return _own is not None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray hides no GPU from an engine without one: it does not look for them, and Ray would warn
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    _local = (os.environ.get("RAY_ADDRESS") or _address_of_this_node() or "local") == "local"
+    named = os.environ.get("RAY_ADDRESS")
+    address = named or _address_of_this_node() or "local"
     with _own_sigterm_handler():
-        if not _local:
-            ray.init(logging_level=logging.WARNING)  # it finds the address in the same places
+        if address != "local":
+            said = f"`RAY_ADDRESS={named}`" if named else f"`{_address_file()}` says {address}"
+            _wait_for(address, said, timeout if named else 0.0)
+            try:
+                ray.init(logging_level=logging.WARNING)  # it finds the address in the same places
+            except Exception as error:
+                why = " ".join(str(error.__cause__ or error).split())
+                raise ConnectionError(
+                    f"`RayEngine`: the Ray cluster at {address} does not accept the trainer: {why} "
+                    "Run the trainer on a node of the cluster, with the cluster's versions of Ray "
+                    "and Python and, if it asks for a token, with `RAY_AUTH_MODE=token` and that "
+                    "token."
+                ) from error
             return False
-        # Ray's own folder may belong to another user; the paths of sockets must be short
-        folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
-        atexit.register(_shut_down, folder)
+        _own = _new_folder()
+        atexit.register(disconnect)
         with _without_secrets():
             ray.init(
                 "local",
                 num_cpus=math.ceil(max(cpus, len(available_cores()))),
                 include_dashboard=False,
                 logging_level=logging.WARNING,
-                _temp_dir=folder,
+                _temp_dir=_own[0],
+                _system_config={"prestart_worker_first_driver": False},  # one for each core
             )
     return True
 
 
-_local = False
+_own: tuple[str, FileLock] | None = None
+"""Folder and lock of the cluster that this process has started."""
 
 
-def _shut_down(folder: str) -> None:
+def disconnect() -> None:
+    """End the cluster that this process has started, and remove its folder."""
+    global _own
     import ray
 
     ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    if _own is not None:
+        folder, lock = _own
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+        _own = None
+
+
+def _wait_for(address: str, said: str, timeout: float) -> None:
+    """Wait until a cluster answers; Ray itself would wait for minutes.
+
+    Args:
+        address: Host and port of the cluster.
+        said: Where the address comes from, for the error.
+        timeout: Maximum seconds to wait.
+
+    Raises:
+        ConnectionError: it does not answer.
+        ValueError: the address is none.
+    """
+    if address == "auto":  # Ray looks for a cluster on this node
+        return
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()) or "/" in host:
+        raise ValueError(
+            f"{said}: expected `HOST:PORT`, the address that `ray start --head` prints, or `local`."
+        )
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+        except OSError as error:
+            if time.monotonic() < end:
+                time.sleep(1.0)
+                continue
+            waited = f" after {timeout:g} s" if timeout else ""
+            raise ConnectionError(
+                f"{said}, and no Ray cluster answers there{waited} ({error}). Start it with `ray "
+                "start --head`, or set `RAY_ADDRESS=local`: then the run starts one of its own."
+            ) from error
+
+
+def _new_folder() -> tuple[str, FileLock]:
+    """Make a folder for the files of a cluster; remove those of trainers that were killed.
+
+    Ray's own folder may belong to another user. The paths of sockets must be short.
+
+    Returns:
+        The folder, and the lock that this process holds on it.
+    """
+    parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    for old in parent.glob(f"ray-*/{LOCK}"):
+        # a folder without a session may belong to a trainer that does not hold its lock yet
+        if old.parent.lstat().st_uid == os.getuid() and any(old.parent.glob("session_*")):
+            with suppress(Timeout, OSError), FileLock(old, timeout=0):
+                shutil.rmtree(old.parent, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="ray-", dir=parent)
+    lock = FileLock(Path(folder, LOCK))
+    lock.acquire()
+    return folder, lock
 
 
 def _import_ray() -> Any:
@@ -130,11 +220,20 @@ def _import_ray() -> Any:
     return ray
 
 
-def _address_of_this_node() -> str | None:
-    """Address of the cluster that `ray start` has started on this node, from the file it writes."""
+def _address_file() -> Path:
+    """File to which `ray start` writes the address of the cluster."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(folder, "ray", "ray_current_cluster")
+
+
+def _address_of_this_node() -> str | None:
+    """Address of the cluster that this user has started on this node with `ray start`.
+
+    Ray's folder may be anybody's, and the actors of a cluster could run code in the trainer.
+    """
+    file = _address_file()
     try:
-        return Path(folder, "ray", "ray_current_cluster").read_text().strip() or None
+        return (file.stat().st_uid == os.getuid() and file.read_text().strip()) or None
     except OSError:
         return None
 

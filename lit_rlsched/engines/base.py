@@ -153,6 +153,8 @@ class Footprint:
     """Bytes of host memory through which weights reach the engine's process."""
     asleep: int = 0
     """Bytes of host memory that keep the weights while the engine sleeps."""
+    apart: bool = False
+    """Whether weights and cache are on GPUs that the trainer does not use."""
     like_trainer: bool = False
     """Whether its steps are forward passes of the trainer's model, whose memory can be measured."""
 

@@ -143,13 +143,21 @@ class ProcessEngine(RolloutEngine):
         return self.engine.cache_dtype(spec)
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        """The engine's memory, and the weights handed over to it."""
+        """The engine's memory, on a GPU that of one of its GPUs, and the weights handed over."""
         spec = replace(spec, policy=None)
-        held = self.engine.footprint(spec, sizes)
+        parts = self.tensor_parallel_size if spec.device.type == "cuda" else 1
+        part = replace(sizes, parameters=sizes.parameters // parts)
+        held = self.engine.footprint(spec, part)
         sent = sizes.parameters if spec.adapters is None else spec.adapters.parameters
         if self.weight_transfer is not None:
             sent = 0  # through the host
-        return replace(held, handed_over=sent * self.cache_dtype(spec).itemsize)
+        divided = f", a part of {parts}" if parts > 1 else ""
+        return replace(
+            held,
+            handed_over=sent * self.cache_dtype(spec).itemsize,
+            how_weights=held.how_weights + divided,
+            apart=spec.device.type == "cuda" and self.weight_transfer == "nccl",
+        )
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
         return self.engine.cache_tokens(spec, footprint, token_bytes)

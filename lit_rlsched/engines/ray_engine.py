@@ -18,7 +18,7 @@ import torch
 from lit_rlsched import __version__
 from lit_rlsched.engines import _ray_actor
 from lit_rlsched.engines._ray_cluster import Reservation
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import EngineSpec, Footprint, RolloutEngine, Sizes
 from lit_rlsched.engines.child import LAUNCHER
 from lit_rlsched.engines.placement import available_cores, cores_of
 from lit_rlsched.engines.process_engine import ProcessEngine
@@ -29,6 +29,8 @@ UNREAD = 4
 """Number of objects with answers that the actor may be ahead of the trainer."""
 LOST_NODE = 60.0
 """Seconds for which Ray may take a node for alive that is not, and place new actors there."""
+STARTUP = 300.0
+"""Seconds for an actor to start, which imports the package and torch."""
 THREADS = 3
 """Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
 
@@ -41,24 +43,28 @@ class RayEngine(ProcessEngine):
     once to each node. What is drawn is the same. Actors that die or hang are replaced in the same
     way, not by Ray, and restarts are counted alike.
 
-    The cluster is that of the environment variable `RAY_ADDRESS`, else the one that `ray start`
-    has started on this node. If there is none, one is started on this node, without a dashboard and
-    without usage statistics, and ends with the trainer. A placement group reserves the resources of
-    all engines, spread over the nodes: on GPUs, `tensor_parallel_size` of them per engine.
+    The cluster is that of the environment variable `RAY_ADDRESS`, else the one that this user has
+    started on this node with `ray start`. If there is none, one is started on this node, without a
+    dashboard and without usage statistics, and ends with the trainer. A placement group reserves
+    the resources of all engines, spread over the nodes: on GPUs, `tensor_parallel_size` of them per
+    engine.
 
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
         resources: Resources of each engine besides its GPUs, by Ray's names; `{"CPU": 1}` by
             default. On a CPU, an engine computes with as many threads as it has CPUs, unless
             `OMP_NUM_THREADS` is set.
-        timeout: Maximum seconds to wait until the cluster has the resources.
+        timeout: Maximum seconds to wait until the cluster of `RAY_ADDRESS` answers, and then until
+            it has the resources.
         weight_transfer: Way of the weights from GPU to GPU in place of Ray's object store; see
             `ProcessEngine`. With `nccl` the cluster must leave the trainer's GPU out.
 
     Raises:
         ImportError: in `start`: Ray is missing or too old.
-        RuntimeError: in `start`: the cluster does not have the resources, or a node has another
-            version of this package; later as `ProcessEngine`.
+        ConnectionError: in `start`: the cluster does not answer, or does not accept the trainer.
+        RuntimeError: in `start`: the cluster does not have the resources, a node has another
+            version of this package, or an actor does not start within 5 minutes; later as
+            `ProcessEngine`.
 
     Example::
 
@@ -92,21 +98,29 @@ class RayEngine(ProcessEngine):
             raise ValueError(f"`RayEngine({timeout=})`: must be above 0.")
         self._reservation: Reservation | None = None
 
+    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
+        """As if the cluster had no GPU of the trainer's; on CPU, with all engines on one node."""
+        apart = spec.device.type == "cuda" and self.weight_transfer != "ipc"
+        return replace(super().footprint(spec, sizes), apart=apart)
+
+    def bundle(self, spec: EngineSpec) -> dict[str, float]:
+        """Return the resources of one engine, by Ray's names."""
+        gpus = {"GPU": float(self.tensor_parallel_size)} if spec.device.type == "cuda" else {}
+        return {**self.resources, **gpus}
+
     def reserve(self, spec: EngineSpec, engines: Sequence[RolloutEngine]) -> None:
         """Reserve a bundle of resources for each of the engines.
 
         Raises:
             ImportError: Ray is missing or too old.
+            ConnectionError: the cluster does not answer, or does not accept this process.
             RuntimeError: the cluster does not have the resources.
         """
         require_posix("`RayEngine`")
-        bundle = dict(self.resources)
-        if spec.device.type == "cuda":
-            bundle["GPU"] = float(self.tensor_parallel_size)
         for engine in engines:
             engine.close()
         self._share_transfer(spec, engines)
-        reservation = Reservation(len(engines), bundle, self.timeout)
+        reservation = Reservation(len(engines), self.bundle(spec), self.timeout)
         for engine in engines:
             assert isinstance(engine, RayEngine)
             engine._reservation = reservation
@@ -153,6 +167,7 @@ class ActorLink:
         self.closed = self._killed = False
         self.pid: int | None = None
         self._node = ""
+        self._placed_on = partial(reservation.node, spec.index)
         self._sent = 0
         self._unsent: list[tuple[Any, ...]] = []
         """Messages for an actor that does not run yet."""
@@ -227,7 +242,7 @@ class ActorLink:
         self._hello = None
         if version != __version__:
             raise RuntimeError(
-                f"`RayEngine`: node {self._node[:8]} of the Ray cluster has "
+                f"`RayEngine`: {self._placed_on()} has "
                 f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the trainer "
                 f"{__version__}. Install the same version on every node."
             )
@@ -235,13 +250,23 @@ class ActorLink:
             self.send(message)
 
     def _first_answer(self) -> Any:
-        """Wait until the actor runs, and create it again where it was on a node that is lost."""
-        from ray.exceptions import RayActorError
+        """Wait until the actor runs, and create it again where it was on a node that is lost.
+
+        Raises:
+            RuntimeError: it does not run after a while.
+        """
+        from ray.exceptions import GetTimeoutError, RayActorError
 
         began = time.monotonic()
         while True:
             try:
-                return _get(self._hello)
+                return _get(self._hello, timeout=STARTUP)
+            except GetTimeoutError:
+                raise RuntimeError(
+                    f"`RayEngine`: an actor on {self._placed_on()} does not start within "
+                    f"{STARTUP:g} s. Ray's logs on that node (`/tmp/ray/session_latest/logs`) say "
+                    "why."
+                ) from None
             except RayActorError as error:
                 time.sleep(1.0)
                 late = time.monotonic() - began > LOST_NODE
@@ -262,6 +287,8 @@ class ActorLink:
             self._stream = None
 
     def wait(self, seconds: float) -> None:
+        if self._hello is not None:  # it was told nothing yet
+            return
         from ray.exceptions import GetTimeoutError, RayError
 
         with suppress(RayError, GetTimeoutError):

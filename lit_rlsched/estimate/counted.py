@@ -15,8 +15,8 @@ from lit_rlsched.sharding import local
 def counted_peaks(module: LightningModule, datamodule: RolloutDataModule) -> tuple[int, int]:
     """Return rank 0's bytes of weights, gradients, optimizer state and engine in a started run.
 
-    Activations and the temporaries of decode steps are left out. `Ledger` measures them on fake
-    tensors, which takes longer.
+    Engines on GPUs of their own, activations and the temporaries of decode steps are left out.
+    `Ledger` measures the latter two on fake tensors, which takes longer.
 
     Args:
         module: The module, with its policy.
@@ -32,9 +32,10 @@ def counted_peaks(module: LightningModule, datamodule: RolloutDataModule) -> tup
     state = 2 * gradients  # AdamW's
     streams = datamodule.schedule.streaming is not None
     engine = _footprint(module, datamodule)
-    rollout = weights + state + engine.weights + engine.cache + streams * gradients
+    beside = 0 if engine.apart else engine.weights + engine.cache
+    rollout = weights + state + beside + streams * gradients
     stays = engine.stays or datamodule.schedule.ahead is not None
-    update = weights + state + gradients + stays * (engine.weights + engine.cache)
+    update = weights + state + gradients + stays * beside
     return rollout, update
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lit_rlsched.engines.base import Footprint, Sizes
+from lit_rlsched.engines.ray_engine import RayEngine
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.estimate.run import PlannedRun
 from lit_rlsched.policy import base_model, find_policy
@@ -36,6 +37,8 @@ class Item:
     """How the bytes follow from the configuration."""
     host: bool = False
     """Whether the bytes are in main memory even if the run trains on a GPU."""
+    apart: bool = False
+    """Whether the bytes are on an engine's GPU, which the trainer does not use."""
 
 
 class Ledger:
@@ -43,7 +46,7 @@ class Ledger:
 
     Args:
         run: The planned run.
-        memory: Memory of its device, in bytes.
+        memory: Memory of its device in bytes; if engines have GPUs of their own, of each of them.
 
     Raises:
         ValueError: the engine's key-value cache would be too small.
@@ -110,7 +113,7 @@ class Ledger:
 
     def _engine_items(self, slots: int) -> Iterator[Item]:
         engine, spec = self.engine(slots), self.run.spec
-        stays, handed = int(engine.stays), engine.handed_over
+        stays, handed, apart = int(engine.stays), engine.handed_over, engine.apart
         decoding = 0
         if engine.like_trainer:
             cache = spec.slots * spec.max_model_len * self.run.token_bytes
@@ -118,12 +121,18 @@ class Ledger:
             decoding = max(beside, beside * slots // spec.slots)
             if self.run.device == "cuda":  # each engine has its own GPU
                 decoding //= len(self.run.datamodule.engine.engines)
-        yield Item("engine weights", engine.weights, stays * engine.weights, engine.how_weights)
-        yield Item("key-value cache", engine.cache, stays * engine.cache, engine.how_cache)
-        beside = decoding if self._ahead else 0
-        yield Item("decoding", decoding, beside, "temporaries of the largest decode step")
-        yield Item("weights handed over", handed, handed, "to the engine's process", host=True)
-        yield Item("sleeping weights", 0, engine.asleep, "of vLLM, in the update", host=True)
+        for name, size, after, how in (
+            ("engine weights", engine.weights, stays * engine.weights, engine.how_weights),
+            ("key-value cache", engine.cache, stays * engine.cache, engine.how_cache),
+            ("decoding", decoding, decoding if self._ahead else 0, "temporaries of the largest decode step"),
+        ):
+            yield Item(name, size, after, how, apart=apart)
+        how = "to the engine's process"
+        if isinstance(self.run.datamodule.engine.engines[0], RayEngine):
+            how = "in Ray's object store; nodes with engines have a copy each"
+        yield Item("weights handed over", handed, handed, how, host=True)
+        how = "of vLLM, in the update" + ", on the engines' nodes" * apart
+        yield Item("sleeping weights", 0, engine.asleep, how, host=True)
 
     def _pass_items(self, positions: int) -> Iterator[Item]:
         run, module = self.run, self.run.module
@@ -179,15 +188,20 @@ class Ledger:
         engine.kv_capacity = capacity
         return len(engine.engines) * self.run.startup.admission(spec).slots
 
-    def peak(self, items: list[Item] | None = None) -> tuple[int, int]:
-        """Return the bytes on the device in the rollout and in the update."""
+    def on_device(self, items: list[Item], apart: bool = False) -> list[Item]:
+        """Return the items on the trainer's device, or those on an engine's own GPU."""
         on_cpu = self.run.device == "cpu"
-        held = [i for i in items or self.items() if on_cpu or not i.host]
-        return sum(i.rollout for i in held), sum(i.update for i in held)
+        return [i for i in items if i.apart == apart and (on_cpu or not i.host)]
+
+    def peak(self, items: list[Item] | None = None) -> tuple[int, int]:
+        """Return the bytes on the trainer's device in the rollout and in the update."""
+        return total(self.on_device(items or self.items()))
 
     def fits(self, **settings: int) -> bool:
         """Return whether rollout and update fit, with these settings as in `items`."""
-        return max(self.peak(self.items(**settings))) <= self.memory
+        items = self.items(**settings)
+        engine = total(self.on_device(items, apart=True))
+        return max(*self.peak(items), *engine) <= self.memory
 
     def largest_num_generations(self) -> int:
         """Return the largest `num_generations` that fits; 0 if none does."""
@@ -209,6 +223,11 @@ class Ledger:
         tried = np.unique(np.geomspace(least, most, 127).round().astype(int)).tolist()
         fitting = bisect_left(tried, True, key=lambda n: not self.fits(micro_batch_tokens=n))
         return int(tried[fitting - 1]) if fitting else 0
+
+
+def total(items: list[Item]) -> tuple[int, int]:
+    """Return the bytes of all items in the rollout and in the update."""
+    return sum(i.rollout for i in items), sum(i.update for i in items)
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from placements import on_ray
 from transformers import PreTrainedModel
 
 from examples.own_engine import PlainEngine
@@ -27,10 +28,13 @@ DECODERS = [
     ),
     "TransformersEngine",
     "ProcessEngine",
+    pytest.param("RayEngine", marks=on_ray[:2]),
     pytest.param("PlainEngine", marks=pytest.mark.slow),
 ]
 """The engines that run a model; the simulation only draws lengths."""
 ALL = [*DECODERS, "SimulatedEngine"]
+OWN = [decoder for decoder in DECODERS if "RayEngine" not in getattr(decoder, "values", ())]
+"""Those that a test starts for itself: starts and syncs of actors have tests of their own."""
 
 
 @dataclass
@@ -60,8 +64,8 @@ class Drawn:
 
 @contextmanager
 def bench(name: str, model: str, policy: PreTrainedModel, slots: int = SLOTS) -> Iterator[Bench]:
-    if name == "ProcessEngine":
-        engine: RolloutEngine = engines.ProcessEngine(engines.TransformersEngine())
+    if name in ("ProcessEngine", "RayEngine"):
+        engine: RolloutEngine = getattr(engines, name)(engines.TransformersEngine())
     else:
         engine = PlainEngine() if name == "PlainEngine" else getattr(engines, name)()
     engine.start(EngineSpec(model, slots, MAX_MODEL_LEN, (EOS,), policy=policy))
@@ -76,6 +80,8 @@ def shared(
     request: pytest.FixtureRequest, tiny_model: str, make_policy: Callable[[str], PreTrainedModel]
 ) -> Iterator[Bench]:
     """One engine for all the tests that leave nothing behind but counters."""
+    if request.param == "RayEngine":
+        request.getfixturevalue("ray_cluster")
     with bench(request.param, tiny_model, make_policy(tiny_model)) as started:
         yield started
 
@@ -544,7 +550,7 @@ def test_the_prefix_counts_towards_the_limit(ready: Bench) -> None:
 
 @pytest.mark.mostly_slow("VLLMEngine-tiny_model", "TransformersEngine-tiny_model_untied")
 @pytest.mark.parametrize("checkpoint", ["tiny_model", "tiny_model_untied"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", OWN)
 def test_after_a_sync_the_draws_are_those_of_the_new_weights(
     name: str,
     checkpoint: str,
@@ -633,7 +639,7 @@ def test_the_clock_does_not_go_back(ready: Bench) -> None:
 
 
 @pytest.mark.mostly_slow("VLLMEngine", "TransformersEngine", "SimulatedEngine")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*OWN, "SimulatedEngine"])
 def test_closes_twice_with_requests_inside(
     name: str, tiny_model: str, tiny_policy: PreTrainedModel
 ) -> None:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from placements import process, process_only, ray
 from sampled_groups import GENERATIONS, PROMPTS, plan
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
@@ -164,6 +165,7 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     assert trace.tokens == len(event.token_ids) == 1
 
 
+@process_only
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["least_attained", "longest_first"])
 def test_pauses_and_predictions(here, there, order):
@@ -176,6 +178,7 @@ def test_pauses_and_predictions(here, there, order):
     assert worker.ahead_steps == 0, "it waited to be asked"
 
 
+@process_only
 @pytest.mark.slow
 def test_more_groups_while_the_round_decodes(here, there):
     def more_of(waiting):
@@ -198,13 +201,16 @@ def impatient(there, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "slots", "how"),
+    ("placement", "name", "slots", "how"),
     [
-        ("full", 4, signal.SIGKILL),
-        ("tail", 18, signal.SIGKILL),
-        ("partial", 4, signal.SIGKILL),
-        ("full", 18, signal.SIGSTOP),  # found out in another way; what follows is the same
+        process("full", 4, signal.SIGKILL),
+        process("tail", 18, signal.SIGKILL),
+        process("partial", 4, signal.SIGKILL),
+        process("full", 18, signal.SIGSTOP),  # found in another way; what follows is the same
+        ray("full", 4, signal.SIGKILL),
+        ray("full", 18, signal.SIGSTOP),
     ],
+    indirect=["placement"],
 )
 def test_a_killed_or_stopped_process_goes_on_from_the_tokens_received(
     here, there, name, slots, how, impatient
@@ -252,7 +258,9 @@ def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["sync", "submit"])
+@pytest.mark.parametrize(
+    ("placement", "what"), [process("sync"), process("submit"), ray("sync")], indirect=["placement"]
+)
 def test_one_that_hangs_between_rounds_is_replaced(there, impatient, what):
     """Whatever is asked first: weights, or more requests than the pipe takes."""
     worker = there.engine.make_worker(Admission(18))
@@ -289,6 +297,7 @@ def test_one_that_hangs_or_dies_while_it_starts_is_replaced(placement, tmp_path)
     engine.close()
 
 
+@process_only
 @pytest.mark.slow
 def test_an_engine_that_lost_a_part_of_itself_is_replaced(placement, tmp_path):
     class Losing(SimulatedEngine):
@@ -361,6 +370,7 @@ def test_errors_are_those_of_the_engine(there):
     there.run(FullRound(PROMPTS))
 
 
+@process_only
 @pytest.mark.slow
 @pytest.mark.spawned
 def test_one_that_keeps_dying_stops_the_run(placement, tiny_model, make_policy, scheduler):
