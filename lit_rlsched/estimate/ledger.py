@@ -124,7 +124,12 @@ class Ledger:
         for name, size, after, how in (
             ("engine weights", engine.weights, stays * engine.weights, engine.how_weights),
             ("key-value cache", engine.cache, stays * engine.cache, engine.how_cache),
-            ("decoding", decoding, decoding if self._ahead else 0, "temporaries of the largest decode step"),
+            (
+                "decoding",
+                decoding,
+                decoding if self._ahead else 0,
+                "temporaries of the largest decode step",
+            ),
         ):
             yield Item(name, size, after, how, apart=apart)
         how = "to the engine's process"
