@@ -17,7 +17,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from lit_rlsched.engines import VLLMEngine, _vllm_receiver, weight_buckets, weight_transfer
+from lit_rlsched.engines import (
+    VLLMEngine,
+    _vllm_guest,
+    _vllm_receiver,
+    weight_buckets,
+    weight_transfer,
+)
 from lit_rlsched.engines._vllm_guest import import_vllm
 
 LIMIT = timedelta(seconds=30)
@@ -76,6 +82,7 @@ def play_trainer(monkeypatch):
         return {"GPU-0": (file.name, data.numel(), *[None] * 8)}
 
     play(monkeypatch.setattr, "GPU-0")
+    monkeypatch.setattr(_vllm_guest, "import_vllm", lambda: None)  # the trainer's part is played
     opened = lambda address, port, world: Group(address, port, 0, world)  # noqa: E731
     monkeypatch.setattr(_vllm_receiver, "open_group", opened)
     monkeypatch.setattr(weight_buckets, "handle_of", handle_of)

@@ -78,12 +78,6 @@ class AheadRollout(RolloutCallback):
             return
         schedule, run = rollout_schedule(trainer, self)
         check_decodes_by_itself("`AheadRollout`", run.engine)
-        if run.engine.weight_transfer is not None:
-            raise MisconfigurationException(
-                f"`AheadRollout` with `weight_transfer={run.engine.weight_transfer!r}`: an engine "
-                "that is replaced during the update would get weights of the middle of it. Leave "
-                "`weight_transfer` out."
-            )
         who, what = f"`AheadRollout(correction={self.correction!r})`", "drafts are verified by"
         if self.correction == "importance":
             what = "tokens are trained against"
