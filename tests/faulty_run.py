@@ -33,7 +33,8 @@ for module in (resumable_run, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)  # else each reward worker imports torch
 PHASES = ("start", "sync", "rollout", "scoring", "update", "validation", "checkpoint")
 SIGNALS = ("KILL", "STOP")
-STEPS = len(PHASES) * len(SIGNALS) + 1
+STEPS = {"TransformersEngine": len(PHASES) * len(SIGNALS) + 1, "VLLMEngine": 4}
+"""One more than strikes."""
 STOPPED = 1
 """Seconds that the trainer is stopped for."""
 MARKS = {
@@ -218,7 +219,7 @@ def main(folder: str, engine: str, model: str) -> None:
     phases = Phases(here)
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=STEPS,
+        max_steps=STEPS[engine],
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
@@ -227,7 +228,7 @@ def main(folder: str, engine: str, model: str) -> None:
         plugins=[AtomicCheckpointIO()],
         callbacks=[
             RNGState(),
-            ModelCheckpoint(here.folder, every_n_train_steps=1, save_last=True, save_top_k=1),
+            ModelCheckpoint(here.folder, every_n_train_steps=1, save_last=True, save_top_k=0),
             phases,
         ],
     )

@@ -26,7 +26,7 @@ def run(folder, engine, model, *strikes):
     assert process.returncode == 0, process.stdout + process.stderr
     assert len([*folder.glob("struck *")]) == len(strikes), process.stderr
     figures = json.loads(process.stdout.splitlines()[-1])
-    assert figures["steps"] == STEPS
+    assert figures["steps"] == STEPS[engine]
     assert figures.pop("difference") < 1e-4, "all is drawn with the weights of its round"
     check_nothing_left(folder)
     return figures
@@ -66,16 +66,17 @@ def whole(tmp_path_factory, tiny_model):
     return run(folder, "TransformersEngine", tiny_model), torch.load(folder / "weights.pt")
 
 
-@pytest.mark.parametrize(
-    ("who", "signals"),
-    [("engine", SIGNALS), ("trainer", SIGNALS), ("reward", ["KILL"]), ("reward", ["STOP"])],
-)
+@pytest.mark.parametrize("who", ["engine", "trainer", "reward"])
 @pytest.mark.timeout(1800)
-def test_a_process_is_struck_in_every_phase(who, signals, whole, tiny_model, tmp_path):
+def test_a_process_is_struck_in_every_phase(who, whole, tiny_model, tmp_path):
     """The strikes of one process, one in a round; a killed trainer is resumed."""
     undisturbed, weights = whole
     folder = tmp_path / "run"
-    strikes = [f"{who} {how} {phase}" for phase in PHASES for how in signals]
+    strikes = [f"{who} {how} {phase}" for phase in PHASES for how in SIGNALS]
+    if who == "reward":
+        strikes.remove(
+            "reward STOP start"
+        )  # the engine starts once, and in a sync it waits as well
     figures = run(folder, "TransformersEngine", tiny_model, *strikes)
     for tokens in figures["tokens"]:
         assert all(tokens)
