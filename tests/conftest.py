@@ -15,6 +15,8 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import forked
@@ -33,6 +35,7 @@ from transformers import (
 )
 
 from lit_rlsched.engines import ProcessEngine, RayEngine, child
+from lit_rlsched.engines._vllm_guest import import_vllm
 from lit_rlsched.processes import ChildProcess
 
 pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
@@ -138,6 +141,15 @@ def make_model(folder: Path, tied: bool) -> str:
 
 def load_policy(folder: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of a split model; each imports torch and vLLM else."""
+    if find_spec("vllm") is not None:
+        import_vllm()
+        executor = import_module("vllm.v1.executor.multiproc_executor")
+        monkeypatch.setattr(executor, "get_mp_context", forked.VLLMWorkers)
 
 
 @pytest.fixture(scope="session")

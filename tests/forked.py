@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,28 @@ def keep_frozen() -> None:
     """Keep vLLM, which collects garbage again and again, from thawing what is frozen."""
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+
+
+class VLLMWorkers:
+    """The context in which vLLM starts a split model's processes, as forks of the server."""
+
+    def __init__(self) -> None:
+        self._server = server()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def Process(self, *, target: Callable, kwargs: dict, **more: Any) -> Any:
+        given = dict(os.environ), target
+        return self._server.Process(target=work, args=given, kwargs=kwargs, **more)
+
+
+def work(environment: Mapping[str, str], target: Callable, **given: Any) -> None:
+    import_module("setproctitle").getproctitle()  # it looks for the first environment
+    os.environ.clear()
+    os.environ.update(environment)
+    keep_frozen()
+    target(**given)
 
 
 def script(path: str, stdin: str, *arguments: str) -> None:

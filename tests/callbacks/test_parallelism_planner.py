@@ -298,18 +298,19 @@ def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
     assert recorder.sizes == [1] * 3 and recorder.preemptions[0] > 0
     assert all(difference < 1e-4 for difference in recorder.differences)
     assert data.counters["num_completions"] == 3 * 16
-    assert not [c for c in psutil.Process().children() if "Worker_TP" in c.name()]
+    assert not [c for c in psutil.Process().children(recursive=True) if "Worker_TP" in c.name()]
 
 
 @pytest.mark.slow
 @needs_workers
+@pytest.mark.usefixtures("forked_workers")
 def test_on_vllm(fit, tmp_path, tiny_model):
     model, cache = with_heads(tiny_model, tmp_path, num_key_value_heads=2)
     workers = []
 
     class Workers(RolloutCallback):
         def on_round_end(self, trainer, pl_module, round):
-            children = psutil.Process().children()
+            children = psutil.Process().children(recursive=True)
             workers.append(sum("Worker_TP" in child.name() for child in children))
 
     recorder, data = train(
@@ -324,4 +325,4 @@ def test_on_vllm(fit, tmp_path, tiny_model):
     assert recorder.preemptions[0] > 0
     assert all(difference < 1e-4 for difference in recorder.differences)
     assert data.counters["num_completions"] == 3 * 16
-    assert not [c for c in psutil.Process().children() if "Worker_TP" in c.name()]
+    assert not [c for c in psutil.Process().children(recursive=True) if "Worker_TP" in c.name()]

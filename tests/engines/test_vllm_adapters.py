@@ -153,6 +153,7 @@ CASES = {
 
 @needs_vllm
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(("family", "lora", "dtype", "settings"), CASES.values(), ids=CASES)
 def test_other_families_and_adapters(families, family, lora, dtype, settings):
     model = families(family)

@@ -57,7 +57,7 @@ def check_same(drawn: Drawn, expected: Drawn) -> None:
 
 def workers() -> set[psutil.Process]:
     """The processes that hold a part of a model."""
-    return {p for p in psutil.Process().children() if "Worker_TP" in p.name()}
+    return {p for p in psutil.Process().children(recursive=True) if "Worker_TP" in p.name()}
 
 
 def check_ended(others: set[psutil.Process]) -> None:
@@ -275,6 +275,7 @@ def test_workers_see_only_what_they_should(engines: tuple[VLLMEngine, VLLMEngine
         assert own <= cores // 2 and int(threads) == cores // 2
 
 
+@pytest.mark.usefixtures("forked_workers")
 @needs_workers
 def test_sizes_follow_each_other_and_a_dead_worker_is_an_error(
     model: str, policy: PreTrainedModel
@@ -299,6 +300,7 @@ def test_sizes_follow_each_other_and_a_dead_worker_is_an_error(
         check_same(other, drawn[0])
 
 
+@pytest.mark.usefixtures("forked_workers")
 @needs_workers
 def test_a_refused_start_leaves_no_worker(model: str) -> None:
     mine = workers()
