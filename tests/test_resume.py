@@ -79,7 +79,6 @@ STOPPED = [
 STOPPED_AHEAD = [f"TERM {place}" for place in AHEAD if place != "harvest 2"]
 VALIDATING = ("answers", "validation", "last")
 AUTOMATIC = [place for place in STOPPED if place.split()[1] not in VALIDATING]
-VLLM = ["completion 40", "validation 3"]
 
 
 RESUMED = "resumed 5"
@@ -100,7 +99,6 @@ def run(folder, engine, model, schedule, *places):
     ("engine", "schedule", "places"),
     [
         ("TransformersEngine", "full", PLACES),
-        ("VLLMEngine", "full", VLLM),
         ("TransformersEngine", "on_policy", SORTED),
         ("TransformersEngine", "partial", [*SORTED, RESUMED]),
         ("VLLMEngine", "partial", ["validation 2", RESUMED]),
