@@ -31,7 +31,8 @@ def begin():
 
 def serve(connection):
     """Fork engines and wait for them, until the trainer is gone."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in ("SIGTERM", "SIGINT"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     while True:
         try:
             message = connection.recv()
@@ -55,6 +56,7 @@ def run(cores, environment, connection, lifeline):
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
         _engine_server.main(cores, connection, lifeline, os.getppid())

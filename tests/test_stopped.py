@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import forked
+import forked_engines
 import pytest
 
 from lit_rlsched.checkpoints import read_checkpoint
@@ -57,9 +58,9 @@ def fit(tiny_model, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "short.yaml").write_text(CONFIG.replace("MODEL", tiny_model))
 
-    def fit(*arguments, **environment):
+    def fit(*arguments, begin=forked.command_line, **environment):
         return forked.run(
-            forked.command_line,
+            begin,
             *("fit", "-c", "short.yaml", *arguments),
             folder=tmp_path,
             environment={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -69,6 +70,11 @@ def fit(tiny_model, tmp_path):
     return fit
 
 
+def with_forked_engines(*arguments):
+    forked_engines.begin()
+    forked.command_line(*arguments)
+
+
 def send(names):
     return ["--trainer.callbacks+=send.Send", f"--trainer.callbacks.names={names}"]
 
@@ -76,7 +82,8 @@ def send(names):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
-    stopped = fit(*send(f"[{name}]"))
+    begin = with_forked_engines if name == "SIGTERM" else forked.command_line
+    stopped = fit(*send(f"[{name}]"), begin=begin)
     assert stopped.returncode == code, stopped.stderr
     assert "Traceback" not in stopped.stderr and " died " not in stopped.stderr
     assert "stopping and saving" in stopped.stderr and "rank" not in stopped.stderr
@@ -94,7 +101,7 @@ def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
 
     if name == "SIGINT":
         return  # what follows is the same
-    resumed = fit("--ckpt_path", path)
+    resumed = fit("--ckpt_path", path, begin=with_forked_engines)
     assert resumed.returncode == 0, resumed.stderr
     assert [p.name for p in (tmp_path / "runs/short").iterdir()] == ["version_0"]
     rounds = [json.loads(line)["round"] for line in (folder / "completions.jsonl").open()]
@@ -105,7 +112,7 @@ def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
 
 @pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(fit, tmp_path):
-    stopped = fit(*send("[SIGINT,SIGINT]"))
+    stopped = fit(*send("[SIGINT,SIGINT]"), begin=with_forked_engines)
     assert stopped.returncode == 130, stopped.stderr
     assert "--ckpt_path" not in stopped.stdout
     files = [p.name for p in (tmp_path / "runs/short/version_0/checkpoints").iterdir()]
