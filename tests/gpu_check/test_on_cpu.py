@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import forked
+import forked_engines
 import pytest
 
 from benchmarks.gpu_check import __main__ as command
@@ -46,6 +47,7 @@ def run_command(command, check):
 
 
 def run_check(*arguments):
+    forked_engines.begin()
     runs.subprocess = SimpleNamespace(run=run_command, Popen=Fork)
     return child.main(*arguments)
 
