@@ -41,8 +41,8 @@ def quickstart(setting: Setting, found: Findings, precision: str) -> None:
 
 def arguments(setting: Setting, folder: Path, rounds: int, precision: str) -> list[str]:
     """Return the arguments of `lit-rlsched fit`."""
-    small = ["--data.prompts_per_round=4", "--data.max_completion_length=64"]
-    small += ["--data.val_data.init_args.size=16", "--data.val_num_generations=1"]
+    small = ["--data.prompts_per_round=2", "--data.max_completion_length=32"]
+    small += ["--data.val_data.init_args.size=4", "--data.val_num_generations=1"]
     return [
         *("fit", "--config", "configs/quickstart.yaml", "--debug"),
         f"--trainer.accelerator={setting.pick('gpu', 'cpu')}",
