@@ -177,8 +177,7 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether the engine loads the base model itself and `sync_weights` takes the policy's LoRA
     adapters alone (`training.adapters.named_adapters`)."""
     weight_transfer: str | None = None
-    """How weights reach the engine's process from GPU to GPU, `ipc` or `nccl`; `None`: they do not.
-    """
+    """`ipc` or `nccl` if weights go from GPU to GPU; see `ProcessEngine`."""
     ends_with_process = False
     """Whether the process ends after `close` and frees everything the engine holds."""
     decodes_by_itself = False
