@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from placements import process, ray
+from placements import process_only
 from sampled_groups import GENERATIONS, PROMPTS, plan
 
 from lit_rlsched import GRPOModule
@@ -139,11 +139,8 @@ def test_engines_share_the_cores_and_one_copy_of_the_weights(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("placement", "how"),
-    [process(signal.SIGKILL), process(signal.SIGSTOP), ray(signal.SIGKILL)],
-    indirect=["placement"],
-)
+@process_only
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_one_of_two_is_killed_or_stopped_in_the_middle_of_a_round(alone, two, how, monkeypatch):
     for engine in two.engines:
         for name in ("floor", "first"):

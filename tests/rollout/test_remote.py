@@ -241,6 +241,7 @@ def test_a_killed_or_stopped_process_goes_on_from_the_tokens_received(
         assert all(c.finished and c.scored for g in groups for c in g.completions)
 
 
+@process_only
 @pytest.mark.slow
 def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here, there):
     with torch.no_grad():
@@ -257,10 +258,9 @@ def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here
     ]
 
 
+@process_only
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("placement", "what"), [process("sync"), process("submit"), ray("sync")], indirect=["placement"]
-)
+@pytest.mark.parametrize("what", ["sync", "submit"])
 def test_one_that_hangs_between_rounds_is_replaced(there, impatient, what):
     """Whatever is asked first: weights, or more requests than the pipe takes."""
     worker = there.engine.make_worker(Admission(18))
