@@ -112,12 +112,11 @@ def connect(cpus: float, timeout: float) -> bool:
             try:
                 ray.init(logging_level=logging.WARNING)  # it finds the address in the same places
             except Exception as error:
-                why = " ".join(str(error.__cause__ or error).split())
                 raise ConnectionError(
-                    f"`RayEngine`: the Ray cluster at {address} does not accept the trainer: {why} "
-                    "Run the trainer on a node of the cluster, with the cluster's versions of Ray "
-                    "and Python and, if it asks for a token, with `RAY_AUTH_MODE=token` and that "
-                    "token."
+                    f"`RayEngine`: the Ray cluster at {address} does not accept the trainer: "
+                    f"{_reason(error)}. Run the trainer on a node of the cluster, with the "
+                    "cluster's versions of Ray and Python and, if it asks for a token, with "
+                    "`RAY_AUTH_MODE=token` and that token."
                 ) from error
             return False
         _own = _new_folder()
@@ -183,6 +182,13 @@ def _wait_for(address: str, said: str, timeout: float) -> None:
                 f"{said}, and no Ray cluster answers there{waited} ({error}). Start it with `ray "
                 "start --head`, or set `RAY_ADDRESS=local`: then the run starts one of its own."
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why Ray could not connect, which it may say at the end of a traceback."""
+    text = str(error.__cause__ or error)
+    *_, last = re.split(r"^[\w.]+Error: ", text, flags=re.MULTILINE)
+    return " ".join(last.split()).rstrip(".")
 
 
 def _new_folder() -> tuple[str, FileLock]:

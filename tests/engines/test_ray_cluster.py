@@ -143,13 +143,20 @@ def test_an_address_that_is_none_is_refused(monkeypatch, asked, address):
     assert asked == []
 
 
-def test_a_cluster_with_another_ray_is_refused(monkeypatch, asked, port):
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Version mismatch: started with:\n    Ray: 2.59.0", "Version .* with: Ray: 2.59.0"),
+        ("Failed. Traceback:\n  line 1\nray.AuthenticationError: Wrong token.", "Wrong token"),
+    ],
+)
+def test_a_cluster_with_another_ray_or_token_is_refused(monkeypatch, asked, port, said, told):
     def init(**options):
-        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.59.0")
+        raise ConnectionError("failed") from RuntimeError(said)
 
     monkeypatch.setattr(sys.modules["ray"], "init", init)
     monkeypatch.setenv("RAY_ADDRESS", address_of(port))
-    told = r"does not accept the trainer: Version mismatch: .* with: Ray: 2.59.0 .*versions of Ray"
+    told = rf"does not accept the trainer: {told}\. Run .* versions of Ray and"
     with pytest.raises(ConnectionError, match=told) as error:
         _ray_cluster.connect(cpus=1, timeout=60)
     assert is_refusal(error.value)
