@@ -279,7 +279,7 @@ def main(folder, engine, model, schedule, place, stops):
         **{"prompts_per_round": 4, **settings},
     )
     uids, recovered, prediction = Uids(), Recovered(), LengthPrediction(probe_tokens=4)
-    checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=1)
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
     if stops:
         checkpoints = RoundCheckpoint(max_share=1e-9)
     history = History()

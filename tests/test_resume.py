@@ -12,7 +12,7 @@ PLACES = [
     "step 1",  # in the middle of a round, between two of its optimizer steps
     "completion 40",  # while the third round is drawn
     "step 4",  # at the start of a round: its completions are drawn, nothing of it is trained on
-    "save 3",  # while a checkpoint is written, in place of the one before
+    "save 2",  # while a checkpoint is written, in place of the one before
     "validation 3",  # in the third validation
     "round_end 3",  # all drawn, advantages set
     "step 7",
