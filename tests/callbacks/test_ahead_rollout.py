@@ -168,7 +168,7 @@ def test_a_prompt_of_the_first_two_rounds_gets_other_completions(fit, tiny_model
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.mostly_slow("importance-validation", "verify-length prediction")
+@pytest.mark.mostly_slow("validation-importance", "dynamic sampling-verify")
 @BOTH
 @pytest.mark.parametrize(
     "callbacks",
