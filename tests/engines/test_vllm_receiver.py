@@ -116,7 +116,7 @@ def packs(policy: PreTrainedModel) -> list[PackedWeights]:
 
 
 def drawn(engine: VLLMEngine) -> list[tuple[list[int], list[float]]]:
-    prompt = [5, 14, 6, 18, 33]
+    prompt = [5, 14, 6, 18, 33] * 8  # a block and more, which vLLM keeps for the next prompt
     engine.submit([Request(f"r{i}", prompt, i, Sampling(12)) for i in range(3)])
     found: dict[str, tuple[list[int], list[float]]] = {f"r{i}": ([], []) for i in range(3)}
     while events := engine.step():

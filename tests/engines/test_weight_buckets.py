@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from threading import Barrier, local
+from threading import Barrier, Event, local
 from typing import Any
 
 import hypothesis
@@ -125,6 +125,8 @@ def on_ranks(
             found.append(packed)
             if seen is not None:
                 seen(index, packed)
+        if seen is not None and index:
+            seen(index, None)
         return found
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -146,9 +148,15 @@ def test_every_rank_on_an_engines_gpu_exports_its_own_buffer(
 def test_no_rank_goes_on_before_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader asks for the next bucket once the engines have read this one."""
     order: list[str] = []
+    ended = Event()
 
-    def seen(rank: int, packed: PackedWeights) -> None:
-        order.append(packed.names[0])
+    def seen(rank: int, packed: PackedWeights | None) -> None:
+        if packed is None:
+            ended.set()
+        else:
+            order.append(packed.names[0])
+            if rank == 0:
+                assert not ended.wait(0.1), "the other rank keeps its buffer"
 
     on_ranks(monkeypatch, 2, ["GPU-0", "GPU-1"], seen)
     assert order == ["w0", "w0", "w1", "w1", "w2", "w2"]
