@@ -11,6 +11,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.fsdp2 import FSDP2Strategy
@@ -151,6 +152,32 @@ def check_decodes_by_itself(needed_by: str, engine: RolloutEngine) -> None:
             f"{needed_by} needs an engine that decodes while the trainer computes, and "
             f"`{engine.name}` does so only when it is called. Use "
             f"`engine=ProcessEngine({engine.name}(...))`."
+        )
+
+
+def warn_of_correction(who: str, module: Mapping[str, Any], masked: bool = False) -> None:
+    """Warn of a module that does not correct stale tokens, or not as it was told to.
+
+    Args:
+        who: The callback whose rounds have stale tokens, for the message.
+        module: The module's settings.
+        masked: Whether stale tokens are left out of the loss.
+    """
+    mode, rloo = module.get("importance_sampling_mode"), module.get("loss_type") == "rloo"
+    old = module.get("old_logprobs")
+    if old == "trainer" or (rloo and old is None):
+        if mode is None and not masked:
+            setting = "`old_logprobs='trainer'` and " if old else ""
+            rank_zero_warn(
+                f"{who} with {setting}`importance_sampling_mode=None` trains on tokens of earlier "
+                "policies as if the newest had drawn them. Set `importance_sampling_mode`"
+                + (", or leave `old_logprobs` out." if old else ".")
+            )
+    elif mode not in (None, "sequence_mask") and not rloo:
+        rank_zero_warn(
+            f"`importance_sampling_mode={mode!r}` has no effect with {who}, where the clipped "
+            "ratio is already relative to the policy that drew each token. Set "
+            "`old_logprobs='trainer'` to use it."
         )
 
 

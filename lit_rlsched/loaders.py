@@ -86,7 +86,9 @@ class Evaluation:
             data.held_out(stage),
             data.evaluation,
             stage,
-            lambda groups: session.rollout(groups, version, salt=stage, same_noise=True),
+            lambda groups: session.rollout(
+                groups, version, salt=stage, same_noise=True, hooks=False
+            ),
             data.rewards.weights,
             self._check_accuracy,
         )

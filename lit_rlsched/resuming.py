@@ -3,16 +3,25 @@
 Each check raises a `CheckpointError` or `ValueError` that names both values and a fix.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lit_rlsched.checkpoints import CheckpointError
-from lit_rlsched.types import Group
+from lit_rlsched.types import Completion, Group
 
 FORMAT = 1
 """Format of the data module's state. Format 0, before formats had numbers, can be read too."""
+
+SAME_ON_RESUME = (
+    "seed",
+    "prompts_per_round",
+    "num_generations",
+    "steps_per_round",
+    "num_iterations",
+)
+"""Settings of the data module that decide what is drawn."""
 
 _FIX = "or start a new run in another folder."
 
@@ -115,3 +124,16 @@ def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
             "were trained on, and this run compares each completion with its whole group. "
             f"Resume with `advantage='reinforce++'` and without `DownSampling`, {_FIX}"
         )
+
+
+def complete(
+    completions: Iterable[Completion],
+    decode: Callable[[Sequence[int]], str],
+    keeps_drafts: bool,
+) -> None:
+    """Add what a checkpoint does not hold, and drop drafts that the resumed run cannot use."""
+    for completion in completions:
+        if not keeps_drafts:
+            completion.draft = None
+        if completion.finished:
+            completion.text = decode(completion.token_ids)

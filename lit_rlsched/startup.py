@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -261,8 +261,8 @@ class Startup:
             seed=data.seed,
             lengths=schedule.lengths,
             probe_tokens=schedule.resolved_probe_tokens(data.sampling.max_completion_length),
-            on_completion=lambda completion: self._fire("on_completion_end", completion),
-            on_group=lambda group: self._fire("on_group_end", group),
+            on_completion=partial(fire, trainer, "on_completion_end"),
+            on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
         )
 
@@ -293,10 +293,6 @@ class Startup:
         prompts = None if self.prompts.stream else len(self.prompts.train)
         rounds = data.steps_per_epoch, data.prompts_per_round
         return trainer_state(self._trainer, step, *rounds, prompts)
-
-    def _fire(self, hook: str, *args: Any) -> None:
-        if self._trainer.training:
-            fire(self._trainer, hook, *args)
 
 
 def make_engine(engine: RolloutEngine | None, num_engines: int) -> RolloutEngine:

@@ -22,11 +22,13 @@ from lit_rlsched.interrupts import asked_to_stop, stop_together
 from lit_rlsched.logs import log_now
 from lit_rlsched.resuming import (
     FORMAT,
+    SAME_ON_RESUME,
     check_drawn,
     check_format,
     check_has_state,
     check_same_settings,
     check_whole_groups,
+    complete,
 )
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.planner import RoundPlanner
@@ -44,15 +46,6 @@ if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
 
 T = TypeVar("T")
-
-_SAME_ON_RESUME = (
-    "seed",
-    "prompts_per_round",
-    "num_generations",
-    "steps_per_round",
-    "num_iterations",
-)
-"""Settings of the data module that decide what is drawn."""
 
 
 class TrainingRun:
@@ -175,7 +168,7 @@ class TrainingRun:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self._data, name) for name in _SAME_ON_RESUME}
+        return {name: getattr(self._data, name) for name in SAME_ON_RESUME}
 
     def begin(self) -> None:
         """Read the Trainer's settings, start the clock, describe the run to W&B, and check it.
@@ -250,6 +243,8 @@ class TrainingRun:
             self.current, self._start, self._empty_steps = round, round.version, 0
             round.accumulated = self._parts
             fire_in_module(trainer, "on_round_end", round)
+        if self._data.schedule.ahead and self.settings and not self.settings.is_last_round:
+            self.lead(lambda: self.rounds.draw_ahead(self._drawing(self.num_rounds + 1)))
         log_now(trainer, self.position | round.metrics)
         return round
 
@@ -265,9 +260,12 @@ class TrainingRun:
         for text in told:
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
-        if self.settings and not self.settings.is_last_round:
-            self.rounds.draw_ahead(self._drawing(self.num_rounds + 1))
         return round, self.counters
+
+    def wait_for_rollout(self) -> None:
+        """Wait for the rollout beside the update, on all ranks."""
+        if self._data.schedule.ahead:
+            self.lead(self.rounds.next.wait)
 
     def _drawing(self, number: int) -> Drawing:
         data, trainer = self._data, self._trainer
@@ -360,6 +358,8 @@ class TrainingRun:
         data = self._data
         check_same_settings(state["settings"], vars(data))
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
+        if ahead := state.get("next", {}).get("round"):
+            drawn.append(ahead["trained"])
         limit = data.sampling.max_completion_length
         check_drawn(drawn, state.get("reward_funcs"), data.rewards.names, limit)
         self.clock.before = state.get("seconds", 0.0)
@@ -381,16 +381,17 @@ class TrainingRun:
         else:
             prompt_of_uid = startup.prompts.train.of_uid
         self.rounds.load_state_dict(state, data.schedule.rule, prompt_of_uid)
-        pool = self.rounds.runner.planner.pool
-        for completion in pool.completions:
-            if not (data.schedule.rule.keeps_drafts or data.schedule.ahead == "verify"):
-                completion.draft = None  # from a run with `reuse_drafts`, resumed without
-            if completion.finished:
-                completion.text = startup.decode(completion.token_ids)
-        if self.learner.needs_group or data.schedule.selection:
-            check_whole_groups(pool, data.num_generations)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
+        pool, following = self.rounds.runner.planner.pool, self.rounds.next
+        if (following.tokens and data.schedule.ahead != "importance") or not data.schedule.ahead:
+            self.counters["num_discarded_tokens"] += following.tokens
+            following.clear()
+        ahead = [c for group in following.groups for c in group.completions]
+        keeps = data.schedule.rule.keeps_drafts or data.schedule.ahead == "verify"
+        complete([*pool.completions, *ahead], startup.decode, keeps)
+        if self.learner.needs_group or data.schedule.selection:
+            check_whole_groups(pool, data.num_generations)
         self.advice.load_state_dict(state.get("advice", {}))
         self.current, self._start, self._empty_steps = None, 0, 0
         if (saved := state["round"]) is not None:

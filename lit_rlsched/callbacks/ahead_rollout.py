@@ -7,8 +7,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_decodes_by_itself, check_logprobs
-from lit_rlsched.schedule import RunFacts, Schedule
+from lit_rlsched.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
+from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.ahead_rollout import Correction
 
 
@@ -24,14 +24,17 @@ class AheadRollout(RolloutCallback):
       all of them with a forward pass, keeps a prefix of each, and the engine draws the rest (block
       verification, arXiv 2403.10444). The result is distributed as if the newest policy had drawn
       all of it, up to the difference between engine and trainer. Rewards are computed afterwards.
-    * `importance`: they are trained on as they are, with the clipped ratio relative to the policy
-      that drew them, as in `SortedBatching(mode="partial")`. Bias: clipping and stale completions;
-      `staleness/*` shows the age of the tokens in optimizer steps.
+    * `importance`: they are trained on as they are, as in `SortedBatching(mode="partial")`: with
+      the clipped ratio relative to the policy that drew them or, in RLOO and with
+      `old_logprobs="trainer"`, weighted as `importance_sampling_mode` says. Bias: clipping and
+      stale completions; `staleness/*` shows the age of the tokens in optimizer steps.
 
     What is drawn follows from weights and seeds, not from timing: runs repeat bit for bit, and a
     resumed run equals one that was not interrupted. A checkpoint, a validation and SIGTERM wait
-    until the rollout beside the update has ended. The last round of a run draws nothing ahead, so a
-    run that is continued beyond its end differs from one that was longer from the start.
+    until the rollout beside the update has ended. The last round of a run draws nothing ahead, and
+    a run that ends for another reason (`max_time`, early stopping) drops the round that it was
+    drawing, so a run that is continued beyond its end differs from one that was longer from the
+    start.
 
     The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`, several engines
     or `RayEngine`. It needs its memory during the update too. `verify` keeps a copy of the
@@ -81,7 +84,8 @@ class AheadRollout(RolloutCallback):
         who, what = f"`AheadRollout(correction={self.correction!r})`", "drafts are verified by"
         if self.correction == "importance":
             what = "tokens are trained against"
-            self._check_importance(who, schedule, run)
+            self._check_importance(who, run)
+            warn_of_correction(who, pl_module.hparams)
         check_logprobs(who, run.engine, run.sampling, what)
         schedule.ahead = self.correction
         self._trainer = trainer
@@ -89,7 +93,7 @@ class AheadRollout(RolloutCallback):
         callbacks.remove(self)  # first, so that hooks come before other callbacks' states are saved
         callbacks.insert(0, self)
 
-    def _check_importance(self, who: str, schedule: Schedule, run: RunFacts) -> None:
+    def _check_importance(self, who: str, run: RunFacts) -> None:
         if "StreamedTraining" in run.callbacks:
             raise MisconfigurationException(
                 f"{who} with `StreamedTraining`: a round is drawn before the update that it would "
@@ -99,5 +103,5 @@ class AheadRollout(RolloutCallback):
     def state_dict(self) -> dict[str, Any]:
         """Wait for the rollout beside the update; there is no state."""
         if self._trainer is not None:
-            rollout_datamodule(self._trainer, self).run.rounds.next.wait()
+            rollout_datamodule(self._trainer, self).run.wait_for_rollout()
         return {}

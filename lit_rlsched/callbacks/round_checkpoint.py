@@ -87,6 +87,7 @@ class RoundCheckpoint(Checkpoint):
         rounds = trainer.datamodule.rounds_over  # type: ignore[attr-defined]
         folder = Path(self.dirpath) if self.dirpath else folder_of(trainer) / "checkpoints"
         path = folder / f"round_{rounds:05}-step_{trainer.global_step:06}.ckpt"
+        trainer.datamodule.run.wait_for_rollout()  # type: ignore[attr-defined]  # is no cost
         began = self._clock()
         try:
             if stopped:

@@ -1,11 +1,10 @@
 """SortedRL: trains on short completions first, without idle slots or starving long ones."""
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_logprobs
+from lit_rlsched.checks import check_logprobs, warn_of_correction
 from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
 
@@ -26,12 +25,13 @@ class SortedBatching(RolloutCallback):
     Bias: in `on_policy` mode a long completion may be discarded and drawn again, and may then be
     short, so completions are biased towards short ones; `pool/trained_over_drawn_length` measures
     the bias from below. In `verified` mode nothing is drawn again: what was drawn is a draft, which
-    the trainer verifies under the new policy (block verification, arXiv 2403.10444), so that every
-    completion is a draw of the policy that trains on it. In `partial` mode every completion that
-    was begun is trained on (unless `max_staleness` discards it), without this bias, but its tokens
-    come from several policies. Our modules then clip the ratio to the policy that drew each token
-    (`old_logprobs` of `PolicyModule`), as the paper does. In all modes an update sees prompts of
-    similar length.
+    the trainer verifies under the new policy (block verification, arXiv 2403.10444), so that all
+    tokens of a completion are drawn as the policy that trains on it would draw them. Over a pool
+    there is one draw of each completion; those of a single update are selected by length. In
+    `partial` mode every completion that was begun is trained on (unless `max_staleness` discards
+    it), without this bias, but its tokens come from several policies. Our modules then clip the
+    ratio to the policy that drew each token (`old_logprobs` of `PolicyModule`), as the paper does.
+    In all modes an update sees prompts of similar length.
 
     Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
     `rollout/useful_token_share`, `rollout/attempts/*` (draws per prompt),
@@ -122,19 +122,5 @@ class SortedBatching(RolloutCallback):
                 "takes that many optimizer steps, so no completion could be resumed. Use "
                 f"{steps} or more, or `mode='on_policy'`."
             )
-        module = pl_module.hparams
-        corrected = module.get("importance_sampling_mode")
-        if module.get("old_logprobs") == "trainer":
-            if corrected is None and not self.settings.mask_stale_tokens:
-                rank_zero_warn(
-                    "`SortedBatching(mode='partial')` with `old_logprobs='trainer'` and "
-                    "`importance_sampling_mode=None` trains on tokens of earlier policies as if "
-                    "the newest had drawn them. Leave `old_logprobs` out, or set "
-                    "`mask_stale_tokens=True`."
-                )
-        elif corrected not in (None, "sequence_mask") and module.get("loss_type") != "rloo":
-            rank_zero_warn(
-                f"`importance_sampling_mode={corrected!r}` has no effect with "
-                "`SortedBatching(mode='partial')`, where the clipped ratio is already relative to "
-                "the policy that drew each token. Set `old_logprobs='trainer'` to use it."
-            )
+        masked = self.settings.mask_stale_tokens
+        warn_of_correction("`SortedBatching(mode='partial')`", pl_module.hparams, masked)

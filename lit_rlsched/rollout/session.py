@@ -63,6 +63,7 @@ class RolloutSession:
         self._background: futures.Future[None] | None = None
         self._held: list[Callable[[], None]] | None = None
         """Hooks that the rollout in the background has not called yet."""
+        self._calls_hooks = True
         self._closing = False
         self._trainer_heed = heed
         try:
@@ -108,17 +109,18 @@ class RolloutSession:
         feedback: Feedback | None = None,
         same_noise: bool = False,
         score: bool = True,
+        hooks: bool = True,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
         The arguments are those of `RolloutController.run`; by default every group runs to its end.
-        Without `score` no reward function is called and no hook.
+        Without `score` no reward function and no hook is called, without `hooks` no hook.
         Starting a rollout drops an earlier one that did not run to its end, but waits for one in
         the background.
         """
         self.wait()
         self._rollout.close()
-        self.scorer.version = version
+        self.scorer.version, self._calls_hooks = version, hooks
         rule = rule or FullRound(len(groups))
         controller = self.controller
         if not score:
@@ -156,7 +158,11 @@ class RolloutSession:
         background, held = self._background, self._held
         if background is None or held is None:
             return
-        futures.wait([background])  # if this is interrupted, it still runs
+        try:
+            futures.wait([background])
+        except BaseException:  # a second Ctrl-C
+            self._closing = True
+            raise
         self._background = self._held = None
         background.result()
         for hook in held:
@@ -169,13 +175,13 @@ class RolloutSession:
             raise futures.CancelledError
 
     def _held_back(self, hook: Callable[[T], None]) -> Callable[[T], None]:
-        """Return a hook that waits for the end of a rollout in the background."""
+        """Return a hook that is called if the rollout calls hooks, after one in the background."""
 
         def call(of: T) -> None:
-            if self._held is None:
-                hook(of)
-            else:
+            if self._held is not None:
                 self._held.append(partial(hook, of))
+            elif self._calls_hooks:
+                hook(of)
 
         return call
 
@@ -190,7 +196,8 @@ class RolloutSession:
             ValueError: the engine does not start with this size, or its cache is too small for the
                 slots.
         """
-        if getgeneratorstate(self._rollout) == GEN_RUNNING:
+        running = getgeneratorstate(self._rollout) == GEN_RUNNING
+        if running or self._background is not None:
             raise RuntimeError(
                 "The engine cannot restart during a rollout. Do it in `on_round_start` or "
                 "`on_round_end`."

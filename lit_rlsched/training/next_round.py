@@ -35,6 +35,8 @@ class NextRound:
         self._round: RoundInProgress | None = None
         self._drafts: list[Group] = []
         self._drawn: DrawnRound | None = None
+        self._beside: dict[str, float] = {}
+        """What the rollout in the background has measured."""
         self._metrics: dict[str, float] = {}
 
     def begin(
@@ -55,16 +57,15 @@ class NextRound:
         self._session = session
         self._drafts = self._runner.planner.plan(rule)
         salt = f"{self._runner.salt} {SALT}".strip()
+        self._beside = measured = {}
         rollout = session.rollout(self._drafts, version, salt=salt, score=False)
 
         def decode() -> None:
             began = time.perf_counter()
             for _ in rollout:
                 pass
-            self._metrics = {
-                "ahead_rollout/rollout_seconds": time.perf_counter() - began,
-                "ahead_rollout/tokens": session.trace.tokens,
-            }
+            measured["ahead_rollout/rollout_seconds"] = time.perf_counter() - began
+            measured["ahead_rollout/tokens"] = session.trace.tokens
 
         session.in_background(decode)
 
@@ -76,27 +77,39 @@ class NextRound:
         if self._session is None:
             return
         began = time.perf_counter()
-        self._session.wait()
+        try:
+            self._session.wait()
+        except Exception:
+            self.abandon()
+            raise
         self._session = None
         waited = time.perf_counter() - began
         if self._round is not None:
             self._drawn, self._round = self._round.harvest(), None
             seconds = self._drawn.metrics["time/rollout"]
-            self._metrics = {"ahead_rollout/rollout_seconds": seconds}
+            self._beside = {"ahead_rollout/rollout_seconds": seconds}
         for group in self._drafts:
             for completion in group.completions:
                 if completion.token_ids:
                     completion.put_off()
-        self._runner.planner.pool.settle(self._drafts, self._drafts)
+        pool = self._runner.planner.pool
+        pool.settle(self._drafts, self._drafts)
+        if self._drafts:
+            self._runner.audit.carried_tokens = pool.tokens
         self._drafts = []
-        self._metrics["ahead_rollout/wait_seconds"] = waited
+        self._metrics = {**self._beside, "ahead_rollout/wait_seconds": waited}
 
     def take(self) -> tuple[DrawnRound | None, dict[str, float]]:
-        """Return the round, if it was drawn as a whole, and metrics of the rollout."""
+        """Return the round, if it was drawn as a whole, and metrics of the rollout.
+
+        They are kept until `clear`, in case the round is interrupted.
+        """
         self.wait()
-        drawn, self._drawn = self._drawn, None
-        metrics, self._metrics = self._metrics, {}
-        return drawn, metrics
+        return self._drawn, self._metrics
+
+    def clear(self) -> None:
+        """Forget the round that was taken."""
+        self._drawn, self._metrics = None, {}
 
     def abandon(self) -> None:
         """Forget a rollout that has not ended; its prompts stay in the pool."""
@@ -110,7 +123,10 @@ class NextRound:
     @property
     def groups(self) -> list[Group]:
         """Groups of the round that `take` will return."""
-        return self._drawn.planned if self._drawn else []
+        if self._drawn is None:
+            return []
+        harvest = self._drawn.harvest
+        return [*self._drawn.planned, *harvest.trained, *harvest.left]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the round, as primitives and tensors; drafts are in the pool. It must be over."""
@@ -136,6 +152,7 @@ class NextRound:
         self, state: dict[str, Any], rule: RoundRule, prompt: Callable[[str], Prompt]
     ) -> None:
         """Restore the round; `prompt` finds a prompt by its uid."""
+        self.clear()
         self._metrics, saved = dict(state["metrics"]), state["round"]
         if saved is None:
             return

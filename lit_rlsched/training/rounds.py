@@ -108,6 +108,7 @@ class TrainingRounds:
         round.metrics |= drawn.metrics | ahead
         round.metrics["time/advantages"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)
+        self.next.clear()
         self.drafts.keep(how.policy, how.version, planner.pool)
         return round, _counts(round, drawn.harvest) + drawn.failures
 
@@ -181,6 +182,7 @@ class TrainingRounds:
         """Restore the state; `prompt` finds a prompt by its uid."""
         self.runner.load_state_dict(state, prompt)
         self.drafts.weights = dict(state["drafts"])
+        self.next.clear()
         if "next" in state:
             self.next.load_state_dict(state["next"], rule, prompt)
 

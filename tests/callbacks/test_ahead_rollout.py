@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from chi_square import p_value
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -21,6 +22,7 @@ from lit_rlsched.callbacks import (
     LengthPrediction,
     MicroGroupSampling,
     RolloutCallback,
+    RoundCheckpoint,
     SortedBatching,
     StreamedTraining,
 )
@@ -121,8 +123,8 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, correctio
         assert torch.equal(trained, first[1])
 
 
-def test_importance_trains_on_completions_that_are_one_round_older(fit, tiny_model):
-    seen, _, _ = run(fit, tiny_model, "importance")
+def test_importance_trains_on_completions_that_are_one_round_older(fit, tiny_model, sums):
+    seen, _, _ = run(fit, tiny_model, "importance", val_data=sums[80:82])
     versions = [{v for c in r.completions for v, _ in c.version_spans} for r in seen.rounds]
     assert versions == [{0}, {0}, {2}, {4}]
     assert [r.version for r in seen.rounds] == [0, 2, 4, 6]
@@ -136,6 +138,7 @@ def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
         for completion in round.completions:
             assert completion.version_spans == [(round.version, len(completion.token_ids))]
     first, *later = (r.metrics for r in seen.rounds)
+    assert all(0 < r.metrics["pool/useful_token_share"] <= 1 for r in seen.rounds)
     assert "drafts/tokens" not in first
     for metrics in later:
         assert metrics["drafts/tokens"] == metrics["ahead_rollout/tokens"] > 0
@@ -192,6 +195,8 @@ def test_a_resumed_run_is_the_same(fit, tiny_model, sums, tmp_path, correction, 
         assert torch.equal(trained, whole), f"from step {step}"
         assert again.drawn == seen.drawn[-len(again.rounds) :]
         for now, then in zip(again.rounds, seen.rounds[-len(again.rounds) :], strict=True):
+            assert not now.metrics.keys() ^ then.metrics.keys()
+            assert [c.text for c in now.completions] == [c.text for c in then.completions]
             assert now.metrics["num_tokens"] == then.metrics["num_tokens"]
             assert now.metrics["rollout/tokens"] == then.metrics["rollout/tokens"]
 
@@ -202,6 +207,49 @@ def test_verified_rounds_stream_their_gradients(fit, tiny_model):
     again, streamed, _ = run(fit, tiny_model, "verify", StreamedTraining(start=0), **settings)
     assert again.drawn == seen.drawn
     torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
+
+
+def test_a_round_that_was_drawn_ahead_is_dropped_without_the_callback(fit, tiny_model, tmp_path):
+    saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=3)
+    on = {"enable_checkpointing": True, "max_epochs": 3}
+    run(fit, tiny_model, "importance", saver, trainer=on)
+    seen = Rounds()
+    _, _, data = fit(
+        callbacks=[seen],
+        trainer={"max_epochs": 3},
+        ckpt_path=tmp_path / "c" / "step=3.ckpt",
+        **SMALL,
+    )
+    (after,) = seen.rounds
+    assert after.version == 4 and after.metrics.get("staleness/mean", 0) == 0
+    assert all(c.version_spans[0][0] == 4 for c in after.completions)
+    assert data.counters["num_discarded_tokens"] > 0
+
+
+def test_uncorrected_stale_tokens_are_warned_of(fit, tiny_model):
+    settings = {"old_logprobs": "trainer", "importance_sampling_mode": None}
+    with pytest.warns(UserWarning, match="as if the newest had drawn them"):
+        fit(
+            GRPOModule(tiny_model, **settings),
+            [AheadRollout("importance")],
+            {"max_epochs": 1},
+            engine=ProcessEngine(TransformersEngine()),
+        )
+
+
+def test_saving_is_not_charged_for_the_rollout(fit, tiny_model, tmp_path, monkeypatch):
+    """What a save costs decides how rare the next ones are."""
+    saver, waits = RoundCheckpoint(tmp_path), []
+    save = Trainer.save_checkpoint
+
+    def note(trainer, *args, **kwargs):
+        session = trainer.datamodule.session
+        waits.append(session is not None and session._background is not None)
+        return save(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "save_checkpoint", note)
+    run(fit, tiny_model, "verify", saver, trainer={"enable_checkpointing": True})
+    assert waits and not any(waits)
 
 
 @BOTH
