@@ -179,6 +179,10 @@ class RoundRunner:
         """Part of every seed, so that a second Trainer draws other noise."""
         return f"run {self.runs}" if self.runs else ""
 
+    def salt_with(self, more: str) -> str:
+        """Return the salt of what has the same policy version as a round, and other noise."""
+        return f"{self.salt} {more}".strip()
+
     def begin(
         self,
         session: RolloutSession,
@@ -192,7 +196,7 @@ class RoundRunner:
 
         `salt` tells rounds of the same version apart.
         """
-        salt = f"{self.salt} {salt}".strip()
+        salt = self.salt_with(salt)
         return RoundInProgress(self.planner, session, rule, number, version, salt, prepare)
 
     def run(

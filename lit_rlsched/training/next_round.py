@@ -56,7 +56,7 @@ class NextRound:
         """Begin to draw the completions of the round as drafts, which are not scored."""
         self._session = session
         self._drafts = self._runner.planner.plan(rule)
-        salt = f"{self._runner.salt} {SALT}".strip()
+        salt = self._runner.salt_with(SALT)
         self._beside = measured = {}
         rollout = session.rollout(self._drafts, version, salt=salt, score=False)
 
@@ -151,8 +151,7 @@ class NextRound:
     def load_state_dict(
         self, state: dict[str, Any], rule: RoundRule, prompt: Callable[[str], Prompt]
     ) -> None:
-        """Restore the round; `prompt` finds a prompt by its uid."""
-        self.clear()
+        """Restore the round after `clear`; `prompt` finds a prompt by its uid."""
         self._metrics, saved = dict(state["metrics"]), state["round"]
         if saved is None:
             return
