@@ -31,9 +31,10 @@ install: $(VENV)/.installed  ## Make .venv and install everything into it
 $(VENV)/.installed: pyproject.toml requirements/cpu.txt
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(BUILD),cpu)
-	$(BIN)/pip install -q --no-compile "torch==2.13.0+cpu" $(TORCH_CPU)
-	$(BIN)/pip install -q --no-compile --no-deps -r requirements/cpu.txt
-	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # pip compiles on one core
+	@# pip unpacks and compiles on one core
+	{ echo '"torch==2.13.0+cpu" $(TORCH_CPU)'; grep -v '^#' requirements/cpu.txt | xargs -n 60; } \
+	| xargs -P 2 -L 1 $(BIN)/pip install -q --no-compile --no-deps
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/pip install -q --no-deps -e .
 else ifeq ($(BUILD),cuda)
 	$(BIN)/pip install -q -e ".[vllm,$(EXTRAS)]"
