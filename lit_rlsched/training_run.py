@@ -284,7 +284,11 @@ class TrainingRun:
     def _round_settings(self) -> RoundSettings:
         schedule = self._data.schedule  # callbacks may change it in their hooks
         return RoundSettings(
-            self.update, schedule.streaming, schedule.max_num_gen_batches, schedule.ahead
+            self.update,
+            schedule.streaming,
+            schedule.max_num_gen_batches,
+            schedule.ahead,
+            self._data.verify_sync,
         )
 
     def end_round(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.policy import base_model, find_policy, named_weights
 
@@ -144,10 +144,14 @@ def test_gradient_checkpointing_changes_nothing(fit, tiny_model):
 
 def test_bf16_mixed(fit, tiny_model):
     trainer, module, _ = fit(
-        GRPOModule(tiny_model), engine=VLLMEngine(), trainer={"precision": "bf16-mixed"}
+        GRPOModule(tiny_model, learning_rate=1e-3),
+        callbacks=[SortedBatching(2, mode="verified"), MicroGroupSampling(slots=10)],
+        engine=VLLMEngine(),
+        trainer={"precision": "bf16-mixed"},
     )
     assert next(module.parameters()).dtype == torch.float32
     assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
+    assert 1e-5 < trainer.callback_metrics["drafts/logp_difference"] < 0.05
 
 
 @pytest.mark.slow

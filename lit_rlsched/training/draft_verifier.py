@@ -3,6 +3,7 @@
 The method, its cost and its exactness are described in `docs/explanation/rollpacker.md`.
 """
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from lit_rlsched.training.logprobs import (
 )
 from lit_rlsched.training.micro_batches import split_by_tokens
 from lit_rlsched.training.speculative import acceptance, excess, num_accepted, prefix_weights
+from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import Draft, Group, Sample, stable_hash
 
 
@@ -118,29 +120,39 @@ class Drafts:
         eos_token_ids: Sequence[int],
         micro_batch_tokens: int,
         forward_context: ForwardContext,
+        allowed_gap: float = math.inf,
     ) -> DraftAudit:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
 
         A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
-        token drawn after it. It is finished if these tokens end it. `policy` has the weights of
-        `version`; the noise depends on `seed`, `salt`, prompt, index and version alone.
+        token drawn after it. It is finished if these tokens end it. Of a draft beyond the limit
+        its first tokens are verified. `policy` has the weights of `version`; the noise depends on
+        `seed`, `salt`, prompt, index and version alone.
+
+        Raises:
+            RuntimeError: If the engine's log-probs differ from those that the trainer computes with
+                the weights that drew the drafts by more than `allowed_gap` on average. The result
+                would not be draws of `policy`.
         """
 
         def trial(sample: Sample, draft: Draft) -> _Trial:
             name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)
+            most = sample.group.sampling.max_completion_length
+            draft = Draft(draft.token_ids[:most], draft.logprobs[:most], draft.version)
             counters = torch.arange(len(draft.token_ids))
             noise = float(counter_uniform(after, counters[:1]))
             return _Trial(sample, draft, counter_uniform(accept, counters), noise)
 
         samples = [Sample(g, c) for g in groups for c in g.completions]
-        trials = [trial(s, d) for s in samples if (d := s.completion.draft) is not None]
+        drafts = [(s, d) for s in samples if (d := s.completion.draft) is not None]
+        for sample, _ in drafts:
+            sample.completion.draft = None
+        trials = [trial(s, d) for s, d in drafts if d.token_ids]
         audit = DraftAudit(tokens=sum(t.tokens for t in trials))
         if not trials:
             return audit
-        for one in trials:
-            one.sample.completion.draft = None
         with evaluating(policy), forward_context():
             for batch in split_by_tokens(trials, micro_batch_tokens):
                 _score(policy, batch)
@@ -155,7 +167,10 @@ class Drafts:
                 weights = {name: self.weights[drew][name].to(p) for name, p in parameters}
                 members = [t for t in cut if t.draft.version == drew]
                 for batch in split_by_tokens(members, micro_batch_tokens):
-                    _cut(policy, weights, batch)
+                    audit.gap += _cut(policy, weights, batch)
+        audit.compared = sum(t.tokens for t in cut)
+        if audit.compared >= REDRAWN and not audit.mean_gap <= allowed_gap:
+            raise RuntimeError(_differs(audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
         audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - len(cut)
         for one in finite:
@@ -195,8 +210,26 @@ def _score(policy: nn.Module, batch: Sequence[_Trial]) -> None:
         trial.logprobs = of_trial[: trial.tokens]
 
 
-def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial]) -> None:
-    """Accept a prefix of each draft and draw a token after it."""
+def _differs(audit: DraftAudit, allowed: float) -> str:
+    return (
+        "Drafts were not drawn by the weights that verify them: the log-probs that the engine "
+        f"recorded differ from the trainer's by {audit.mean_gap:.2e} on average (of "
+        f"{audit.compared} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
+        "allowed), so what is kept of them would not be draws of the policy. Let engine and "
+        "trainer compute in the same precision, or do not verify drafts "
+        "(`AheadRollout(correction='importance')`, `SortedBatching(mode='partial')`, "
+        "`TailBatching` without `reuse_drafts` and `max_deferrals`). `verify_sync=False` switches "
+        "this check off."
+    )
+
+
+def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial]) -> float:
+    """Accept a prefix of each draft and draw a token after it.
+
+    Returns:
+        The sum over tokens of the difference between the log-probs of the engine that drew them and
+        those with `weights`, each `MOST_OF_ONE` at most.
+    """
     temperature = batch[0].temperature
     distributions = partial(vocabulary_logprobs, policy, temperature=temperature)
     tensors = _tensors(policy, batch)
@@ -212,10 +245,15 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
     log_weights = torch.cat([t.log_weights[:-1] for t in batch]).to(new.device)
     config: Any = base_model(policy).config.get_text_config()
     chunk = default_chunk(new.device.type, config.vocab_size)
-    chunks = [slice(i, i + chunk) for i in range(0, len(new), chunk)]
-    more = torch.cat([excess(log_weights[at], *both(at)).sum(-1) for at in chunks]).cpu()
+    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=new.device)
+    more, own = [], []
+    for at in (slice(i, i + chunk) for i in range(0, len(new), chunk)):
+        logp, logq = both(at)
+        more.append(excess(log_weights[at], logp, logq).sum(-1))
+        own.append(logq.gather(1, drawn[at].unsqueeze(1)).squeeze(1))
     begin = 0
-    for trial, of_trial in zip(batch, more.split([t.tokens for t in batch]), strict=True):
+    sums = torch.cat(more).cpu().split([t.tokens for t in batch])
+    for trial, of_trial in zip(batch, sums, strict=True):
         accepts = acceptance(trial.log_weights, of_trial)
         accepted = num_accepted(accepts[:-1], trial.noise[:-1])
         at = slice(begin + accepted, begin + accepted + 1)
@@ -228,6 +266,9 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
         trial.sample.completion.token_ids.append(token)
         trial.sample.completion.logprobs.append(float(logp[0, token]))
         begin += trial.tokens
+    told = torch.tensor([p for one in batch for p in one.draft.logprobs], dtype=torch.float64)
+    gap = (torch.cat(own).double().cpu() - told).abs()
+    return float(gap.clamp(max=MOST_OF_ONE).sum())
 
 
 def _tensors(policy: nn.Module, batch: Sequence[_Trial]) -> tuple[Tensor, Tensor, Tensor]:

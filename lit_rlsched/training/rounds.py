@@ -1,5 +1,6 @@
 """Draw rounds and make them ready for the optimizer."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from lit_rlsched.training.round_metrics import measure
 from lit_rlsched.training.selection import Stop, count_drops, is_uninformative
 from lit_rlsched.training.streamed_training import GradientStream
 from lit_rlsched.training.update import Update
+from lit_rlsched.training.weight_sync import allowed_gap
 from lit_rlsched.types import Group, Prompt
 
 
@@ -36,6 +38,8 @@ class RoundSettings:
     """Updates' worth of prompts that a round may draw to replace uninformative groups."""
     ahead: Correction | None = None
     """Whether the next round is drawn during the update, and how its staleness is corrected."""
+    verify_sync: bool = True
+    """Whether the engine's log-probs of drafts are compared with the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ class TrainingRounds:
     def _watchers(
         self, how: Drawing, settings: RoundSettings, stream: GradientStream | None
     ) -> Watchers:
-        update, batches = settings.update, settings.max_num_gen_batches
+        update, batches, session = settings.update, settings.max_num_gen_batches, how.session
+        allowed = allowed_gap(session.engine, session.spec) if settings.verify_sync else math.inf
         selection, weights = update.selection, update.weights
         return Watchers(
             verify=lambda groups, version: self.drafts.verify(
@@ -141,9 +146,10 @@ class TrainingRounds:
                 version,
                 seed=update.seed,
                 salt=self.runner.salt,
-                eos_token_ids=how.session.spec.eos_token_ids,
+                eos_token_ids=session.spec.eos_token_ids,
                 micro_batch_tokens=update.micro_batch_tokens,
                 forward_context=update.forward_context,
+                allowed_gap=allowed,
             ),
             stop=Stop(selection, weights) if selection and selection.reward_range else None,
             is_replaced=(lambda group: is_uninformative(group, weights)) if batches > 1 else None,

@@ -28,7 +28,8 @@ def excess(log_weights: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
     and `q`. The result is `[N, V]` in float64, not normalised.
     """
     p = (logp.double() + log_weights.unsqueeze(-1)).exp_()
-    return p.sub_(logq.double().exp_()).clamp_(min=0.0)
+    q = logq.to(torch.float64, copy=True).exp_()  # `double` would not copy float64
+    return p.sub_(q).clamp_(min=0.0)
 
 
 def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:

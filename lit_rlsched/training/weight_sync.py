@@ -189,11 +189,10 @@ class WeightSync:
 
     def _check(self, version: int, index: int, gap: Tensor) -> float:
         ours, theirs = self._spec.dtype, self._engine.cache_dtype(self._spec)
-        allowed = tolerance(ours, theirs, self._spec.device)
-        if gap.mean() <= allowed:
+        if gap.mean() <= tolerance(ours, theirs, self._spec.device):
             return float(gap.max())
         gap = self._larger_gap(self._engine.engines[index], version)
-        mean, allowed = robust_mean(gap), SLACK * allowed
+        mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
         if not mean <= allowed:
             engines = len(self._engine.engines)
             raise RuntimeError(
@@ -251,6 +250,11 @@ def tolerance(trainer: torch.dtype, engine: torch.dtype, device: torch.device) -
     if min(trainer.itemsize, engine.itemsize) < torch.float32.itemsize:
         return TOLERANCE_HALF
     return TOLERANCE_CUDA if device.type == "cuda" else TOLERANCE
+
+
+def allowed_gap(engine: RolloutEngine, spec: EngineSpec) -> float:
+    """Mean difference of `REDRAWN` tokens or more beyond which the weights are others."""
+    return SLACK * tolerance(spec.dtype, engine.cache_dtype(spec), spec.device)
 
 
 def robust_mean(gap: Tensor) -> float:

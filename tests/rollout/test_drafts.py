@@ -2,12 +2,11 @@ import copy
 import io
 import math
 from collections import Counter
-from contextlib import nullcontext
 
 import pytest
 import torch
 from chi_square import p_value
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from enumerated import EOS, LIMIT, PROMPT, SEED, make_policy, moved, verify
 
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
@@ -19,39 +18,6 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.training.draft_verifier import Drafts, _with
 from lit_rlsched.training.logprobs import completion_states, vocabulary_logprobs
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
-
-EOS, VOCAB, LIMIT = 1, 4, 3
-PROMPT = (2, 3, 0)
-SEED = 1
-
-
-def make_policy(seed, dtype=torch.float64):
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        eos_token_id=EOS,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).to(dtype).eval()
-
-
-def moved(policy, seed=9, by=0.1):
-    """The policy some updates later."""
-    later = copy.deepcopy(policy)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in later.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += by * noise.to(parameter)
-    return later
 
 
 def groups_of(n, size=4, temperature=0.8):
@@ -77,28 +43,6 @@ def decode(policy, groups, version):
     for _ in controller.run(groups, FullRound(len(groups)), version):
         pass
     engine.close()
-
-
-def verify(
-    drafts,
-    policy,
-    groups,
-    version=4,
-    seed=SEED,
-    salt="",
-    micro_batch_tokens=4096,
-    context=nullcontext,
-):
-    return drafts.verify(
-        groups,
-        policy,
-        version,
-        seed=seed,
-        salt=salt,
-        eos_token_ids=(EOS,),
-        micro_batch_tokens=micro_batch_tokens,
-        forward_context=nullcontext,
-    )
 
 
 def distribution(policy, temperature):
@@ -282,6 +226,27 @@ def test_a_draft_with_a_log_prob_that_is_not_finite_is_dropped(bad):
     assert broken == Completion(1, attempts=1)
     assert all(c.token_ids for g in groups for c in g.completions if c is not broken)
     assert audit.tokens == sum(len(c.draft.token_ids) for g in left for c in g.completions)
+
+
+def test_the_log_probs_of_the_engine_are_compared_with_the_trainers():
+    """Of drafts that were cut, under the weights that drew them: not under the new ones."""
+    policy = make_policy(0)
+    drafts, groups = lost(policy, 60)
+    for completion in (c for g in groups for c in g.completions):
+        if (draft := completion.draft) is not None:
+            told = [p + (0.01 if i % 2 else -0.03) for i, p in enumerate(draft.logprobs)]
+            completion.draft = Draft(draft.token_ids, told, draft.version)
+    later, twin, unchecked = moved(policy, by=0.3), *(copy.deepcopy(groups) for _ in range(2))
+    few = verify(drafts, later, copy.deepcopy(groups[:20]), allowed_gap=0)  # too few to judge
+    assert 0 < few.compared < 256
+    audit = verify(drafts, later, groups, allowed_gap=0.03)
+    assert 256 <= audit.compared < audit.tokens
+    assert 0.02 < audit.metrics()["drafts/logp_difference"] < 0.03
+    with pytest.raises(RuntimeError, match=r"differ from the trainer's by 2\.\d\de-02 on average"):
+        verify(drafts, later, twin, allowed_gap=0.02)
+    drafts.keep_version(moved(policy, by=0.2), 1)  # another version's weights
+    with pytest.raises(RuntimeError, match="not drawn by the weights that verify them"):
+        verify(drafts, later, unchecked, allowed_gap=0.1)
 
 
 def test_without_drafts_nothing_happens():

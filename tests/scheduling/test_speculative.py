@@ -1,4 +1,3 @@
-import itertools
 import math
 from collections import defaultdict
 
@@ -7,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.tabular import after, completed, random_policy, sequences, verified
 from lit_rlsched.engines.sampling import inverse_cdf
 from lit_rlsched.training.speculative import (
     acceptance,
@@ -14,69 +14,6 @@ from lit_rlsched.training.speculative import (
     num_accepted,
     prefix_weights,
 )
-
-EOS = 0
-
-
-def policy(vocab, limit, seed, spread):
-    """Log-probs of the next token after each sequence that goes on, by its tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    others = range(1, vocab)
-    prefixes = [p for n in range(limit) for p in itertools.product(others, repeat=n)]
-    logits = spread * torch.randn(len(prefixes), vocab, generator=generator, dtype=torch.float64)
-    return dict(zip(prefixes, logits.log_softmax(-1), strict=True))
-
-
-def sequences(logp, limit):
-    """Probability of each whole sequence: to its EOS, or to the limit."""
-    found, open_ = {}, {(): 1.0}
-    while open_:
-        prefix, probability = open_.popitem()
-        for token, of_token in enumerate(logp[prefix].exp().tolist()):
-            longer = (*prefix, token)
-            ends = token == EOS or len(longer) == limit
-            (found if ends else open_)[longer] = probability * of_token
-    return found
-
-
-def after(logs, draft):
-    """Log-probs of the next token after each prefix but the whole, and of the draft's tokens."""
-    rows = torch.stack([logs[draft[:k]] for k in range(len(draft))])
-    return rows, rows[range(len(draft)), draft]
-
-
-def verified(logp, draft, probability, logq):
-    """All that may become of a draft, each with its probability."""
-    if not draft:
-        return {(): probability}
-    (ps, p), (qs, q) = after(logp, draft), after(logq, draft)
-    log_weights = prefix_weights(p, q)
-    excesses = excess(log_weights[:-1], ps, qs)
-    accepts = [1.0, *acceptance(log_weights, excesses.sum(-1)).tolist()]
-    out, left = defaultdict(float), probability  # of no longer prefix
-    for kept in range(len(draft), -1, -1):
-        reached, left = left * accepts[kept], left * (1 - accepts[kept])
-        if kept == len(draft):
-            out[draft] += reached
-        elif reached > 0:
-            residual = excesses[kept] / excesses[kept].sum()
-            for token, of_token in enumerate(residual.tolist()):
-                out[(*draft[:kept], token)] += reached * of_token
-    return out
-
-
-def completed(logp, begun, limit, steps=None):
-    """They go on under the policy that verified them, to their end or for some steps."""
-    for _ in range(limit if steps is None else steps):
-        out = defaultdict(float)
-        for prefix, probability in begun.items():
-            if len(prefix) == limit or (prefix and prefix[-1] == EOS):
-                out[prefix] += probability
-                continue
-            for token, of_token in enumerate(logp[prefix].exp().tolist()):
-                out[(*prefix, token)] += probability * of_token
-        begun = out
-    return begun
 
 
 def all_verified(logp, drafts, logq):
@@ -94,7 +31,10 @@ def all_verified(logp, drafts, logq):
 def test_what_comes_out_is_a_draw_of_the_policy_that_verifies(vocab, spread, cut):
     """Exactly: over every draft, cut where the round ended, and all that may become of it."""
     limit = 3
-    logp, logq = policy(vocab, limit, 1, spread[0]), policy(vocab, limit, 2, spread[1])
+    logp, logq = (
+        random_policy(vocab, limit, 1, spread[0]),
+        random_policy(vocab, limit, 2, spread[1]),
+    )
     drafts = defaultdict(float)
     for sequence, probability in sequences(logq, limit).items():
         drafts[sequence[:cut]] += probability
@@ -109,7 +49,7 @@ def test_what_comes_out_is_a_draw_of_the_policy_that_verifies(vocab, spread, cut
 def test_what_loses_race_after_race_is_a_draw_of_the_last_policy(steps):
     """Exactly: each draft is cut some tokens after what was kept of the one before."""
     limit, drafts = 4, {(): 1.0}
-    policies = [policy(3, limit, seed, 1.0) for seed in range(len(steps) + 1)]
+    policies = [random_policy(3, limit, seed, 1.0) for seed in range(len(steps) + 1)]
     for n, logq, logp in zip(steps, policies, policies[1:], strict=False):
         drafts = all_verified(logp, completed(logq, drafts, limit, n), logq)
     found, expected = completed(policies[-1], drafts, limit), sequences(policies[-1], limit)
@@ -135,7 +75,7 @@ def kept(rule, logp, logq, limit):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_fewer_are_kept_than_token_by_token(seed):
-    logp, logq = policy(3, 5, seed, 1.0), policy(3, 5, 100 + seed, 1.0)
+    logp, logq = random_policy(3, 5, seed, 1.0), random_policy(3, 5, 100 + seed, 1.0)
     assert kept("prefixes", logp, logq, 5) > kept("tokens", logp, logq, 5)
 
 
@@ -176,6 +116,9 @@ def test_excess_by_hand():
     logq = torch.tensor([[0.2, 0.2, 0.6], [0.2, 0.7, 0.1]]).log()
     expected = torch.tensor([[0.3, 0.1, 0.0], [0.0, 0.0, 0.2]]).double()
     torch.testing.assert_close(excess(log_weights, logp, logq), expected, rtol=0, atol=1e-6)
+    p, q = logp.double(), logq.double()
+    excess(log_weights, p, q)
+    assert torch.equal(p, logp.double()) and torch.equal(q, logq.double())
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 3.0]), min_size=1, max_size=6), st.integers(0, 9))
