@@ -105,6 +105,11 @@ BENCHMARKS = {
         on="2 cores",
         resumes=True,
     ),
+    "bias": Benchmark(
+        "bias of the expected gradient under each schedule, exactly; effect of a differing engine",
+        1,
+        "engine; policies are tables",
+    ),
     "parallelism": Benchmark(
         "sizes that the parallelism planner chooses, and their preemptions",
         0.05,

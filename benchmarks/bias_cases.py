@@ -1,0 +1,262 @@
+"""Goes through everything that a schedule may do with completions of a few tokens.
+
+The rules, the rollout loop and the checks of early ends are those of a run; the engine is
+simulated. A completion is not drawn: it has a law, which is narrowed to what the schedule sees of
+it, with one case for each length (or reward) that it may have.
+"""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from operator import length_hint
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from benchmarks import tabular
+from benchmarks.tabular import Law, Tokens
+from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.scoring import Unscored
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.simulate.rounds import PromptList, Visit, simulated_session
+from lit_rlsched.training.selection import Selection, Stop, is_uninformative
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
+
+VOCAB, LIMIT = 3, 3
+OPEN = tabular.prefixes(VOCAB, LIMIT)
+T = TypeVar("T")
+
+
+def reward(tokens: Tokens) -> float:
+    """Return what the reward function gives: 1 for a completion that has the token 2."""
+    return float(2 in tokens)
+
+
+class Policy:
+    """A table of logits `[prompts, prefixes, tokens]`."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        rows = logits.log_softmax(-1)
+        self.tables = [Row(zip(OPEN, of_prompt, strict=True)) for of_prompt in rows]
+        self.laws = [tabular.sequences(table, LIMIT) for table in self.tables]
+
+
+class Row(dict[Tokens, Tensor]):
+    """The table of a prompt, as a key of caches."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Cases:
+    """Goes through all ways in which a program that calls `choose` may run."""
+
+    def __init__(self) -> None:
+        self._path: list[tuple[int, int]] = []  # the option that was taken, and their number
+        self._depth = 0
+        self.probability = 1.0
+
+    def choose(self, options: Sequence[tuple[T, float]]) -> T:
+        """Return one of the options, which have these probabilities."""
+        if self._depth == len(self._path):
+            self._path.append((0, len(options)))
+        value, probability = options[self._path[self._depth][0]]
+        self._depth += 1
+        self.probability *= probability
+        return value
+
+    def __iter__(self) -> Iterator["Cases"]:
+        while True:
+            self._depth, self.probability = 0, 1.0
+            yield self
+            while self._path and self._path[-1][0] + 1 == self._path[-1][1]:
+                self._path.pop()
+            if not self._path:
+                return
+            taken, number = self._path[-1]
+            self._path[-1] = taken + 1, number
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A schedule and what has to be known of it."""
+
+    rule: Callable[[], RoundRule]
+    sees: Literal["nothing", "length", "reward", "both"] = "nothing"
+    """What it sees of a completion before it decides."""
+    generations: int = 2
+    slots: int = 16
+    ahead: Literal["verify", "importance"] | None = None
+    selection: Selection | None = None
+    max_num_gen_batches: int = 1
+    loss: tuple[tuple[str, Any], ...] = ()
+    """Further arguments of `policy_loss`."""
+    runs: tuple[tuple[int, ...], ...] = ((0, 1),)
+    """Prompts of each run, in the order of the data; the runs are equally likely."""
+    rounds: int | None = None
+    """Rounds of a run; by default until no prompt is left."""
+
+
+class Trained(NamedTuple):
+    """A completion that is trained on."""
+
+    prompt: int
+    group: str
+    law: Law
+    spans: tuple[tuple[int, int], ...]
+    """`(version, tokens)` of the tokens that earlier policies drew."""
+
+
+@dataclass
+class World:
+    """One case: what each completion may be, given all that the schedule has seen of it."""
+
+    schedule: Schedule
+    cases: Cases
+    policies: Sequence[Policy]
+    """By version; the last one is that of all later versions."""
+    version: int = 0
+    laws: dict[str, Law] = field(default_factory=dict)
+    """By request id."""
+    _told: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Version and length, by request id."""
+
+    def policy(self, version: int) -> Policy:
+        """Return the policy of a version."""
+        return self.policies[min(version, len(self.policies) - 1)]
+
+    def __call__(self, request: Request) -> int:
+        """Tell the engine the length of a request."""
+        version, length = self._told.get(request.id, (-1, 0))
+        cut = len(request.prefix_ids)
+        if cut and version == self.version:
+            return length
+        prompt, policy = request.prompt_ids[0], self.policy(self.version)
+        law = policy.laws[prompt]
+        if cut:  # it goes on under another policy
+            begun: dict[Tokens, float] = defaultdict(float)
+            for x, w in self.laws[request.id].items():
+                begun[x[:cut]] += w
+            law = tabular.completed(policy.tables[prompt], begun, LIMIT)
+        return self._settle(request.id, {(x, cut): w for x, w in law.items()})[0]
+
+    def _settle(self, name: str, law: dict[tuple[Tokens, int], float]) -> tuple[int, int]:
+        """Choose what the schedule sees; return the length, and how many tokens are there."""
+        sees = self.schedule.sees
+        seen: dict[tuple[Any, ...], dict[Tokens, float]] = defaultdict(lambda: defaultdict(float))
+        for (x, there), w in law.items():
+            length = (len(x), there) if sees in ("length", "both") else (LIMIT, min(there, 1))
+            seen[*length, reward(x) if sees in ("reward", "both") else None][x] += w
+        options = [(key, sum(of.values())) for key, of in seen.items()]
+        key = self.cases.choose([option for option in options if option[1] > 0])
+        total = sum(seen[key].values())
+        self.laws[name] = {x: w / total for x, w in seen[key].items()}
+        self._told[name] = self.version, key[0]
+        return key[0], key[1]
+
+    def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
+        """Turn drafts into completions, as `training.draft_verifier` does."""
+        for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
+            draft, name = completion.draft, f"{group.id}/{completion.index}"
+            assert draft is not None
+            completion.draft, prompt = None, group.prompt.token_ids[0]
+            p, q = (self.policy(v).tables[prompt] for v in (version, draft.version))
+            law: dict[tuple[Tokens, int], float] = defaultdict(float)
+            for x, w in self.laws[name].items():
+                for result, share in _verified(p, q, x[: len(draft.token_ids)]).items():
+                    law[result] += w * share
+            length, there = self._settle(name, law)
+            completion.token_ids = array("i", [1] * there)
+            completion.logprobs = array("d", [0.0] * there)
+            completion.version_spans = [(version, there)]
+            if there == length:
+                completion.finish_reason = "stop"
+        return DraftAudit()
+
+    def rounds(self, prompts: Sequence[int]) -> Iterator[list[Trained]]:
+        """Yield what each round trains on."""
+        how = self.schedule
+        engine = SimulatedEngine(lengths=self, stream=False, length_only=True)
+        session = simulated_session(engine, how.slots, LIMIT + 1, lambda: Admission(how.slots))
+        session.controller.scorer = session.scorer = Scores(self)  # type: ignore[assignment]
+        selection, batches = how.selection, how.max_num_gen_batches
+        watchers = Watchers(
+            verify=self.verify,
+            stop=Stop(selection, [1.0]) if selection and selection.reward_range else None,
+            is_replaced=(lambda group: is_uninformative(group, [1.0])) if batches > 1 else None,
+            max_num_gen_batches=batches,
+        )
+        visits = [Visit(Prompt(f"{i}", "", (p,)), f"{i}") for i, p in enumerate(prompts)]
+        planner = RoundPlanner(RolloutBuffer(), Sampling(LIMIT), how.generations)
+        planner.source = Prompts(visits)  # type: ignore[assignment]
+        runner, rule = RoundRunner(planner), how.rule()
+        if how.ahead == "verify":
+            groups = planner.plan(rule)
+            for _ in session.rollout(groups, 0):
+                pass
+            for completion in (c for group in groups for c in group.completions):
+                completion.put_off()
+            planner.pool.settle(groups, groups)
+        number = 1 if how.ahead == "verify" else 0
+        while how.rounds is None or number < how.rounds:
+            self.version = number
+            drawn = runner.run(session, rule, number, number, lambda groups: watchers)
+            if not drawn.planned:
+                break
+            runner.commit(drawn)
+            number += 1
+            yield [
+                Trained(group.prompt.token_ids[0], group.id, law, self._old(completion, number - 1))
+                for group in drawn.harvest.trained
+                for completion in group.completions
+                if not completion.dropped
+                for law in [self.laws[f"{group.id}/{completion.index}"]]
+            ]
+        session.close()
+
+    def _old(self, completion: Completion, version: int) -> tuple[tuple[int, int], ...]:
+        spans = completion.version_spans
+        if self.schedule.ahead == "importance":
+            return tuple(spans)
+        return tuple(span for span in spans if span[0] < version)
+
+
+@cache
+def _verified(p: Row, q: Row, draft: Tokens) -> dict[tuple[Tokens, int], float]:
+    """Whole sequences, and the number of tokens that the verification gives of them."""
+    law: dict[tuple[Tokens, int], float] = defaultdict(float)
+    for begun, share in tabular.verified(p, draft, 1.0, q).items():
+        for y, w in tabular.completed(p, {begun: share}, LIMIT).items():
+            law[y, len(begun)] += w
+    return law
+
+
+class Prompts(PromptList):
+    """Prompts that may be replaced by the next ones."""
+
+    def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
+        return length_hint(self._visits)
+
+
+class Scores(Unscored):
+    """Scores a completion by its law, which has a single reward if the schedule sees rewards."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def poll(self) -> Iterator[tuple[Group, Completion]]:
+        for group, completion in super().poll():
+            law = self._world.laws[f"{group.id}/{completion.index}"]
+            completion.scores = [reward(next(iter(law)))]
+            yield group, completion

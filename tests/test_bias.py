@@ -1,0 +1,63 @@
+"""Which schedules have a biased gradient, exactly: by the sums of `benchmarks run bias`."""
+
+import pytest
+
+from benchmarks.bias import SCHEDULES, bias, expected, measure, mismatch, policies
+from benchmarks.bias_cases import Cases
+
+MOVING = policies(0.05)
+ALWAYS = [
+    "full rounds",
+    "`MicroGroupSampling` (one slot)",
+    "`AheadRollout()`",
+    '`DownSampling(rule="random")`',
+]
+OVER_A_POOL = ['`SortedBatching(mode="verified")`', "`TailBatching(reuse_drafts=True)`"]
+NEVER = [
+    '`SortedBatching(mode="on_policy")`',
+    '`DownSampling(rule="max_variance")`',
+    '`DownSampling(rule="max_reward")`',
+]
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_unbiased_in_every_update(name):
+    figures = measure(SCHEDULES[name], MOVING)
+    assert (
+        max(figures[n] for n in ("bias of an update", "bias of a pool", "bias, policy moves"))
+        < 1e-12
+    )
+
+
+@pytest.mark.parametrize("name", OVER_A_POOL)
+def test_unbiased_over_a_pool_but_not_in_an_update(name):
+    found = expected(SCHEDULES[name], MOVING[:1])
+    assert bias(found.all, MOVING[0]) < 1e-12 and bias(found.last, MOVING[0]) > 0.1
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_biased_over_a_pool_too(name):
+    assert bias(expected(SCHEDULES[name], MOVING[:1]).all, MOVING[0]) > 0.05
+
+
+def test_stale_completions_are_biased_where_the_policy_moves():
+    figures = measure(SCHEDULES['`AheadRollout(correction="importance")`'], MOVING)
+    assert figures["bias of an update"] < 1e-12 and figures["bias, policy moves"] > 0.05
+    whole = measure(SCHEDULES['... `old_logprobs="trainer"`, `"sequence_truncate"`'], MOVING)
+    assert whole["bias, policy moves"] < 1e-12  # no ratio reaches the maximum
+
+
+def test_an_engine_that_differs_costs_less_than_the_bound():
+    for noise in (1e-3, 0.05):
+        figures = mismatch(noise, range(2))
+        assert 0.01 * noise < figures["of verified ones"] < figures["bound"]
+    assert mismatch(0, [0])["of verified ones"] < 1e-12
+
+
+def test_every_case_comes_once():
+    cases, seen = Cases(), []
+    for case in cases:
+        first = case.choose([("a", 0.25), ("b", 0.75)])
+        rest = [case.choose([(0, 0.5), (1, 0.5)]) for _ in range(2 if first == "a" else 0)]
+        seen.append((first, *rest, case.probability))
+    assert seen == [*(("a", i, j, 0.0625) for i in (0, 1) for j in (0, 1)), ("b", 0.75)]
