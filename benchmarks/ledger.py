@@ -123,8 +123,8 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
     """Train, and return what the second round held."""
     from lightning import Callback
 
-    from lit_rlsched.engines.base import kv_bytes_per_token
     from lit_rlsched.estimate.live import LiveBytes, storage_bytes
+    from lit_rlsched.sizes import kv_bytes_per_token
 
     if "engine" in case:
         from lit_rlsched.engines import _vllm_guest

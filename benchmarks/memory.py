@@ -56,13 +56,14 @@ def measure(
     import torch
     from transformers import AutoConfig
 
-    from lit_rlsched.engines.base import EngineSpec, kv_bytes_per_token
+    from lit_rlsched.engines.base import EngineSpec
     from lit_rlsched.engines.rollout_worker import RolloutWorker
     from lit_rlsched.engines.vllm import VLLMEngine
     from lit_rlsched.rollout.controller import RolloutController
     from lit_rlsched.rollout.scoring import Unscored
     from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
     from lit_rlsched.scheduling.round_rule import FullRound
+    from lit_rlsched.sizes import kv_bytes_per_token
     from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
     token_bytes = kv_bytes_per_token(AutoConfig.from_pretrained(model), torch.bfloat16)

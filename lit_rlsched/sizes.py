@@ -1,6 +1,10 @@
 """Sizes in bytes, from and to text."""
 
 import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _PREFIXES = "KMGT"
 _UNITS = (
@@ -33,3 +37,11 @@ def format_bytes(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.2f} {name}"
     return f"{count} B" if count else "-"
+
+
+def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
+    """Bytes of key-value cache per token, in all layers of a model with plain attention."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize

@@ -18,7 +18,7 @@ from lit_rlsched.data.prompts import PromptSets, tokenize, tokenize_one
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine, kv_bytes_per_token
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.fsdp2 import is_sharded
 from lit_rlsched.gpu_setup import warn_of_unseen_gpu
@@ -35,6 +35,7 @@ from lit_rlsched.precision import check_float32
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.sizes import kv_bytes_per_token
 from lit_rlsched.training.adapters import adapter_spec
 from lit_rlsched.training.learner import half_learner
 from lit_rlsched.training.logprobs import SHARDED_FORWARD

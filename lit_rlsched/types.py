@@ -120,6 +120,8 @@ class Event:
     truncation); for greedy decoding, under the distribution at temperature 1."""
     finish_reason: FinishReason | Literal["paused"] | None = None
     """`paused`: stopped at the request's `pause_at` (set by the worker; engines say `length`)."""
+    version: int = field(init=False, repr=False, compare=False)
+    """Policy version of the weights that drew the tokens; set by the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +190,16 @@ class Completion:
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under policy `version`."""
         if new := event.token_ids:
-            if type(new) is LengthOnly:
+            if new.__class__ is LengthOnly:
                 length: Any = LengthOnly(len(self.token_ids) + len(new))
                 self.token_ids = self.logprobs = length
             else:
                 self.token_ids.extend(new)
                 self.logprobs.extend(event.logprobs)
             spans = self.version_spans
-            if spans and spans[-1][0] == version:
-                spans[-1] = version, spans[-1][1] + len(new)
+            last, tokens = spans[-1] if spans else (None, 0)
+            if last == version:
+                spans[-1] = version, tokens + len(new)
             else:
                 spans.append((version, len(new)))
         if event.finish_reason is not None and event.finish_reason != "paused":

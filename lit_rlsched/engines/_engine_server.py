@@ -125,6 +125,13 @@ class Server:
         """Let it make more steps."""
         self._allowed += steps
 
+    def suspend(self, keep: bool) -> None:
+        """Stop the worker, so that other weights can be loaded."""
+        assert self._worker is not None
+        self._ahead = 0
+        self._worker.suspend(keep)
+        self._send(None)
+
     def halt(self) -> None:
         """Stop the worker and drop its requests."""
         assert self._worker is not None

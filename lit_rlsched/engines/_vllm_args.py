@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes, kv_bytes_per_token
+from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
+from lit_rlsched.sizes import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from lit_rlsched.engines.vllm import VLLMEngine

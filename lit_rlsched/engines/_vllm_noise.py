@@ -59,9 +59,9 @@ class Noise:
             self._kept[request.id] = request.seed, length, key
 
     def forget(self) -> None:
-        """Drop all kept keys; `_vllm_worker.load` has dropped the generators."""
+        """Drop all kept keys: requests that come back are drawn by other weights."""
+        self._ended += (key for *_, key in self._kept.values())
         self._kept.clear()
-        self._ended.clear()
 
 
 class KeptNoise:

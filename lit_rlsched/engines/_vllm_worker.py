@@ -94,7 +94,7 @@ def unlink_shared_memory(worker: Any) -> str:
 
 
 def load(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights under their Hugging Face names, and forget the noise of the old weights."""
+    """Load weights under their Hugging Face names."""
     with noting(worker.get_model()) as written:
         worker.reload_weights(weights_iterator=iter(weights))
     loaded(worker, written)
@@ -122,17 +122,10 @@ def loaded(worker: Any, written: set[str]) -> None:
     """Do what vLLM does not do after new weights; `written` are the parameters they are in."""
     worker.model_runner.written = written
     repack_embeddings(worker.get_model())
-    forget_noise(worker)
-
-
-def forget_noise(worker: Any) -> None:
-    """Drop the generators of requests that were drawn with other weights."""
-    if kept := getattr(worker.model_runner, "kept_noise", None):
-        kept.generators.clear()
 
 
 def load_adapters(worker: Any, adapters: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the LoRA adapters in the model's only slot, and forget the noise of the old ones.
+    """Replace the LoRA adapters in the model's only slot.
 
     vLLM reads adapters from a folder in peft's format, so they are written to a temporary one.
 
@@ -154,7 +147,6 @@ def load_adapters(worker: Any, adapters: Iterable[tuple[str, Tensor]]) -> None:
             f"with adapters, of which the first is `{lost[0]}`. Leave `enable_lora` out: adapters "
             "are then merged."
         )
-    forget_noise(worker)
 
 
 def lora_request(folder: str | None = None) -> Any:

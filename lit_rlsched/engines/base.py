@@ -1,6 +1,5 @@
 """The contract between the rollout loop and the engines that decode tokens."""
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +188,8 @@ class RolloutEngine(RemembersInit, ABC):
     """Tokens of key-value cache the started engine has room for; `None`: the cache grows."""
     virtual_clock = False
     """Whether `now` advances only with the engine's steps."""
+    keeps_cache = False
+    """Whether it has `update_weights`."""
 
     @property
     def engines(self) -> "Sequence[RolloutEngine]":
@@ -308,6 +309,16 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
+    ) -> None:
+        """Load the policy's weights while requests run, which keep their caches.
+
+        Their further tokens are drawn by the new weights with keys and values of the old ones, so
+        by neither policy. Requests that are submitted later never read what the old weights cached.
+        """
+        raise NotImplementedError(f"`{self.name}` drops its caches with the old weights.")
+
     def policy_changes(self) -> None:
         """Note that the policy is trained from here on, before the engine has ended its round."""
 
@@ -331,24 +342,6 @@ class RolloutEngine(RemembersInit, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; safe to call twice."""
-
-
-def give_back(device: "torch.device | None") -> None:
-    """Empty PyTorch's CUDA cache in the trainer's process, so that the engine gets the memory.
-
-    An engine that wakes up does this itself, in the process of its model.
-    """
-    if device is not None and device.type == "cuda":
-        gc.collect()
-        _torch().cuda.empty_cache()
-
-
-def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
-    """Bytes of key-value cache per token, in all layers of a model with plain attention."""
-    text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def check_requests(

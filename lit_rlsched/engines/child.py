@@ -17,7 +17,15 @@ from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.scheduling.hangs import AnswerTimeouts, RunningClock
 from lit_rlsched.scheduling.trace import Step
 
-TIMED = ("start", "sync_weights", "join_transfer", "receive_weights", "sleep", "wake")
+TIMED = (
+    "start",
+    "sync_weights",
+    "update_weights",
+    "join_transfer",
+    "receive_weights",
+    "sleep",
+    "wake",
+)
 """Messages with a time limit of their own; the limit of all others is that of a step."""
 LAUNCHER = (
     "RANK",

@@ -1,10 +1,13 @@
 """Which of a node's devices or cores each of several engines gets."""
 
+import gc
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from lit_rlsched.engines.base import EngineSpec
 
 
@@ -66,3 +69,15 @@ def check_devices(spec: "EngineSpec", tensor_parallel_size: int) -> None:
             f"has {gpus}{trainers}. "
             + (f"Use {most} or less." if most > 0 else "Leave `weight_transfer='nccl'` out.")
         )
+
+
+def give_back(device: "torch.device | None") -> None:
+    """Empty PyTorch's CUDA cache in the trainer's process, so that the engine gets the memory.
+
+    An engine that wakes up does this itself, in the process of its model.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -50,6 +50,7 @@ class EnginePool(RolloutEngine):
         self.logprobs = all(engine.logprobs for engine in engines)
         self.enable_lora, self.weight_transfer = first.enable_lora, first.weight_transfer
         self.decodes_by_itself = all(engine.decodes_by_itself for engine in engines)
+        self.keeps_cache = all(engine.keeps_cache for engine in engines)
         self._engine_of: dict[str, int] = {}
         """Engine of each request that was submitted here and not to a worker."""
 
@@ -195,6 +196,12 @@ class EnginePool(RolloutEngine):
     ) -> None:
         handed = self.hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
+    ) -> None:
+        handed = self.hand_over(named_tensors)
+        self.each(lambda engine: engine.update_weights(handed, version))
 
     def policy_changes(self) -> None:
         for engine in self._engines:

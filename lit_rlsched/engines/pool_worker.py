@@ -49,6 +49,8 @@ class PoolWorker(Worker):
         self._ahead = False
         self._window: int | None = 0
         """Turns until the engines wait for each other; None: they need not in this round."""
+        self._allowed: int | None = None
+        """Turns that the engines may make."""
         self._moved = 0
 
     def metrics(self) -> dict[str, float]:
@@ -73,13 +75,13 @@ class PoolWorker(Worker):
         self._moved = 0
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool) -> None:
-        self._ahead, self._window = ahead, 0
+    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
+        self._ahead, self._window, self._allowed = ahead, 0, None
         self._group_engines.clear()
         self._engine_of.clear()
         self._begun.clear()
         for worker in self.workers:
-            worker.start_round(take_turns, ahead)
+            worker.start_round(take_turns, ahead, version)
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = [*requests]
@@ -111,6 +113,17 @@ class PoolWorker(Worker):
                 parts.setdefault(self._engine_of[name], []).append(name)
         return dict(sorted(parts.items()))
 
+    def allow(self, steps: int | None) -> None:
+        self._allowed, self._window = steps, 0
+
+    def suspend(self, keep: bool = False) -> None:
+        for worker in self.workers:
+            worker.suspend(keep)
+
+    def resume(self, version: int) -> None:
+        for worker in self.workers:
+            worker.resume(version)
+
     def rekey(self, expected: Mapping[str, float]) -> None:
         for engine, ids in self._by_engine(expected).items():
             for name in ids:
@@ -118,16 +131,19 @@ class PoolWorker(Worker):
             self.workers[engine].rekey({name: expected[name] for name in ids})
 
     def step(self) -> list[Event]:
+        assert self._allowed != 0, "no step is allowed"
         if self._window == 0:
             self._meet()
         busy = {i: worker for i, worker in enumerate(self.workers) if worker.busy}
         most = min(worker.begin() for worker in busy.values())
-        if self._window:
-            most = min(most, self._window)
+        most = min(most, self._window or most, self._allowed or most)
         steps = {i: worker.advance(most) for i, worker in busy.items()}
         self.trace.take_turn(steps)
+        made = max(step.decode_steps for step in steps.values())
         if self._window:
-            self._window -= max(step.decode_steps for step in steps.values())
+            self._window -= made
+        if self._allowed:
+            self._allowed -= made
         for step in steps.values():
             self._begun.update(step.admitted)
             for name in step.left:
@@ -143,7 +159,7 @@ class PoolWorker(Worker):
         if len(self._requests) > sum(len(worker.running) for worker in self.workers):
             waits = self._move()
         if self._ahead:
-            self._window = WINDOW if waits else None
+            self._window = min(WINDOW, self._allowed or WINDOW) if waits else self._allowed
             for worker in self.workers:
                 worker.allow(self._window)
 

@@ -17,10 +17,9 @@ from lit_rlsched.engines.base import (
     Partial,
     RolloutEngine,
     Sizes,
-    give_back,
 )
 from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
-from lit_rlsched.engines.placement import available_cores, cores_of, variables_of
+from lit_rlsched.engines.placement import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.shared_weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.engines.weight_transfer import (
@@ -96,6 +95,7 @@ class ProcessEngine(RolloutEngine):
         self.restarts = 0
         """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
+        self.keeps_cache = engine.keeps_cache and weight_transfer is None
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
@@ -242,11 +242,21 @@ class ProcessEngine(RolloutEngine):
         return self._store.write(named_tensors, self.engine.cache_dtype(self._spec))
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._give("sync_weights", named_tensors, version)
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        self._give("update_weights", named_tensors, version)
+
+    def _give(
+        self, method: str, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
         if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
         if not isinstance(named_tensors, SentWeights):
-            self._insist("engine", "sync_weights", *self._weights)
+            self._insist("engine", method, *self._weights)
 
     def forget_weights(self) -> None:
         """Give a process that replaces this one no weights before the next sync."""

@@ -2,6 +2,7 @@
 
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -59,6 +60,9 @@ class RemoteWorker(EngineWorker):
         """Steps taken since it runs ahead, and steps that it may make."""
         self._limit: int | None = None
         """Number of steps beyond which none may be granted."""
+        self._late: deque[Step] = deque()
+        """Steps that were made before `suspend` and not taken."""
+        self._version = 0
         self._now = 0.0
         self._known: Child | None = None
         """The process that was told of this worker."""
@@ -86,9 +90,10 @@ class RemoteWorker(EngineWorker):
         self._tell("start_trace")
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool) -> None:
+    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
         self._take_turns, self._ahead, self._limit = take_turns, ahead, None
-        self._tell("start_round", take_turns, ahead)
+        self._version = version
+        self._tell("start_round", take_turns, ahead, version)
 
     def submit(self, requests: Iterable[Request]) -> None:
         new = list(requests)
@@ -103,6 +108,28 @@ class RemoteWorker(EngineWorker):
             self._requests[request_id] = replace(request, expected=expected[request_id])
         self._tell("rekey", dict(expected))
 
+    def suspend(self, keep: bool = False) -> None:
+        try:
+            self.engine.child.call("suspend", keep, skipped=self._keep_late)
+        except EngineDied:
+            self._revive()
+            return
+        if self._going and self._limit is not None:
+            self._limit -= self._taken
+        self._going = self._pending = False
+
+    def _keep_late(self, answer: object) -> None:
+        if isinstance(answer, Step):
+            self._late.append(answer)
+
+    def resume(self, version: int) -> None:
+        self._version = version
+        if self.engine.child is self._known:
+            self._tell("resume", version)
+        else:  # the process died after `suspend`
+            self._forget_process()
+            self._set_up()
+
     def begin(self) -> int:
         """Ask for the next step, so that it runs beside those of other engines."""
         with suppress(EngineDied):  # `advance` finds out too
@@ -110,16 +137,13 @@ class RemoteWorker(EngineWorker):
         return 1
 
     def advance(self, most: int | None = None) -> Step:
-        while True:
-            try:
-                self._ask()
-                step = self.engine.child.answer()
-                break
-            except EngineDied:
-                self._revive()
-        self._pending = False
-        self._taken += 1
-        self.engine.stepped()
+        if self._late and self._ahead:
+            self.begin()  # the process goes on meanwhile
+        if self._late:
+            step = self._late.popleft()
+            self._limit = None if self._limit is None else self._limit - 1
+        else:
+            step = self._answer()
         self._now = step.end
         # a worker that ran ahead may have continued requests that were aborted here meanwhile
         step = replace(
@@ -137,6 +161,20 @@ class RemoteWorker(EngineWorker):
                 self._forget(event.request_id)
         return step
 
+    def _answer(self) -> Step:
+        """Wait for the next step."""
+        while True:
+            try:
+                self._ask()
+                step: Step = self.engine.child.answer()
+                break
+            except EngineDied:
+                self._revive()
+        self._pending = False
+        self._taken += 1
+        self.engine.stepped()
+        return step
+
     def _ask(self) -> None:
         """Make sure that a step will come, and keep a worker that runs ahead going."""
         child = self.engine.child
@@ -149,7 +187,7 @@ class RemoteWorker(EngineWorker):
             self._taken = self._granted = 0
         most = self._taken + LEAD
         if self._limit is not None:
-            most = min(most, self._limit)
+            most = min(most, self._limit - len(self._late))
         more = most - self._granted
         if not self._going:
             child.ask("ahead", more)
@@ -171,6 +209,8 @@ class RemoteWorker(EngineWorker):
             Tokens that no event has reported yet; none if the worker ran ahead.
         """
         every = request_ids is None
+        while every and self._late:
+            self._count_ahead(self._late.popleft())
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
         unreported: list[Event] = []
@@ -225,6 +265,13 @@ class RemoteWorker(EngineWorker):
 
     def _revive(self) -> None:
         """Start another process, and resume all requests from the tokens reported."""
+        self._forget_process()
+        self.engine.revive()
+        self._set_up()
+
+    def _forget_process(self) -> None:
+        """Prepare all requests to go on in another process."""
+        self._late.clear()
         if self._going and self._limit is not None:
             self._limit -= self._taken  # of those that the new process makes
         self._going = self._halting = self._pending = False
@@ -234,8 +281,6 @@ class RemoteWorker(EngineWorker):
         names = sorted(self._requests, key=lambda name: not self._reported[name])  # begun first
         self._requests = {name: self._resumed(name) for name in names}
         self._reported = {name: no_ids() for name in names}
-        self.engine.revive()
-        self._set_up()
 
     def _resumed(self, request_id: str) -> Request:
         request, drawn = self._requests[request_id], self._reported[request_id]
@@ -251,7 +296,7 @@ class RemoteWorker(EngineWorker):
             try:
                 child.prefill = self._most_prefill
                 child.call("admission", self.admission)
-                child.tell("worker", "start_round", self._take_turns, self._ahead)
+                child.tell("worker", "start_round", self._take_turns, self._ahead, self._version)
                 child.tell("worker", "submit", list(self._requests.values()))
                 self._known = child
                 return

@@ -1,16 +1,16 @@
 """The worker between the round loop and an engine: refills free slots and records each step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.types import Event, Request
+from lit_rlsched.types import Event, LengthOnly, Request
 
 if TYPE_CHECKING:
-    from lit_rlsched.engines.base import RolloutEngine
+    from lit_rlsched.engines.base import Partial, RolloutEngine
 
 
 class Worker(ABC):
@@ -53,13 +53,14 @@ class Worker(ABC):
         """Whether any request runs or waits."""
 
     @abstractmethod
-    def start_round(self, take_turns: bool, ahead: bool) -> None:
+    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
         """Set what holds for the round whose requests are submitted next.
 
         Args:
             take_turns: Whether requests take turns if the order is `least_attained`.
             ahead: Whether a worker in the engine's process may keep stepping without being asked:
                 nothing that the caller does between two steps changes what other requests do.
+            version: Policy version of the engine's weights, until `resume` gives another one.
         """
 
     @abstractmethod
@@ -73,6 +74,30 @@ class Worker(ABC):
         A request that reached its `pause_at` has the finish reason `paused`. The worker forgets it;
         it resumes when it is submitted again.
         """
+
+    @abstractmethod
+    def allow(self, steps: int | None) -> None:
+        """Let the engines make so many decode steps each before the next call; None: any number.
+
+        Several engines have all made as many of those that were allowed before, or had no requests.
+        """
+
+    @abstractmethod
+    def suspend(self, keep: bool = False) -> None:
+        """Stop between two steps, so that other weights can be loaded; `resume` follows.
+
+        A worker that runs ahead stops after the step it is in. Steps that it has made and that were
+        not asked for are reported first when it goes on, with the version that drew them.
+
+        Args:
+            keep: Leave requests in the engine with what the old weights cached, for
+                `RolloutEngine.update_weights`. By default they leave it, for `sync_weights`, and
+                come back with their tokens so far as a prefix, which the new weights read anew.
+        """
+
+    @abstractmethod
+    def resume(self, version: int) -> None:
+        """Go on after `suspend` with the weights of `version`."""
 
     @abstractmethod
     def rekey(self, expected: Mapping[str, float]) -> None:
@@ -119,9 +144,6 @@ class EngineWorker(Worker):
             most: Maximum number of decode steps of an engine that can skip some.
         """
 
-    def allow(self, steps: int | None) -> None:
-        """Let a worker in the engine's process run ahead by so many steps; None: by any number."""
-
     def stop(self) -> None:
         """Tell a worker that runs ahead to stop, without waiting for it; `abort` follows."""
 
@@ -147,6 +169,15 @@ class RolloutWorker(EngineWorker):
         self._stats = engine.stats()
         self._begun: tuple[float, list[str]] | None = None
         """Start of the next step, and the requests that were admitted for it."""
+        self._allowed: int | None = None
+        """Decode steps that it may make."""
+        self._version = 0
+        self._outside = False
+        """Whether the requests have left the engine, from `suspend` to `resume`."""
+        self._earlier: dict[str, int] = {}
+        """Tokens that running requests had drawn when they last left it so."""
+        self._unreported: list[Event] = []
+        """Events of earlier weights, for the next step."""
 
     @property
     def busy(self) -> bool:
@@ -161,11 +192,43 @@ class RolloutWorker(EngineWorker):
         self._stats = self.engine.stats()
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool) -> None:
-        self.admission.take_turns = take_turns
+    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
+        self.admission.take_turns, self._version = take_turns, version
+        self._allowed = None
 
     def submit(self, requests: Iterable[Request]) -> None:
         self.admission.push(requests)
+
+    def allow(self, steps: int | None) -> None:
+        self._allowed = steps
+
+    def step(self) -> list[Event]:
+        assert self._allowed != 0, "no step is allowed"
+        step = self.advance(None if self._allowed is None else min(self.begin(), self._allowed))
+        if self._allowed is not None:
+            self._allowed -= step.decode_steps
+        self.trace.take(step)
+        return step.events
+
+    def suspend(self, keep: bool = False) -> None:
+        if keep:
+            return
+        self._outside = True
+        for name, partial in self.engine.abort([*self._drawn]).items():
+            request, reported, drawn = self._requests[name], self._drawn[name], partial.token_ids
+            prefix = joined(request.prefix_ids, drawn)
+            self._requests[name] = replace(request, prefix_ids=prefix)
+            self._earlier[name] = self._earlier.get(name, 0) + len(drawn)
+            self._drawn[name] = 0
+            self._unreported += self._event(name, partial, reported)
+
+    def resume(self, version: int) -> None:
+        self._version = version
+        if self._outside:
+            self._outside = False
+            # without the steps of a check of the weights
+            self._stats = replace(self.engine.stats(), kv_tokens=self._stats.kv_tokens)
+            self.engine.submit([self._requests[name] for name in self._drawn])
 
     def begin(self) -> int:
         self._refill()
@@ -190,12 +253,15 @@ class RolloutWorker(EngineWorker):
         events = engine.step() if most is None else engine.jump(most)
         end = engine.now()
         self._stats = after = engine.stats()
-        left, drawn = {}, self._drawn
-        for i, event in enumerate(events):
+        left, drawn, version = {}, self._drawn, self._version
+        for event in events:  # hot loop: one pass per drawn token
+            event.version = version
             drawn[event.request_id] += len(event.token_ids)
             if event.finish_reason is not None:
-                left[event.request_id] = drawn.pop(event.request_id)
-                events[i] = self._ended(event, left[event.request_id])
+                self._end(event)
+                name = event.request_id
+                left[name] = drawn.pop(name) + self._earlier.pop(name, 0)
+        events, self._unreported = self._unreported + events, []
         return Step(
             start,
             end,
@@ -210,12 +276,19 @@ class RolloutWorker(EngineWorker):
             left,
         )
 
-    def _ended(self, event: Event, drawn: int) -> Event:
+    def _end(self, event: Event) -> None:
         request = self._requests.pop(event.request_id)
-        total = len(request.prefix_ids) + drawn
+        total = len(request.prefix_ids) + self._drawn[event.request_id]
         if event.finish_reason == "length" and total < request.sampling.max_completion_length:
-            return replace(event, finish_reason="paused")
-        return event
+            event.finish_reason = "paused"
+
+    def _event(self, name: str, partial: "Partial", reported: int) -> list[Event]:
+        """Return what a request has drawn and no event has reported, if there is any."""
+        if not (new := partial.token_ids[reported:]):
+            return []
+        event = Event(name, new, partial.logprobs[reported:])
+        event.version = self._version
+        return [event]
 
     def rekey(self, expected: Mapping[str, float]) -> None:
         self.admission.rekey(expected)
@@ -228,15 +301,22 @@ class RolloutWorker(EngineWorker):
         else:
             self.admission.discard(request_ids)
             running = [i for i in request_ids if i in self._drawn]
-        unreported = []
-        for request_id, partial in self.engine.abort(running).items():
-            reported = self._drawn.pop(request_id)
-            del self._requests[request_id]
-            self.trace.left(request_id, self.engine.now(), len(partial.token_ids))
-            if new := partial.token_ids[reported:]:
-                unreported.append(Event(request_id, new, partial.logprobs[reported:]))
-        if request_ids is None:
-            self._drawn.clear()
-            self._requests.clear()
+        unreported = [event for event in self._unreported if event.request_id in running]
+        self._unreported = [event for event in self._unreported if event not in unreported]
+        partials = self.engine.abort(running)
+        for name in running:
+            reported, earlier = self._drawn.pop(name), self._earlier.pop(name, 0)
+            del self._requests[name]
+            if partial := partials.get(name):  # otherwise it has left the engine in `suspend`
+                earlier += len(partial.token_ids)
+                unreported += self._event(name, partial, reported)
+            self.trace.left(name, self.engine.now(), earlier)
         self._stats = self.engine.stats()  # aborted requests have freed their cache
         return unreported
+
+
+def joined(first: Sequence[Any], more: Sequence[Any]) -> Sequence[Any]:
+    """Return tokens followed by others."""
+    if isinstance(more, LengthOnly):
+        return LengthOnly(len(first)) + more
+    return [*first, *more]

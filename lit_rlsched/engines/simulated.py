@@ -54,8 +54,9 @@ class SimulatedEngine(RolloutEngine):
     """
 
     version = 0
-    """Policy version of the last `sync_weights`."""
+    """Policy version of the last weights."""
     logprobs = False
+    keeps_cache = True
     virtual_clock = True
 
     def __init__(
@@ -158,6 +159,9 @@ class SimulatedEngine(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are running: abort them before a sync")
+        self.version = version
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         self.version = version
 
     def stats(self) -> EngineStats:

@@ -43,7 +43,8 @@ class TransformersEngine(RolloutEngine):
     """
 
     version = 0
-    """Policy version of the last `sync_weights`."""
+    """Policy version of the last weights."""
+    keeps_cache = True
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
@@ -135,6 +136,14 @@ class TransformersEngine(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._rows:
             raise RuntimeError(f"{len(self._rows)} requests are running: abort them before a sync")
+        self._load(named_tensors, version)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for row in self._rows:
+            row.key = b""  # no new request may copy its cache
+        self._load(named_tensors, version)
+
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._spec.policy is None:
             own = self._policy.state_dict()
             for name, tensor in named_tensors:
@@ -175,7 +184,7 @@ class TransformersEngine(RolloutEngine):
             slots.setdefault(row.key, []).append(slot)
             contexts[row.key] = row.context[:-1]
         self._prefill_tokens += len(rows)  # the last tokens, which the first decode step feeds
-        running = {row.key: slot for slot, row in enumerate(self._rows)}
+        running = {row.key: slot for slot, row in enumerate(self._rows) if row.key}
         new = []
         for key, context in contexts.items():
             targets = slots[key]
@@ -250,7 +259,8 @@ class _Row:
     token_ids: "array[int]" = field(default_factory=no_ids)
     logprobs: "array[float]" = field(default_factory=no_floats)
     key: bytes = b""
-    """The context without its last token, to find shared contexts; bytes cache their hash."""
+    """The context without its last token, to find shared contexts; bytes cache their hash. Empty
+    if older weights computed it."""
 
     def __post_init__(self) -> None:
         self.key = array("q", self.context[:-1]).tobytes()

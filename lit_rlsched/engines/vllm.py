@@ -38,6 +38,8 @@ from lit_rlsched.gpu_setup import warn_of_missing_tools
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids
 
+Weights = Iterable[tuple[str, torch.Tensor]]
+
 
 class VLLMEngine(RolloutEngine):
     """Decodes with vLLM's own scheduler, one step per call, in the trainer's process.
@@ -88,6 +90,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     kv_block = arguments.CPU_BLOCK
+    keeps_cache = True
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class VLLMEngine(RolloutEngine):
     def _forget_counts(self) -> None:
         self._held: dict[str, _Held] = {}
         self._inside: dict[str, _Held] = {}  # the same under vLLM's ids
-        self._preempted: set[str] = set()
+        self._preempted, self._salt = set[str](), dict[str, str]()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
@@ -185,7 +188,7 @@ class VLLMEngine(RolloutEngine):
         check_requests(self._spec, self._held, requests, self._vocab_size)
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
-            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
+            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids], **self._salt}
             param.extra_args = self._noise.enter(request)
             inside = live.add_request(request.id, prompt, param, lora_request=self._lora_request)
             self._held[request.id] = self._inside[inside] = _Held(request, inside)
@@ -264,8 +267,12 @@ class VLLMEngine(RolloutEngine):
             self._live.abort_request(held)
         return {name: self._leave(name) for name in held}
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
         self._refuse_when_running("load weights")
+        self.update_weights(named_tensors, version)
+        self._forget_old_weights()
+
+    def update_weights(self, named_tensors: Weights, version: int) -> None:
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         load = beside_model.load_adapters if self.enable_lora else beside_model.load
         with ExitStack() as stack:
@@ -276,10 +283,11 @@ class VLLMEngine(RolloutEngine):
                 self._live.collective_rpc(load, args=(weights,))
         if self.enable_lora:
             self._lora_request = beside_model.lora_request()
-        self._forget_old_weights()
+        self._salt = {"cache_salt": str(version)}  # only requests with this salt share a cache
 
     def _forget_old_weights(self) -> None:
         self._noise.forget()
+        self._salt = {}
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
 

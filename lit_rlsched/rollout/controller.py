@@ -131,7 +131,7 @@ class RolloutController:
             same_noise: Whether every version draws with the same random numbers, so that two
                 validations differ by their policies alone.
         """
-        self._version, self._salt, self._rule = version, salt, rule
+        self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
         self._patience = rule.patience or 0.0
         self._feedback, self.waited = feedback or Feedback(), 0.0
@@ -150,7 +150,9 @@ class RolloutController:
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
             self.worker.start_round(
-                take_turns=not rule.discards(self.state), ahead=not self._intervenes(waits)
+                take_turns=not rule.discards(self.state),
+                ahead=not self._intervenes(waits),
+                version=version,
             )
             self._submit(samples)
             yield from self._react([])  # drafts that were accepted whole may already be enough
@@ -312,10 +314,10 @@ class RolloutController:
         """Apply events to their completions, and return the samples that finished."""
         paused: list[Sample] = []
         finished: list[Sample] = []
-        live, version = self._live, self._version
+        live = self._live
         for event in events:  # hot loop: one pass per drawn token
             sample = live[event.request_id][0]
-            sample.completion.take(event, version)
+            sample.completion.take(event, event.version)
             if event.finish_reason is not None:
                 (paused if event.finish_reason == "paused" else finished).append(sample)
         if finished:

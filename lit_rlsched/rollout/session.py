@@ -8,7 +8,8 @@ from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
 
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine, give_back
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.placement import give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
 from lit_rlsched.rollout.scoring import Scorer, Unscored
 from lit_rlsched.scheduling.admission import Admission

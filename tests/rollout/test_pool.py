@@ -180,16 +180,49 @@ class Round:
         assert trace.peak_running <= trace.slots <= slots
         assert trace.dynamic or trace.slots == slots
 
-    def simulated(self, engines):
-        return [self.engine() for _ in range(engines)]
+    def draw_over_switches(self, engines, slots, every, keep, fixed=True):
+        """Draw it with other weights every few turns; return tokens and their versions."""
+        pool = engines[0] if len(engines) == 1 else EnginePool(engines)
+        pool.start(EngineSpec("", slots * len(engines), 64, (1,)))
+        drawn = {name: ([], []) for name in self.lengths}
+        try:
+            worker, version = pool.make_worker(Admission(slots)), 0
+            trace = worker.start_trace()
+            worker.start_round(take_turns=True, ahead=True, version=version)
+            worker.submit(Request(name, (5,), i, Sampling(LIMIT)) for i, name in enumerate(drawn))
+            while worker.busy:
+                if fixed:
+                    worker.allow(every)
+                until = trace.decode_steps + every
+                while worker.busy and trace.decode_steps < until:
+                    for event in worker.step():
+                        tokens, versions = drawn[event.request_id]
+                        tokens.extend(event.token_ids)
+                        versions.extend([event.version] * len(event.token_ids))
+                worker.suspend(keep)
+                version += 1
+                (pool.update_weights if keep else pool.sync_weights)([], version)
+                worker.resume(version)
+        finally:
+            pool.close()
+        left = dict.fromkeys(drawn, 0)
+        for name, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
+            left[name] += tokens
+        assert left == {name: len(tokens) for name, (tokens, _) in drawn.items()}
+        return drawn
 
-    def played(self, engines, seed, deaths=0):
+    def simulated(self, engines, max_jump=None):
+        return [self.engine(max_jump) for _ in range(engines)]
+
+    def played(self, engines, seed, deaths=0, max_jump=None):
         fated = [None] * deaths
-        return [Played(self.engine(), f"{seed}/{i}", fated) for i in range(engines)]
+        return [Played(self.engine(max_jump), f"{seed}/{i}", fated) for i in range(engines)]
 
-    def engine(self):
+    def engine(self, max_jump=None):
         lengths = self.lengths
-        return SimulatedEngine(lengths=lambda request: lengths.get(request.id, LIMIT))
+        return SimulatedEngine(
+            lengths=lambda request: lengths.get(request.id, LIMIT), max_jump=max_jump
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +275,30 @@ def test_timing_changes_nothing(name, round, slots, engines, admission, data):
         assert same == drawn
         assert same_figures == figures
         assert other.metrics()["rollout/moved_requests"] == moved(worker)
+
+
+@given(
+    rounds,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(0, 999),
+    st.integers(0, 2),
+)
+def test_new_weights_between_two_turns(round, slots, engines, every, keep, seed, deaths):
+    """At a turn that was fixed before they are there for its first token, on every engine."""
+    drawn = round.draw_over_switches(round.simulated(engines, 1), slots, every, keep)
+    played = round.played(engines, seed, deaths, 1)
+    for how in ("fixed", "free"):
+        with warnings.catch_warnings(action="ignore"):
+            same = round.draw_over_switches(played, slots, every, keep, how == "fixed")
+        if how == "fixed" and not deaths:
+            assert same == drawn
+        assert {name: ids for name, (ids, _) in same.items()} == {
+            name: ids for name, (ids, _) in drawn.items()
+        }
+        assert all(versions == sorted(versions) for _, versions in same.values())
 
 
 def test_what_was_aborted_runs_no_more():
