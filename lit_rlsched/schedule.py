@@ -8,6 +8,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
@@ -43,6 +44,8 @@ class Schedule:
     """When gradients are computed during the rollout: `StreamedTraining`."""
     ahead: Correction | None = None
     """Whether the next round is drawn during the update: `AheadRollout`."""
+    in_flight: InFlight | None = None
+    """Whether it gets the weights of each optimizer step: `InFlightUpdates`."""
     timeouts: AdaptiveTimeout | None = None
     """How long reward functions may take: `AdaptiveTimeouts`."""
     mask_stale_tokens: bool = False
@@ -87,6 +90,11 @@ class RunFacts:
 
 
 REFUSED = {
+    ("InFlightUpdates", "SortedBatching"): "Both decide when a round ends. Remove one of them.",
+    ("InFlightUpdates", "TailBatching"): "Both decide when a round ends. Remove one of them.",
+    ("InFlightUpdates", "StreamedTraining"): (
+        "A round is drawn before the update that it would be part of begins. Remove one of them."
+    ),
     ("AheadRollout", "SortedBatching"): "They do not work together yet. Remove one of them.",
     ("AheadRollout", "TailBatching"): "They do not work together yet. Remove one of them.",
     ("SortedBatching", "TailBatching"): "Both decide when a round ends. Remove one of them.",

@@ -265,6 +265,7 @@ class Startup:
             on_completion=partial(fire, trainer, "on_completion_end"),
             on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
+            in_flight=schedule.in_flight,
         )
 
     def _warn(self) -> None:

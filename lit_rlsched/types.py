@@ -268,6 +268,8 @@ class Group:
     """Completions not yet trained on."""
     deferred: int = 0
     """Number of rounds that deferred it."""
+    overtaken: int = 0
+    """Number of later prompts that were trained on before it, if the rule counts them."""
 
     def copy(self) -> "Group":
         """Return a copy with copies of the completions."""

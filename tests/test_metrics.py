@@ -18,6 +18,7 @@ from lit_rlsched.callbacks import (
     AheadRollout,
     DownSampling,
     DynamicSampling,
+    InFlightUpdates,
     LengthPrediction,
     ParallelismPlanner,
     RolloutCallback,
@@ -40,6 +41,7 @@ RARE = {
     "dropped/nonfinite_advantage": "huge rewards",
     "dropped/nonfinite_logprob": "an engine that reports NaN",
     "dropped/nonfinite_draft": "a policy that gives NaN",
+    "dropped/stale": "a completion that was drawn under a larger `max_staleness`",
     "dropped/limit_train_batches": "a Trainer that stops within a round",
     "dropped/new_trainer": "a second Trainer",
 }
@@ -153,7 +155,7 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
             engine=ProcessEngine(TransformersEngine()),
             **short,
         ),
-        fit(num_engines=2, trainer={"max_epochs": 1}, **short),
+        fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {

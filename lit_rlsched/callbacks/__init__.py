@@ -6,6 +6,7 @@ from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.export_model import ExportModel
+from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
 from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
@@ -26,6 +27,7 @@ __all__ = [
     "DownSampling",
     "DynamicSampling",
     "ExportModel",
+    "InFlightUpdates",
     "LengthPrediction",
     "MicroBatchAccumulation",
     "MicroGroupSampling",

@@ -80,8 +80,8 @@ class AheadRollout(RolloutCallback):
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
-        check_decodes_by_itself("`AheadRollout`", run.engine)
-        who, what = f"`AheadRollout(correction={self.correction!r})`", "drafts are verified by"
+        check_decodes_by_itself(f"`{type(self).__name__}`", run.engine)
+        who, what = self._who, "drafts are verified by"
         if self.correction == "importance":
             what = "tokens are trained against"
             self._check_importance(who, run)
@@ -92,6 +92,11 @@ class AheadRollout(RolloutCallback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.remove(self)  # first, so that hooks come before other callbacks' states are saved
         callbacks.insert(0, self)
+
+    @property
+    def _who(self) -> str:
+        """Name of the callback in messages."""
+        return f"`AheadRollout(correction={self.correction!r})`"
 
     def _check_importance(self, who: str, run: RunFacts) -> None:
         if "StreamedTraining" in run.callbacks:

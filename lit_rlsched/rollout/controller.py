@@ -93,6 +93,8 @@ class RolloutController:
         """Seconds for which this round stopped decoding to wait for scores."""
         self.state = RoundState([], 0)
         """State of the current or last round, as its rule sees it."""
+        self.before_step: Callable[[Worker, Callable[[], None]], None] | None = None
+        """Called with the worker and `heed` before each step; may change the engine's weights."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._heed = heed
@@ -158,6 +160,8 @@ class RolloutController:
             yield from self._react([])  # drafts that were accepted whole may already be enough
             while self._live and not rule.done(self.state):
                 self._heed()
+                if self.before_step is not None:
+                    self.before_step(self.worker, self._heed)
                 events = self.worker.step()
                 self.state.final = len(self.state.decoded)  # later groups are appended
                 yield from self._react(self._take(events))

@@ -26,6 +26,7 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
             (g.id, g.prompt.uid, len(g.completions), g.deferred, *astuple(g.sampling))
             for g in groups
         ],
+        "overtaken": [g.overtaken for g in groups],
         "index": torch.tensor([c.index for c in completions], dtype=torch.int32),
         "finish": torch.tensor([_FINISH.index(c.finish_reason) for c in completions]),
         "dropped": [c.dropped for c in completions],
@@ -71,10 +72,13 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
     }
     rows = zip(*columns.values(), strict=True)
     completions = (Completion(**dict(zip(columns, row, strict=True))) for row in rows)
-    return [
+    groups = [
         Group(group_id, prompt(uid), Sampling(*sampling), [*islice(completions, size)], deferred)
         for group_id, uid, size, deferred, *sampling in state["groups"]
     ]
+    for group, overtaken in zip(groups, state.get("overtaken", ()), strict=False):
+        group.overtaken = overtaken
+    return groups
 
 
 def _drafts(state: dict[str, Any]) -> list[Draft | None]:

@@ -11,15 +11,18 @@ from typing import Any, TypeVar
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.meetings import Meetings
 from lit_rlsched.rollout.scoring import Scorer, Unscored
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Completion, Group
 
 T = TypeVar("T")
-Sync = Callable[[int], Mapping[str, float]]
-"""Copies the weights of a policy version to the engine and returns metrics."""
+Sync = Callable[..., Mapping[str, float]]
+"""Copies the weights of a policy version to the engine and returns metrics; with `keep` beside what
+running requests have cached."""
 
 
 class RolloutSession:
@@ -37,6 +40,7 @@ class RolloutSession:
         on_completion: Called with each completion once it is scored.
         on_group: Called with each group once all of its completions are scored.
         heed: See `RolloutController`.
+        in_flight: When `update` changes the weights of a rollout in the background.
         **controller: Further arguments of `RolloutController`.
     """
 
@@ -51,6 +55,7 @@ class RolloutSession:
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
         heed: Callable[[], None] = lambda: None,
+        in_flight: InFlight | None = None,
         **controller: Any,
     ) -> None:
         self.engine = engine
@@ -66,6 +71,9 @@ class RolloutSession:
         """Hooks that the rollout in the background has not called yet."""
         self._calls_hooks = True
         self._closing = False
+        self._in_flight = in_flight
+        self._meetings: Meetings | None = None
+        """Of the current or last rollout in the background."""
         self._trainer_heed = heed
         try:
             give_back(spec.device)
@@ -98,6 +106,10 @@ class RolloutSession:
         metrics: dict[str, float] = {}
         if self.controller.waits_for_scores:
             metrics["rollout/score_wait_seconds"] = self.controller.waited
+        if (met := self._meetings) is not None:
+            metrics["in_flight/engine_wait_seconds"] = met.rollout_seconds
+            metrics["in_flight/trainer_wait_seconds"] = met.trainer_seconds
+            metrics["in_flight/updates"] = len(met.switches)
         return metrics | self.controller.worker.metrics() | dict(self._synced)
 
     def rollout(
@@ -152,19 +164,38 @@ class RolloutSession:
         """
         self._held = []
         self.engine.policy_changes()
+        if (how := self._in_flight) is not None:
+            self._meetings = meetings = Meetings(how.pace, how.turns)
+            self.controller.before_step = meetings.before_step
+            decode = partial(_with_end, decode, meetings.end)
         self._background = self._threads.submit(decode)
+
+    def update(self, version: int) -> None:
+        """Give a rollout in the background the weights of a new version where they meet."""
+        how, meetings = self._in_flight, self._meetings
+        if self._background is None or how is None or meetings is None:
+            return
+        worker, keep = self.controller.worker, how.cache == "keep"
+        with meetings.trainer() as met:
+            if met:
+                worker.suspend(keep)
+                self._synced = self._sync(version, keep=keep)
+                worker.resume(version)
+                self.engine.policy_changes()
 
     def wait(self) -> None:
         """Wait for the rollout in the background, if there is one; its exception is raised here."""
         background, held = self._background, self._held
         if background is None or held is None:
             return
+        if self._meetings is not None:
+            self._meetings.release()
         try:
             futures.wait([background])
         except BaseException:  # a second Ctrl-C
             self._closing = True
             raise
-        self._background = self._held = None
+        self._background = self._held = self.controller.before_step = None
         background.result()
         for hook in held:
             hook()
@@ -220,3 +251,10 @@ class RolloutSession:
             stack.callback(self._rollout.close)
             if self._background is not None:
                 futures.wait([self._background])
+
+
+def _with_end(decode: Callable[[], None], end: Callable[[], None]) -> None:
+    try:
+        decode()
+    finally:
+        end()

@@ -18,7 +18,13 @@ from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.next_round import NextRound
-from lit_rlsched.training.round import NONFINITE, Round, check_rewards, huge_rewards
+from lit_rlsched.training.round import (
+    NONFINITE,
+    Round,
+    check_rewards,
+    drop_stale,
+    huge_rewards,
+)
 from lit_rlsched.training.round_metrics import measure
 from lit_rlsched.training.selection import Stop, count_drops, is_uninformative
 from lit_rlsched.training.streamed_training import GradientStream
@@ -102,6 +108,7 @@ class TrainingRounds:
         began = time.perf_counter()
         round = Round(how.number, how.version, drawn.harvest.trained, drawn.trace)
         check_rewards(round, update.weights, sequences)
+        drop_stale(round, how.rule.max_staleness)
         streamed = stream.streamed if stream else set()
         rest = [group for group in round.groups if group.id not in streamed]
         update.assign_advantages(Round(how.number, how.version, rest))

@@ -14,7 +14,7 @@ from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.types import Group, stable_hash
 
 Reason = Literal[
-    "unscored", "too_few_scores", "uninformative", "down_sampled", "nonfinite_advantage"
+    "unscored", "too_few_scores", "uninformative", "down_sampled", "nonfinite_advantage", "stale"
 ]
 """Why a completion is not trained on; `too_few_scores`: fewer than two in its group."""
 

@@ -165,15 +165,20 @@ class WeightSync:
         self._prompts = list(probe)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
 
-    def __call__(self, version: int) -> dict[str, float]:
+    def __call__(self, version: int, keep: bool = False) -> dict[str, float]:
         """Load the weights of `version`; return `sync/max_logp_diff` if they are checked.
+
+        Args:
+            version: Policy version.
+            keep: Leave running requests with what older weights have cached, and check nothing.
 
         Raises:
             FloatingPointError: If a weight is NaN or infinite; the engine does not get it.
             RuntimeError: If the engine does not decode with these weights.
         """
-        self._engine.sync_weights(self._policy.weights(), version)
-        while self._prompts:
+        load = self._engine.update_weights if keep else self._engine.sync_weights
+        load(self._policy.weights(), version)
+        while self._prompts and not keep:
             with suppress(EngineDied):  # its replacement has the weights, but not the requests
                 return {"sync/max_logp_diff": self.check(version)}
         return {}

@@ -1,0 +1,160 @@
+"""In-flight updates: new weights between two turns of a rollout, and how old tokens may get."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.types import Group
+
+Pace = Literal["turns", "free"]
+"""Whether rollout and trainer wait for each other at the turns at which weights change."""
+Cache = Literal["recompute", "keep"]
+"""What becomes of the keys and values that older weights have computed."""
+OWNER = "InFlightUpdates"
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """When new weights go into a running rollout, and what becomes of its caches."""
+
+    pace: Pace = "turns"
+    cache: Cache = "recompute"
+    turns: int = 32
+    """Weights change at multiples of this number of turns."""
+
+    def __post_init__(self) -> None:
+        check_choice(OWNER, "pace", self.pace, get_args(Pace))
+        check_choice(OWNER, "cache", self.cache, get_args(Cache))
+        check_count(OWNER, "turns", self.turns, 1)
+
+
+def capacity(max_staleness: int, update_prompts: int, updates: int) -> int:
+    """Number of prompts that may have been admitted in all when an update begins.
+
+    AReaL's rule (arXiv 2505.24298, section 5.1). If no prompt overtakes another one, those that are
+    admitted now are trained on within the next `max_staleness` rounds.
+
+    Args:
+        max_staleness: Maximum age of a token in rounds.
+        update_prompts: Prompts of an update.
+        updates: Updates that have begun, this one included.
+    """
+    return (max_staleness + updates) * update_prompts
+
+
+def window_of(max_staleness: int, update_prompts: int, prompts: int) -> int:
+    """Maximum number of prompts among which one that is ready may be taken first; 0: none may be.
+
+    A prompt that is admitted has at most `prompts - 1` others before it and is overtaken by at most
+    `window - 1`. Each round trains on `update_prompts` of them, so it is passed over in at most
+    `(prompts + window - 2) // update_prompts` rounds, which is one less than `max_staleness`.
+
+    Args:
+        max_staleness: Maximum age of a token in rounds.
+        update_prompts: Prompts of an update.
+        prompts: Prompts that decode at the same time.
+    """
+    return max(0, max_staleness * update_prompts + 1 - prompts)
+
+
+def taken(overtaken: Sequence[int], ready: Sequence[bool], most: int, window: int) -> list[int]:
+    """Indices of the prompts that an update takes: the oldest ones that are ready.
+
+    None waits while `window` later ones are taken.
+
+    Args:
+        overtaken: How many later prompts were taken before each one, in the order of admission.
+        ready: Whether all its completions are there.
+        most: Maximum number of prompts.
+        window: See `window_of`.
+    """
+    found: list[int] = []
+    room = window
+    for index, (before, done) in enumerate(zip(overtaken, ready, strict=True)):
+        if len(found) == most or room < 1:
+            break
+        if done:
+            found.append(index)
+            room -= index >= len(found)  # it overtakes those that are not ready
+        else:
+            room = min(room, window - 1 - before)
+    return found
+
+
+class WindowedRound(RoundRule):
+    """Ends a round as soon as an update's prompts are ready, oldest first, within a window.
+
+    The windowed first-in-first-out order of MiniMax's Forge and TitanRL: prompts that are ready may
+    overtake others that still decode, but none is overtaken `window` times. What is not ready goes
+    on in the next round.
+
+    Args:
+        update_prompts: Prompts of an update.
+        prompts: Prompts that decode at the same time.
+        max_staleness: Maximum age of a token in rounds; see `window_of`.
+        steps_per_round: Optimizer steps of a round.
+
+    Raises:
+        ValueError: `prompts` is less than an update or more than the `capacity`.
+    """
+
+    def __init__(
+        self, update_prompts: int, prompts: int, max_staleness: int, steps_per_round: int
+    ) -> None:
+        check_count(OWNER, "max_staleness", max_staleness, 1, "0 is a run without this callback.")
+        most = capacity(max_staleness, update_prompts, 0)
+        if not update_prompts <= prompts <= most:
+            raise ValueError(
+                f"`{OWNER}(prompts_in_flight={prompts}, {max_staleness=})`: with an update of "
+                f"{update_prompts} prompts use {update_prompts} to {most}, or a larger "
+                "`max_staleness`."
+            )
+        self.update_prompts, self.prompts = update_prompts, prompts
+        self.window = window_of(max_staleness, update_prompts, prompts)
+        self.max_staleness = max_staleness * steps_per_round
+        self.ends_early = prompts > update_prompts
+
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
+        return max(0, self.prompts - len(pool))
+
+    def most_prompts(self) -> int:
+        return self.prompts
+
+    def check_enough(self, prompts: int) -> None:
+        super().check_enough(prompts)
+        if prompts < self.prompts:
+            raise ValueError(
+                f"`{OWNER}` decodes {self.prompts} prompts at the same time, and `train_data` "
+                f"holds {prompts}. Use a lower `prompts_in_flight` or `prompts_per_round`."
+            )
+
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        return pool[: self.prompts]
+
+    def done(self, state: RoundState) -> bool:
+        if len(state.decoded) < self.update_prompts:
+            return False
+        decoded = {group.id for group in state.decoded}
+        return len(self._taken(state.planned, decoded)) == self.update_prompts
+
+    def final_groups(self, state: RoundState) -> Sequence[Group]:
+        return []
+
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+        """Take an update's prompts, and count by how many each of the others was overtaken."""
+        ready = {g.id for g in groups if all(c.finished for c in g.completions)}
+        chosen = self._taken(groups, ready)
+        trained, left, rest = [], [], len(chosen)
+        for index, group in enumerate(groups):
+            if index in chosen:
+                trained.append(group)
+                rest -= 1
+            else:
+                left.append(replace(group, overtaken=group.overtaken + rest))
+        return trained, left
+
+    def _taken(self, groups: Sequence[Group], ready: Collection[str]) -> list[int]:
+        overtaken, done = [g.overtaken for g in groups], [g.id in ready for g in groups]
+        return taken(overtaken, done, self.update_prompts, self.window)

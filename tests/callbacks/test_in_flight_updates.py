@@ -1,0 +1,173 @@
+"""Weights that change while completions are drawn: each token has the log-prob of its version."""
+
+import copy
+import random
+import time
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from examples.own_engine import PlainEngine
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    AheadRollout,
+    InFlightUpdates,
+    RolloutCallback,
+    SortedBatching,
+    StreamedTraining,
+    TailBatching,
+)
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.training.logprobs import completion_logprobs
+
+STEPS = 2
+
+
+class Rounds(RolloutCallback):
+    """Keeps the rounds, and the policy of each version."""
+
+    def __init__(self):
+        self.rounds, self.policies, self.finished = [], {}, []
+
+    def on_round_start(self, trainer, pl_module, plan):
+        self._keep(trainer)
+
+    def on_train_batch_end(self, trainer, *args):
+        self._keep(trainer)
+
+    def _keep(self, trainer):
+        model = trainer.lightning_module.model
+        self.policies.setdefault(trainer.global_step, copy.deepcopy(model).eval())
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+    @property
+    def drawn(self):
+        return [
+            [
+                (g.id, c.index, [*c.token_ids], [*c.logprobs], c.version_spans)
+                for g in r.groups
+                for c in g.completions
+            ]
+            for r in self.rounds
+        ]
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, **data):
+    seen = Rounds()
+    how = {"turns": 3, "max_staleness": 2, **(how or {})}
+    _, module, _ = fit(
+        GRPOModule(tiny_model, learning_rate=1e-2),
+        [*callbacks, InFlightUpdates(**how), seen],
+        {"max_epochs": 4, **(trainer or {})},
+        ckpt_path,
+        engine=ProcessEngine(TransformersEngine()),
+        **{"num_generations": 3, "steps_per_round": STEPS, **data},
+    )
+    return seen, weights(module)
+
+
+@torch.no_grad()
+def logprobs(policy, group, completion):
+    prompt = group.prompt.token_ids
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    sizes = torch.tensor([len(prompt)]), torch.tensor([len(completion.token_ids)])
+    return completion_logprobs(policy, ids, *sizes, temperature=1.0)[0][0]
+
+
+def test_each_token_was_drawn_by_its_version(fit, tiny_model):
+    seen, _ = run(fit, tiny_model)
+    gaps, several = [], 0
+    for round in seen.rounds:
+        assert len(round.groups) == 4, "an update's prompts, as no two are ready in the same turn"
+        for group in round.groups:
+            for completion in group.completions:
+                spans = completion.version_spans
+                versions = [version for version, tokens in spans for _ in range(tokens)]
+                assert versions == sorted(versions) and len(versions) == len(completion.token_ids)
+                assert 0 <= round.version - versions[0] <= 2 * STEPS
+                several += len(spans) > 2
+                expected = {v: logprobs(seen.policies[v], group, completion) for v, _ in spans}
+                gaps += [
+                    abs(drawn - float(expected[version][i]))
+                    for i, (drawn, version) in enumerate(
+                        zip(completion.logprobs, versions, strict=True)
+                    )
+                ]
+    assert max(gaps) < 1e-4
+    assert several > 4, "the weights have changed twice while they were drawn"
+    first, *later = (round.metrics for round in seen.rounds)
+    assert "in_flight/updates" not in first
+    for metrics in later:
+        assert 1 <= metrics["in_flight/updates"] <= STEPS
+        assert metrics["in_flight/engine_wait_seconds"] >= 0
+        assert metrics["in_flight/trainer_wait_seconds"] >= 0
+        assert 0 < metrics["staleness/mean"] <= 2 * STEPS
+    assert seen.rounds[-1].metrics["rollout/pool_prompts"] > 0, "others were still being drawn"
+
+
+def slowly():
+    def digits(prompts, completions, **kwargs):
+        import random
+        import time
+
+        time.sleep(random.random() * 0.02)
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    return digits
+
+
+def test_a_run_does_not_depend_on_timing_and_a_resumed_run_is_the_same(
+    fit, tiny_model, tmp_path, monkeypatch
+):
+    """From the middle of a round and from its end: with a round that was drawn in part."""
+    saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=3)
+    on = {"enable_checkpointing": True}
+    seen, whole = run(fit, tiny_model, saver, trainer=on, reward_funcs=[slowly()])
+    update = GRPOModule.training_step
+
+    def dawdle(self, *args):
+        time.sleep(random.random() * 0.1)
+        return update(self, *args)
+
+    monkeypatch.setattr(GRPOModule, "training_step", dawdle)
+    saver = ModelCheckpoint(tmp_path / "d", "{step}", save_top_k=-1, every_n_train_steps=3)
+    again, same = run(fit, tiny_model, saver, trainer=on, reward_funcs=[slowly()])
+    assert again.drawn == seen.drawn and torch.equal(same, whole)
+    for step in (3, 6):
+        path = str(tmp_path / "c" / f"step={step}.ckpt")
+        saver = ModelCheckpoint(tmp_path / "e", "{step}", save_top_k=-1, every_n_train_steps=3)
+        rest, same = run(
+            fit, tiny_model, saver, trainer=on, ckpt_path=path, reward_funcs=[slowly()]
+        )
+        assert rest.drawn == seen.drawn[-len(rest.rounds) :]
+        assert torch.equal(same, whole), f"from step {step}"
+        for now, then in zip(rest.rounds, seen.rounds[-len(rest.rounds) :], strict=True):
+            assert not now.metrics.keys() ^ then.metrics.keys()
+            assert now.metrics["rollout/tokens"] == then.metrics["rollout/tokens"]
+
+
+def test_refusals(fit, tiny_model):
+    with pytest.raises(ValueError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
+        InFlightUpdates(max_staleness=-1)
+    with pytest.raises(MisconfigurationException, match=r"InFlightUpdates. needs an engine that"):
+        fit(callbacks=[InFlightUpdates()])
+    engine = ProcessEngine(TransformersEngine())
+    with pytest.raises(ValueError, match=r"prompts_in_flight=9, .*with an update of 4 .*4 to 8"):
+        fit(callbacks=[InFlightUpdates(prompts_in_flight=9)], engine=engine)
+    with pytest.raises(MisconfigurationException, match="`ProcessEngine` cannot go on with what"):
+        fit(callbacks=[InFlightUpdates(cache="keep")], engine=ProcessEngine(PlainEngine()))
+    for other in (SortedBatching(), TailBatching(), StreamedTraining()):
+        with pytest.raises(ValueError, match=r"`InFlightUpdates` with `.*Remove one of them"):
+            fit(callbacks=[InFlightUpdates(), other], engine=engine)
+    with pytest.raises(MisconfigurationException, match="2 callbacks that decide when the next"):
+        fit(callbacks=[InFlightUpdates(), AheadRollout()], engine=engine)
+    with pytest.raises(ValueError, match=r"`InFlightUpdates` with `top_p=0\.9"):
+        fit(callbacks=[InFlightUpdates()], engine=engine, top_p=0.9)
