@@ -105,6 +105,12 @@ BENCHMARKS = {
         on="2 cores",
         resumes=True,
     ),
+    "overlap": Benchmark(
+        "seconds of a round when rounds are drawn ahead, on RollPacker's shape with 16 engines",
+        3,
+        "engine, its seconds, lengths, policies, update",
+    ),
+    "kept": Benchmark("share of drafts that later policies keep, on the quick task", 8),
     "bias": Benchmark(
         "bias of the expected gradient under each schedule, exactly; effect of a differing engine",
         1,

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ MOSTLY_EQUAL_ROUNDS = 20
 """Number of rounds over which the share of prompts with equal rewards is averaged."""
 MOSTLY_EQUAL = 0.8
 """Average share of prompts with equal rewards from which a run is warned."""
+VERIFIED_ROUNDS = 20
+"""Number of rounds over which the costs of verified drafts are averaged."""
+NOT_WORTH = 1.1
+"""Cost of verified drafts from which a run is warned, over the time of plain rounds."""
 _WHAT_TO_DO = (
     "Use easier or harder prompts, more `num_generations`, a higher `temperature`, or "
     "`DynamicSampling`; docs/howto/reward_stays_zero.md goes through the causes."
@@ -30,12 +34,40 @@ _OPTIMIZER_KEYS = {
 """Settings of the module and their keys in AdamW's parameter groups, the preferred one first."""
 
 
+class Verified(NamedTuple):
+    """A round of `AheadRollout(correction="verify")`, in seconds."""
+
+    cost: float
+    """Verification, what was drawn after it, and the trainer's wait for the drafts."""
+    plain: float
+    """Least time in which the engine would draw the whole round at once."""
+    kept: float
+    """Share of the drafts' tokens."""
+
+    @classmethod
+    def of(cls, round: Round) -> "Verified | None":
+        """Return the figures of a round; `None` without drafts that were drawn ahead."""
+        metrics, trace = round.metrics, round.trace
+        if trace is None or not trace.decode_steps or "ahead_rollout/tokens" not in metrics:
+            return None
+        rollout = metrics["time/rollout"]
+        lengths = [len(c.token_ids) for c in round.completions]
+        steps = max(max(lengths), sum(lengths) / trace.slots)
+        drawing = rollout - metrics.get("time/drafts", 0.0)
+        return cls(
+            rollout + metrics["ahead_rollout/wait_seconds"],
+            steps * drawing / trace.decode_steps,
+            metrics.get("drafts/accepted_share", 1.0),
+        )
+
+
 class Advice:
     """Warnings of a run, each given once even if the run is resumed."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
         self._equal_shares: deque[float] = deque(maxlen=MOSTLY_EQUAL_ROUNDS)
+        self._verified: deque[Verified] = deque(maxlen=VERIFIED_ROUNDS)
 
     def at_start(
         self,
@@ -76,11 +108,14 @@ class Advice:
         rewards = reward_matrix(round.groups, weights)
         rewards = rewards if in_groups else rewards.view(1, -1)
         self._equal_shares.append(float(equal(rewards).double().mean()))
+        if (verified := Verified.of(round)) is not None:
+            self._verified.append(verified)
         reasons = [c.finish_reason for c in round.completions]
         return self._once(
             all_cut=all_cut(reasons, limit),
             equal_rewards=equal_rewards(rewards, self._equal_shares),
             mostly_equal=mostly_equal(self._equal_shares) if in_groups else None,
+            costly_drafts=costly_drafts(self._verified),
         )
 
     def _once(self, **found: str | None) -> list[str]:
@@ -166,6 +201,22 @@ def mostly_equal(shares: Sequence[float]) -> str | None:
         f"In the last {len(shares)} rounds, all completions of {percent(mean)} of the prompts had "
         "the same reward, so the update learned nothing from them (`frac_reward_zero_std`). "
         f"{_WHAT_TO_DO}"
+    )
+
+
+def costly_drafts(rounds: Sequence[Verified]) -> str | None:
+    """Warn if drafts cost more than they saved in the last `VERIFIED_ROUNDS` rounds."""
+    if len(rounds) < VERIFIED_ROUNDS:
+        return None
+    cost, plain, kept = (fmean(values) for values in zip(*rounds, strict=True))
+    if cost <= NOT_WORTH * plain:
+        return None
+    return (
+        "`AheadRollout(correction='verify')` costs more than it saves: in the last "
+        f"{len(rounds)} rounds it took {cost:.3g} s a round to wait for drafts, verify them and "
+        f"draw what was not kept; drawing whole rounds takes about {plain:.3g} s. {percent(kept)} "
+        "of the tokens drawn ahead were kept. Use `correction='importance'`, or leave "
+        "`AheadRollout` out; docs/explanation/ahead_rollout.md says when verified drafts pay."
     )
 
 

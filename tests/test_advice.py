@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lit_rlsched import GRPOModule
 from lit_rlsched.advice import (
     EQUAL_ROUNDS,
     MOSTLY_EQUAL_ROUNDS,
+    VERIFIED_ROUNDS,
     Advice,
     all_cut,
     equal,
@@ -21,6 +23,8 @@ from lit_rlsched.advice import (
     restored_settings,
 )
 from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 NAN = float("nan")
 
@@ -63,6 +67,47 @@ def test_prompts_that_mostly_have_equal_rewards() -> None:
     assert mostly_equal([0.9] * (MOSTLY_EQUAL_ROUNDS - 1)) is None
     assert "of 90 % of the prompts" in (mostly_equal([0.9] * MOSTLY_EQUAL_ROUNDS) or "")
     assert mostly_equal([0.79] * MOSTLY_EQUAL_ROUNDS) is None
+
+
+def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, **metrics: float) -> Round:
+    """Two completions of 10 and 30 tokens, verified in 1 s and then drawn on."""
+    seconds = {"time/drafts": 1.0, "time/rollout": 1 + rollout, "ahead_rollout/wait_seconds": wait}
+    kept = {"ahead_rollout/tokens": 40.0, "drafts/accepted_share": 0.25}
+    completions = [Completion(i, [1] * n, scores=[i]) for i, n in enumerate((10, 30))]
+    group = Group("p", Prompt("p", "", (1,)), Sampling(50), completions)
+    trace: Any = SimpleNamespace(decode_steps=steps, slots=4)
+    return Round(0, 0, [group], trace, {**seconds, **kept, **metrics})
+
+
+@pytest.mark.parametrize(
+    ("round", "costs"),
+    [
+        (drawn_ahead(2, 10), False),  # 3 s instead of 6
+        (drawn_ahead(2, 10, wait=3.4), False),
+        (drawn_ahead(2, 10, wait=3.8), True),
+        (drawn_ahead(5, 25), False),
+        (drawn_ahead(6, 30), True),  # nothing of the longest was kept
+        (drawn_ahead(0, 0), False),
+    ],
+)
+def test_drafts_that_cost_more_than_they_save(round: Round, costs: bool) -> None:
+    advice, texts = Advice(), []
+    for _ in range(VERIFIED_ROUNDS + 1):
+        texts += advice.of_round(round, [1.0], 50, True)
+    assert len(texts) == costs
+    if costs:
+        assert "25 % of the tokens drawn ahead were kept" in texts[0]
+        assert "whole rounds takes about 6 s" in texts[0]
+
+
+def test_drafts_are_judged_after_some_rounds_and_only_those_drawn_ahead() -> None:
+    few, others = Advice(), Advice()
+    losers = drawn_ahead(60, 300)
+    del losers.metrics["ahead_rollout/tokens"]
+    for _ in range(VERIFIED_ROUNDS - 1):
+        assert not few.of_round(drawn_ahead(60, 30), [1.0], 50, True)
+    for _ in range(VERIFIED_ROUNDS):
+        assert not others.of_round(losers, [1.0], 50, True)
 
 
 def test_each_is_said_once_also_after_a_resume() -> None:
