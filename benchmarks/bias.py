@@ -36,6 +36,7 @@ from benchmarks import results, tabular
 from benchmarks.bias_cases import LIMIT, OPEN, VOCAB, Cases, Policy, Schedule, Trained, World
 from benchmarks.bias_cases import reward as reward_of
 from benchmarks.tabular import Tokens
+from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
@@ -89,6 +90,7 @@ SCHEDULES = {
     '... `old_logprobs="trainer"`, `"sequence_truncate"`': _full(
         ahead="importance", loss=(("importance_sampling_mode", "sequence_truncate"),)
     ),
+    "`InFlightUpdates(turns=1)`": Schedule(lambda: WindowedRound(1, 2, 3, 1), "length", turns=1),
     '`DownSampling(rule="random")`': _selected("random", drop_uninformative=False),
     '`DownSampling(rule="max_variance")`': _selected("max_variance"),
     '... `advantage_scope="full"`': _selected("max_variance", full_scope=True),

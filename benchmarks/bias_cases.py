@@ -101,6 +101,8 @@ class Schedule:
     max_num_gen_batches: int = 1
     loss: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `policy_loss`."""
+    turns: int = 0
+    """Decode steps of a round with the weights of the one before, which come first."""
     runs: tuple[tuple[int, ...], ...] = ((0, 1),)
     """Prompts of each run, in the order of the data; the runs are equally likely."""
     rounds: int | None = None
@@ -141,13 +143,14 @@ class World:
         cut = len(request.prefix_ids)
         if cut and version == self.version:
             return length
-        prompt, policy = request.prompt_ids[0], self.policy(self.version)
-        law = policy.laws[prompt]
-        if cut:  # it goes on under another policy
+        prompt, turns = request.prompt_ids[0], self.schedule.turns
+        law: Law = self.policy(self.version).laws[prompt]
+        if cut or turns:
             begun: dict[Tokens, float] = defaultdict(float)
-            for x, w in self.laws[request.id].items():
+            for x, w in self.laws[request.id].items() if cut else [((), 1.0)]:
                 begun[x[:cut]] += w
-            law = tabular.completed(policy.tables[prompt], begun, LIMIT)
+            old, new = (self.policy(max(0, self.version - n)).tables[prompt] for n in (1, 0))
+            law = tabular.completed(new, tabular.completed(old, begun, LIMIT, turns), LIMIT)
         return self._settle(request.id, {(x, cut): w for x, w in law.items()})[0]
 
     def _settle(self, name: str, law: dict[tuple[Tokens, int], float]) -> tuple[int, int]:
@@ -228,7 +231,10 @@ class World:
         spans = completion.version_spans
         if self.schedule.ahead == "importance":
             return tuple(spans)
-        return tuple(span for span in spans if span[0] < version)
+        old = [span for span in spans if span[0] < version]
+        if version and self.schedule.turns:
+            old.append((version - 1, self.schedule.turns))
+        return tuple(old)
 
 
 @cache
