@@ -243,7 +243,7 @@ class TrainingRun:
             self.current, self._start, self._empty_steps = round, round.version, 0
             round.accumulated = self._parts
             fire_in_module(trainer, "on_round_end", round)
-        if self._data.schedule.ahead and self.settings and not self.settings.is_last_round:
+        if self._data.schedule.ahead:
             self.lead(lambda: self.rounds.draw_ahead(self._drawing(self.num_rounds + 1)))
         log_now(trainer, self.position | round.metrics)
         return round
@@ -283,13 +283,9 @@ class TrainingRun:
     @property
     def _round_settings(self) -> RoundSettings:
         schedule = self._data.schedule  # callbacks may change it in their hooks
-        return RoundSettings(
-            self.update,
-            schedule.streaming,
-            schedule.max_num_gen_batches,
-            schedule.ahead,
-            self._data.verify_sync,
-        )
+        ahead = schedule.ahead if self.settings and not self.settings.is_last_round else None
+        batches, verify_sync = schedule.max_num_gen_batches, self._data.verify_sync
+        return RoundSettings(self.update, schedule.streaming, batches, ahead, verify_sync)
 
     def end_round(self) -> dict[str, float]:
         """End the current round; return the totals of what `limit_train_batches` has dropped."""

@@ -96,6 +96,8 @@ class Request:
     and all tokens so far as its prefix, it draws what it would have drawn without the pause."""
     expected: float | None = None
     """Predicted number of tokens that it will still draw."""
+    later: bool = False
+    """Whether it takes a slot only if no other request waits for one."""
 
     @property
     def group(self) -> str:

@@ -75,6 +75,12 @@ class PoolWorker(Worker):
         self._moved = 0
         return trace
 
+    def split_trace(self, drawn: Mapping[str, int]) -> RolloutTrace:
+        trace = super().split_trace(drawn)
+        for worker in self.workers:
+            worker.trace = trace
+        return trace
+
     def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
         self._ahead, self._window, self._allowed = ahead, 0, None
         self._group_engines.clear()
@@ -166,13 +172,14 @@ class PoolWorker(Worker):
     def _move(self) -> bool:
         """Move waiting requests to free slots; return whether requests still wait."""
         free = [worker.free for worker in self.workers]
+        wait = [r for r in self._requests.values() if not self._runs(r.id)]
+        first = [r for r in wait if not r.later] or wait
         waiting: list[list[Request]] = [[] for _ in free]
-        for request in self._requests.values():
+        for request in first:
             engine = self._engine_of[request.id]
-            if request.id not in self.workers[engine].running:
-                free[engine] -= 1
-                if request.id not in self._begun:
-                    waiting[engine].append(request)
+            free[engine] -= 1
+            if request.id not in self._begun:
+                waiting[engine].append(request)
         moved = moves(waiting, free)
         for engine, ids in self._by_engine(moved).items():
             self.workers[engine].abort(ids)
@@ -181,7 +188,10 @@ class PoolWorker(Worker):
         for engine, ids in self._by_engine(moved).items():
             self.workers[engine].submit(self._requests[name] for name in ids)
         self._moved += len(moved)
-        return min(free) < 0
+        return min(free) < 0 or len(first) < len(wait)
+
+    def _runs(self, request_id: str) -> bool:
+        return request_id in self.workers[self._engine_of[request_id]].running
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         unreported: list[Event] = []

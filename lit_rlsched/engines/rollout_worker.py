@@ -21,6 +21,9 @@ class Worker(ABC):
         engines: Number of engines.
     """
 
+    drafts = 0
+    """Number of requests besides those of the round; see `DraftingWorker`."""
+
     def __init__(self, admission: Admission, engines: int = 1) -> None:
         self.admission = admission
         self.slots = engines * admission.slots
@@ -37,6 +40,11 @@ class Worker(ABC):
         """Begin a new trace; nothing may be running."""
         assert not self.busy, "a trace begins between rollouts"
         self.trace = self._new_trace()
+        return self.trace
+
+    def split_trace(self, drawn: Mapping[str, int]) -> RolloutTrace:
+        """Begin a new trace while requests run; see `RolloutTrace.split`."""
+        self.trace = self.trace.split(drawn)
         return self.trace
 
     def may_wait(self, requests: int) -> bool:

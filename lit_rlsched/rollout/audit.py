@@ -82,6 +82,8 @@ class Harvest:
     """Completions deferred with their tokens as drafts."""
     drafts: DraftAudit = field(default_factory=DraftAudit)
     """Outcome of the drafts that the round began with."""
+    draft_tokens: int = 0
+    """Tokens of drafts for the next round, which were drawn during this one."""
 
     @property
     def discarded(self) -> list[Attempt]:
@@ -211,7 +213,7 @@ class PoolAudit:
         slot_seconds = trace.slots * trace.seconds
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
-        self.tokens += trace.tokens
+        self.tokens += trace.tokens - harvest.draft_tokens
         self.returned_tokens += harvest.drafts.tokens + sum(a.tokens for a in harvest.stale)
         self.discarded_tokens += harvest.discarded_tokens
         self.recovered_tokens += harvest.drafts.accepted_tokens

@@ -151,9 +151,10 @@ class RolloutController:
             samples.sort(key=lambda sample: not sample.completion.token_ids)
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
+            crowded = self.worker.may_wait(len(samples) + self.worker.drafts)
             self.worker.start_round(
                 take_turns=not rule.discards(self.state),
-                ahead=not self._intervenes(waits),
+                ahead=not self._intervenes(waits, crowded),
                 version=version,
             )
             self._submit(samples)
@@ -181,17 +182,19 @@ class RolloutController:
         """Let the predictor learn from the finished round, and return its accuracy metrics."""
         return {} if self.lengths is None else self.lengths.end_round()
 
-    def _intervenes(self, waits: bool) -> bool:
+    def _intervenes(self, waits: bool, crowded: bool) -> bool:
         """Return whether this loop may change, between two steps, what other completions decode.
 
         Args:
             waits: Whether some completions wait for a slot.
+            crowded: Whether some completions or drafts do.
         """
         if self._feedback.more:
             return True
         stops = self._feedback.stop is not None or self._rule.stops_groups
-        pauses = self._lengths is not None or self.worker.admission.pauses
-        return waits and (stops or pauses)
+        return (crowded and (stops or self.worker.admission.pauses)) or (
+            waits and self._lengths is not None
+        )
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return unfinished samples; submit finished but unscored ones to the scorer."""

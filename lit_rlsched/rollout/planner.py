@@ -1,6 +1,6 @@
 """Which prompts a round decodes: those in the pool, and the next ones of the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.data.repetition import repeat
@@ -31,6 +31,8 @@ class RoundPlanner:
         """Gives the next prompts; set by `connect` once they are tokenised."""
         self.sampling = sampling
         self.num_generations = num_generations
+        self.following: list[str] = []
+        """Ids of groups of the pool that were planned for the round after the next one."""
 
     def connect(self, source: "DomainSource | StreamSource") -> None:
         """Draw from `source`. A known source with the same domains keeps its position instead."""
@@ -39,9 +41,31 @@ class RoundPlanner:
 
     def plan(self, rule: RoundRule) -> list[Group]:
         """Return the groups of the next round."""
-        for domain, n in rule.draws(list(self.pool)):
-            self._draw(n, domain, rule)
-        return [group.copy() for group in rule.plan(list(self.pool))]
+        return self._plan(rule, {*self.following})
+
+    def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
+        """Return the groups of the round after a planned one, as if that had left none.
+
+        They stay out of other rounds until `follow`.
+        """
+        if not self.following:
+            groups = self._plan(rule, {group.id for group in planned})
+            self.following = [group.id for group in groups]
+        ids = {*self.following}
+        return [group.copy() for group in self.pool if group.id in ids]
+
+    def _plan(self, rule: RoundRule, taken: Collection[str]) -> list[Group]:
+        for domain, n in rule.draws(self._besides(taken)):
+            self._draw(n, domain, rule, taken)
+        return [group.copy() for group in rule.plan(self._besides(taken))]
+
+    def follow(self) -> list[Group]:
+        """Let the next round have the groups of `plan_following`; return the others."""
+        others, self.following = self._besides(self.following), []
+        return others
+
+    def _besides(self, taken: Collection[str]) -> list[Group]:
+        return [group for group in self.pool if group.id not in taken]
 
     def replacement(self, group: Group, planned: Sequence[Group], rule: RoundRule) -> Group | None:
         """Return another group for the same round, or `None` if its domain has no prompt left.
@@ -56,34 +80,36 @@ class RoundPlanner:
         """
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
-        for other in self.pool:
+        for other in self._besides(self.following):
             fits = late or rule.domain_of(other.prompt) == domain
             if fits and other.id not in ids and (other.deferred > 0) == late:
                 return other.copy()
         assert self.source is not None
-        if not self.source.left(self._uids, domain):
+        if not self.source.left(self._uids(self.following), domain):
             return None
-        (drawn,) = self._draw(1, domain, rule)
+        (drawn,) = self._draw(1, domain, rule, self.following)
         return drawn.copy()
 
-    def _draw(self, n: int, domain: str | None, rule: RoundRule) -> list[Group]:
-        """Add the next `n` prompts of a domain that are not in the pool to it."""
+    def _draw(
+        self, n: int, domain: str | None, rule: RoundRule, taken: Collection[str]
+    ) -> list[Group]:
+        """Add to the pool the next `n` prompts of a domain that are only in groups of `taken`."""
         assert self.source is not None
         drawn = []
-        for draw in self.source.draw(n, self._uids, domain):
+        for draw in self.source.draw(n, self._uids(taken), domain):
             launched = rule.launched(self.num_generations)
             drawn.append(repeat(draw.prompt, launched, draw.key, self.sampling))
             self.pool.add(drawn[-1])
         return drawn
 
-    @property
-    def _uids(self) -> set[str]:
-        return {group.prompt.uid for group in self.pool}
+    def _uids(self, taken: Collection[str]) -> set[str]:
+        return {group.prompt.uid for group in self._besides(taken)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the pool and the position in the data."""
         source = None if self.source is None else self.source.state_dict()
-        return {"source": source, "pool": self.pool.state_dict()}
+        pool, following = self.pool.state_dict(), [*self.following]
+        return {"source": source, "pool": pool, "following": following}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
         """Restore pool and position; `prompt` finds a prompt by its uid.
@@ -95,3 +121,4 @@ class RoundPlanner:
             assert self.source is not None
             self.source.load_state_dict(state["source"])
         self.pool.load_state_dict(state["pool"], prompt)
+        self.following = [*state.get("following", ())]

@@ -8,12 +8,15 @@ from typing import Any
 
 from lit_rlsched.rollout.audit import DraftAudit, Harvest, PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.controller import EarlyStop, Feedback
+from lit_rlsched.rollout.drafting import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
 
+AHEAD = "ahead"
+"""In the seeds of what is drawn ahead, as a round may have the same policy version and prompts."""
 Verify = Callable[[Sequence[Group], int], DraftAudit]
 """Turns drafts of the groups into completions of the given policy version."""
 
@@ -37,6 +40,8 @@ class Watchers:
     """Bound on the prompts of a round, replacements included, as a multiple of an update's."""
     advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
     """Called each time a group completes."""
+    drafts_next: bool = False
+    """Whether slots that the round leaves free begin the next round, as drafts."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
@@ -61,13 +66,15 @@ class DrawnRound:
     failures: Counter[str]
     """Failures of single completions: see `RolloutSession.failures`."""
     metrics: dict[str, float] = field(default_factory=dict)
+    following: Following | None = None
+    """The next round, of which the rollout draws drafts."""
 
 
 class RoundInProgress:
     """A round between its plan and its harvest; `decode` may run in a thread of its own.
 
     Args:
-        planner: Chooses the prompts.
+        runner: Chooses the prompts.
         session: Decodes and scores.
         rule: Decides which prompts the round takes, when it ends, and what becomes of the rest.
         number: Number of rounds before this one.
@@ -78,7 +85,7 @@ class RoundInProgress:
 
     def __init__(
         self,
-        planner: RoundPlanner,
+        runner: "RoundRunner",
         session: RolloutSession,
         rule: RoundRule,
         number: int,
@@ -87,7 +94,8 @@ class RoundInProgress:
         prepare: Prepare,
     ) -> None:
         began = time.perf_counter()
-        self._planner, self._session = planner, session
+        self._planner = planner = runner.planner
+        self._session = session
         self.rule, self.number, self.version = rule, number, version
         self.groups = planner.plan(rule)
         self._stale = restart_stale(self.groups, version, rule)
@@ -99,8 +107,18 @@ class RoundInProgress:
         self._metrics: dict[str, float] = {}
         self._failed = session.failures()
         feedback = Feedback(self._watch.stop, self._another if self._watch.is_replaced else None)
+        self._following = None
+        if self._watch.drafts_next:
+            following = planner.plan_following(rule, self.groups)
+            self._following = Following(following, runner.salt_with(AHEAD))
         self._rollout = session.rollout(
-            self.groups, version, rule, salt, predict=True, feedback=feedback
+            self.groups,
+            version,
+            rule,
+            salt,
+            predict=True,
+            feedback=feedback,
+            following=self._following,
         )
         self._seconds = time.perf_counter() - began
 
@@ -125,11 +143,11 @@ class RoundInProgress:
     def decode(self) -> None:
         """Decode and score the groups until the rule ends the round."""
         began = time.perf_counter()
-        controller = self._session.controller
+        controller, trace = self._session.controller, self._session.trace
         for _ in self._rollout:
-            self._watch.advanced(controller.state, self._session.trace)
+            self._watch.advanced(controller.state, trace)
         self._metrics = controller.end_predictions() | self._session.metrics()
-        self._state, self._trace = controller.state, self._session.trace
+        self._state, self._trace = controller.state, trace
         self._failed = self._session.failures() - self._failed
         self._seconds += time.perf_counter() - began
 
@@ -138,6 +156,8 @@ class RoundInProgress:
         harvest = settle(self.groups, self.rule, self._state, self._stale)
         harvest.drafts = self._drafts
         metrics = self._metrics
+        if self._following is not None:
+            metrics["rollout/draft_tokens"] = harvest.draft_tokens = self._following.tokens
         if self._drafts.tokens:
             metrics["time/drafts"] = self._verifying
         if self._watch.is_replaced:
@@ -154,6 +174,7 @@ class RoundInProgress:
             self._trace,
             self._failed,
             metrics,
+            self._following,
         )
 
 
@@ -197,7 +218,7 @@ class RoundRunner:
         `salt` tells rounds of the same version apart.
         """
         salt = self.salt_with(salt)
-        return RoundInProgress(self.planner, session, rule, number, version, salt, prepare)
+        return RoundInProgress(self, session, rule, number, version, salt, prepare)
 
     def run(
         self,
@@ -228,9 +249,10 @@ class RoundRunner:
         """
         pool = self.planner.pool
         pool.settle(drawn.planned, drawn.harvest.left)
-        metrics: dict[str, float] = {"rollout/pool_prompts": len(pool)}
+        left = self.planner.follow()
+        metrics: dict[str, float] = {"rollout/pool_prompts": len(left)}
         self.audit.add(drawn.harvest, drawn.trace)
-        if drawn.rule.ends_cycle(drawn.planned, list(pool)):
+        if drawn.rule.ends_cycle(drawn.planned, left):
             metrics |= self.audit.metrics()
             self.audit = PoolAudit(carried_tokens=pool.tokens)
         return metrics
@@ -243,6 +265,7 @@ class RoundRunner:
         """
         self.audit = PoolAudit()
         self.runs += 1  # the noise that decided what is left in the pool must not come again
+        self.planner.follow()
         return self.planner.pool.restart()
 
     def state_dict(self) -> dict[str, Any]:

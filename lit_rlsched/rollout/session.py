@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.drafting import DraftingWorker, Following
 from lit_rlsched.rollout.meetings import Meetings
-from lit_rlsched.rollout.scoring import Scorer, Unscored
+from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
@@ -64,7 +65,7 @@ class RolloutSession:
         self._sync = sync
         self._synced: Mapping[str, float] = {}
         self._admission = admission or (lambda: Admission(spec.slots // len(engine.engines)))
-        self._rollout: Generator[Group, None, None] = (g for g in list[Group]())
+        self._rollout: Generator[Group | None, None, None] = (g for g in list[Group]())
         self._threads = futures.ThreadPoolExecutor(1, "rollout")
         self._background: futures.Future[None] | None = None
         self._held: list[Callable[[], None]] | None = None
@@ -121,40 +122,55 @@ class RolloutSession:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
-        score: bool = True,
         hooks: bool = True,
+        following: Following | None = None,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
         The arguments are those of `RolloutController.run`; by default every group runs to its end.
-        Without `score` no reward function and no hook is called, without `hooks` no hook.
-        Starting a rollout drops an earlier one that did not run to its end, but waits for one in
-        the background.
+        Without `hooks` no hook is called. Starting a rollout drops an earlier one that did not run
+        to its end, but waits for one in the background.
+
+        With `following`, free slots draw these groups, which are neither scored nor yielded. What
+        remains of them when the round is over is drawn by `go_on`.
         """
         self.wait()
         self._rollout.close()
         self.scorer.version, self._calls_hooks = version, hooks
-        rule = rule or FullRound(len(groups))
-        controller = self.controller
-        if not score:
-            nothing: Any = Unscored()
-            controller = RolloutController(
-                controller.worker, nothing, seed=controller.seed, heed=self._heed
-            )
+        rule, controller = rule or FullRound(len(groups)), self.controller
         drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise)
-        self._rollout = self._run(version, drawn)
+        self._rollout = self._run(version, drawn, following)
         next(self._rollout)  # the weights have to be read before they change
-        return self._rollout
+        return _first_part(self._rollout)
 
-    def _run(self, version: int, groups: Iterator[Group]) -> Generator[Any, None, None]:
+    def go_on(self) -> None:
+        """Draw the rest of the drafts of the current rollout."""
+        for _ in self._rollout:
+            pass
+
+    def _run(
+        self, version: int, groups: Iterator[Group], following: Following | None = None
+    ) -> Generator[Group | None, None, None]:
+        """Yield `None` once the weights are synced and once only drafts remain."""
+        controller, worker = self.controller, self.controller.worker
         give_back(self.spec.device)
         self.engine.wake()
         try:
             self._synced = self._sync(version)
-            self.controller.worker.start_trace()
-            yield
+            if following is not None:
+                drafts = following.requests(controller.seed, version)
+                controller.worker = DraftingWorker(worker, drafts)
+            controller.worker.start_trace()
+            yield None
             yield from groups
+            if isinstance(controller.worker, DraftingWorker):
+                controller.worker.split_trace()
+                yield None
+                controller.worker.go_on(self._heed)
         finally:
+            if following is not None:
+                controller.worker = worker
+                worker.abort()
             self.engine.sleep()
 
     def in_background(self, decode: Callable[[], None]) -> None:
@@ -258,3 +274,12 @@ def _with_end(decode: Callable[[], None], end: Callable[[], None]) -> None:
         decode()
     finally:
         end()
+
+
+def _first_part(rollout: Generator[T | None, None, None]) -> Generator[T, None, None]:
+    """Yield what comes before `None`; the rest of `rollout` stays."""
+    try:
+        yield from iter(partial(next, rollout, None), None)
+    except GeneratorExit:
+        rollout.close()
+        raise

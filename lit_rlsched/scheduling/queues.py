@@ -24,6 +24,7 @@ KEYS: dict[Order, Callable[[Request], float]] = {
 
 
 class _Entry(NamedTuple):
+    later: bool
     key: float
     arrival: int
     request_id: str
@@ -31,6 +32,8 @@ class _Entry(NamedTuple):
 
 class WaitingQueue:
     """Requests sorted by the key of an order, and by arrival where keys are equal.
+
+    Requests that are `later` come after all others.
 
     Args:
         order: One of `KEYS`.
@@ -74,7 +77,7 @@ class WaitingQueue:
         self._requests, self._entries, self._heap = {}, {}, []
 
     def _enter(self, request: Request, arrival: int) -> None:
-        entry = _Entry(KEYS[self._order](request), arrival, request.id)
+        entry = _Entry(request.later, KEYS[self._order](request), arrival, request.id)
         self._requests[request.id] = request
         if self._entries.get(request.id) != entry:
             self._entries[request.id] = entry
@@ -111,7 +114,7 @@ class PlannedQueue(WaitingQueue):
         """
         if self._changes == 0 or self._changes < REPLAN_SHARE * len(self):
             return
-        requests = list(self._requests.values())
+        requests = [request for request in self._requests.values() if not request.later]
         lengths = [request.expected or 0.0 for request in requests]
         plan = plan_makespan(lengths, len(loads), loads=loads)
         self._shares = [deque(requests[i].id for i in share) for share in plan]

@@ -77,6 +77,8 @@ class RolloutTrace:
         self._places = slots // engines
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
+        self._earlier: dict[str, int] = {}
+        """Tokens of running requests that an earlier trace has."""
         self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
@@ -220,9 +222,26 @@ class RolloutTrace:
         assert self._origin is not None, "a request left before anything was admitted"
         slot, start, start_step = self._live.pop(request_id)
         heapq.heappush(self._free[slot // self._places], slot)
+        tokens -= self._earlier.pop(request_id, 0)
         row = (request_id, slot, start, now - self._origin, start_step, self.decode_steps, tokens)
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)
+
+    def split(self, drawn: Mapping[str, int]) -> "RolloutTrace":
+        """End this trace, and return one of what follows.
+
+        Args:
+            drawn: Tokens that each running request has drawn since it was admitted.
+        """
+        later = RolloutTrace(self._places * self.engines, self.dynamic, self.engines)
+        if self._origin is not None:
+            later._origin = now = self._origin + self.seconds
+            for request_id, (slot, _, _) in [*self._live.items()]:
+                self.left(request_id, now, drawn[request_id])
+                later._live[request_id] = slot, 0.0, 0
+                later._free[slot // self._places].remove(slot)  # it stays sorted, so it is a heap
+                later._earlier[request_id] = drawn[request_id]
+        return later
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trace of a rollout that is over: numbers, and lists of numbers and names."""

@@ -7,15 +7,20 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest
+from lit_rlsched.rollout.drafting import Following
 from lit_rlsched.rollout.packing import pack, unpack
-from lit_rlsched.rollout.round_runner import DrawnRound, Prepare, RoundInProgress, RoundRunner
+from lit_rlsched.rollout.round_runner import (
+    AHEAD,
+    DrawnRound,
+    Prepare,
+    RoundInProgress,
+    RoundRunner,
+)
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt
 
-SALT = "ahead"
-"""In the seeds of what is drawn ahead, as the first two rounds have the same policy version."""
 _ATTEMPTS = ("ran", "unfinished", "stale", "stopped", "drafted")
 
 
@@ -49,23 +54,20 @@ class NextRound:
     ) -> None:
         """Begin to draw the round; see `RoundRunner.run`."""
         self._session = session
-        self._round = self._runner.begin(session, rule, number, version, prepare, SALT)
+        self._round = self._runner.begin(session, rule, number, version, prepare, AHEAD)
         session.in_background(self._round.decode)
 
-    def begin_drafts(self, session: RolloutSession, rule: RoundRule, version: int) -> None:
-        """Begin to draw the completions of the round as drafts, which are not scored."""
+    def go_on(self, session: RolloutSession, following: Following) -> None:
+        """Draw the rest of the round's drafts, which the current rollout has begun."""
         self._session = session
-        self._drafts = self._runner.planner.plan(rule)
-        salt = self._runner.salt_with(SALT)
+        self._drafts = [*following.groups]
         self._beside = measured = {}
-        rollout = session.rollout(self._drafts, version, salt=salt, score=False)
 
         def decode() -> None:
             began = time.perf_counter()
-            for _ in rollout:
-                pass
+            session.go_on()
             measured["ahead_rollout/rollout_seconds"] = time.perf_counter() - began
-            measured["ahead_rollout/tokens"] = session.trace.tokens
+            measured["ahead_rollout/tokens"] = following.tokens
 
         session.in_background(decode)
 
@@ -155,7 +157,9 @@ class NextRound:
         self._metrics, saved = dict(state["metrics"]), state["round"]
         if saved is None:
             return
-        attempts = {n: [Attempt(*a) for a in of] for n, of in saved["attempts"].items()}
+        attempts: dict[str, Any] = {
+            n: [Attempt(*a) for a in of] for n, of in saved["attempts"].items()
+        }
         self._drawn = DrawnRound(
             saved["number"],
             saved["version"],

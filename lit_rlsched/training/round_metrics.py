@@ -136,7 +136,7 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """Metrics of discarded tokens and of attempts per prompt."""
     assert round.trace is not None
-    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
+    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens - harvest.draft_tokens
     discarded = harvest.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {

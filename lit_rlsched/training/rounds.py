@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched.rollout.audit import Harvest
+from lit_rlsched.rollout.drafting import Following
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.ahead_rollout import Correction
@@ -75,6 +76,8 @@ class TrainingRounds:
         self.runner = runner
         self.next = NextRound(runner)
         self.drafts = Drafts()
+        self._following: Following | None = None
+        """The next round, if drafts of it were begun beside the current one."""
         self._blamed: set[str] = set()
 
     def draw(self, how: Drawing) -> tuple[Round, Counter[str]]:
@@ -120,6 +123,7 @@ class TrainingRounds:
         round.metrics["time/advantages"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)
         self.next.clear()
+        self._following = drawn.following
         self.drafts.keep(how.policy, how.version, planner.pool)
         return round, _counts(round, drawn.harvest) + drawn.failures
 
@@ -129,9 +133,9 @@ class TrainingRounds:
         Nothing is begun for rounds that are not drawn ahead.
         """
         correction = how.settings().ahead
-        if correction == "verify":
+        if self._following is not None:
             self.drafts.keep_version(how.policy, how.version)
-            self.next.begin_drafts(how.session, how.rule, how.version)
+            self.next.go_on(how.session, self._following)
         elif correction == "importance":
 
             def watchers(groups: list[Group]) -> Watchers:
@@ -162,6 +166,7 @@ class TrainingRounds:
             is_replaced=(lambda group: is_uninformative(group, weights)) if batches > 1 else None,
             max_num_gen_batches=batches,
             advanced=stream.advance if stream else lambda state, trace: None,
+            drafts_next=settings.ahead == "verify",
         )
 
     def _blame(self, rewards: dict[str, float]) -> None:

@@ -68,14 +68,24 @@ def weights(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def run(fit, tiny_model, correction, *callbacks, trainer=None, ckpt_path=None, rate=1e-2, **data):
+def run(
+    fit,
+    tiny_model,
+    correction,
+    *callbacks,
+    trainer=None,
+    ckpt_path=None,
+    rate=1e-2,
+    engine=TransformersEngine,
+    **data,
+):
     seen = Rounds()
     _, module, datamodule = fit(
         GRPOModule(tiny_model, learning_rate=rate),
         [seen, *callbacks, AheadRollout(correction)],
         {"max_epochs": 4, **(trainer or {})},
         ckpt_path,
-        engine=ProcessEngine(TransformersEngine()),
+        engine=ProcessEngine(engine()),
         **{**SMALL, **data},
     )
     return seen, weights(module), datamodule
@@ -92,6 +102,14 @@ def in_turn(monkeypatch):
             hook()
 
     monkeypatch.setattr(RolloutSession, "in_background", decode_now)
+
+
+class Sleepy(TransformersEngine):
+    """Takes any time for a step."""
+
+    def step(self):
+        time.sleep(random.random() * 0.01)
+        return super().step()
 
 
 def slowly():
@@ -115,7 +133,7 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, correctio
         return update(self, *args)
 
     monkeypatch.setattr(GRPOModule, "training_step", dawdle)
-    second = run(fit, tiny_model, correction, reward_funcs=[slowly()])
+    second = run(fit, tiny_model, correction, reward_funcs=[slowly()], engine=Sleepy)
     in_turn(monkeypatch)
     third = run(fit, tiny_model, correction, reward_funcs=[slowly()])
     for seen, trained, _ in (second, third):
@@ -144,6 +162,10 @@ def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
         assert metrics["drafts/tokens"] == metrics["ahead_rollout/tokens"] > 0
         assert 0 < metrics["drafts/accepted_share"] < 1
     assert not list(data.pool), "the last round drew nothing ahead"
+    *begin, last = (r.metrics for r in seen.rounds)
+    for metrics in begin:
+        assert metrics["rollout/draft_tokens"] > 0 == metrics["rollout/idle_slot_steps"]
+    assert "rollout/draft_tokens" not in last and last["rollout/idle_slot_steps"] > 0
     check_hooks(seen)
 
 
@@ -203,9 +225,11 @@ def test_a_resumed_run_is_the_same(fit, tiny_model, sums, tmp_path, correction, 
 
 def test_verified_rounds_stream_their_gradients(fit, tiny_model):
     settings = {"steps_per_round": 1, "trainer": {"precision": "64-true", "max_epochs": 3}}
+    settings["micro_batch_tokens"] = 64
     seen, plain, _ = run(fit, tiny_model, "verify", **settings)
     again, streamed, _ = run(fit, tiny_model, "verify", StreamedTraining(start=0), **settings)
     assert again.drawn == seen.drawn
+    assert any(r.metrics["streamed_training/streamed_share"] for r in again.rounds)
     torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
 
 

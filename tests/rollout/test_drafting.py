@@ -1,0 +1,122 @@
+"""Drafts of the next round take the slots that a round leaves free, and change nothing of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.engines import SimulatedEngine
+from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.rollout.drafting import Following
+from lit_rlsched.scheduling.admission import Admission, CacheBudget
+from lit_rlsched.scheduling.queues import KEYS
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.simulate.rounds import simulated_session
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
+
+LIMIT = 40
+LENGTHS = st.lists(st.integers(1, LIMIT), min_size=1, max_size=12)
+
+
+def groups_of(lengths, name):
+    """A completion of each length."""
+    sampling = Sampling(LIMIT)
+    return [
+        Group(f"{name}{i}", Prompt(f"{name}{i}", "?", (1, 2)), sampling, [Completion(0)])
+        for i in range(len(lengths))
+    ]
+
+
+def tokens(groups):
+    return [[*c.token_ids] for g in groups for c in g.completions]
+
+
+def draw(own, later, slots, engines=1, order="fifo", budget=None):
+    """A round and drafts of the next; returns what was drawn and the traces of both parts."""
+    lengths = {f"{n}{i}/0": x for n, of in (("a", own), ("b", later)) for i, x in enumerate(of)}
+    each = [SimulatedEngine(lambda request: lengths[request.id]) for _ in range(engines)]
+    session = simulated_session(
+        EnginePool(each) if engines > 1 else each[0],
+        slots * engines,
+        LIMIT + 2,
+        lambda: Admission(slots, order=order, budget=budget),
+    )
+    groups, drafts = groups_of(own, "a"), groups_of(later, "b")
+    rollout = session.rollout(groups, 0, following=Following(drafts, "later") if later else None)
+    during = session.trace
+    assert len(list(rollout)) == len(groups)
+    begun = sum(map(len, tokens(drafts)))
+    after = session.trace
+    session.go_on()
+    session.close()
+    return groups, drafts, during, after, begun
+
+
+@given(LENGTHS, LENGTHS, st.integers(1, 6), st.sampled_from([1, 2]), st.sampled_from([*KEYS]))
+def test_drafts_change_nothing_of_the_round(own, later, slots, engines, order):
+    groups, drafts, during, after, begun = draw(own, later, slots, engines, order)
+    alone, _, before, _, _ = draw(own, [], slots, engines, order)
+    assert tokens(groups) == tokens(alone)
+    assert [len(ids) for ids in tokens(drafts)] == later
+    if order != "least_attained" and engines == 1:  # where others wait, completions take turns
+        assert during.decode_steps == before.decode_steps
+        assert during.busy_slot_steps >= before.busy_slot_steps
+    assert during.tokens == sum(own) + begun
+    assert after.tokens == sum(later) - begun
+    assert all(name.startswith("b") for name in after.spans["request"])
+
+
+@given(LENGTHS, LENGTHS)
+def test_drafts_fill_the_drain(own, later):
+    """With a slot for each of the round's completions, the next step takes a freed slot."""
+    later = [LIMIT, *later] * len(own)
+    _, _, during, _, begun = draw(own, later, slots=len(own))
+    assert begun == len(own) * max(own) - sum(own)
+    assert during.busy_slot_steps == during.slot_steps == len(own) * max(own)
+
+
+def test_what_waits_moves_to_an_engine_where_only_drafts_wait():
+    _, _, during, _, _ = draw([33, 1, 1], [1, 1], slots=1, engines=2)
+    assert during.decode_steps == 33
+
+
+def test_drafts_that_pause_go_on():
+    """A cache so small that what runs is admitted for a few tokens at a time."""
+    budget = CacheBudget(tokens=60, lease=4)
+    own, later = [30, 7, 12], [25, 31, 3]
+    groups, drafts, *_ = draw(own, later, 3, budget=budget)
+    alone, others, *_ = draw(own, later, 3)
+    assert tokens(groups) == tokens(alone) and tokens(drafts) == tokens(others)
+
+
+def test_a_trace_that_is_split_by_hand():
+    trace = RolloutTrace(slots=2)
+    assert trace.split({}).spans == trace.spans  # nothing has run
+    for name in "ab":
+        trace.admitted(name, 10.0)
+    trace.take(Step(10.0, 12.0, running=2, kv_tokens=2, decode_steps=2, left={"a": 2}))
+    later = trace.split({"b": 2})
+    assert trace.spans["tokens"] == [2, 2] and trace.spans["end"] == [2.0, 2.0]
+    assert trace.state_dict()["decode_steps"] == 2
+    later.take(
+        Step(12.0, 15.0, running=2, kv_tokens=4, decode_steps=3, admitted="c", left={"b": 5})
+    )
+    assert later.spans["slot"] == [1] and later.spans["tokens"] == [3]
+    assert later.spans["start"] == [0.0] and later.spans["end"] == [3.0]
+    assert later.seconds == 3.0 and later.bubble_ratio == 0
+
+
+@pytest.mark.parametrize("order", [*KEYS, "planned"])
+def test_later_requests_come_after_all_others(order):
+    admission = Admission(1, order=order)
+
+    def request(name, later, expected=None, prefix=()):
+        return Request(name, (1,), 0, Sampling(9), prefix, expected=expected, later=later)
+
+    admission.push([request("x", True), request("y", True)])
+    admission.push([request("long", False, 9.0, (1, 2, 3)), request("short", False, 1.0)])
+    came, running = [], {}
+    while admission:
+        (next_one,) = admission.pop(running)
+        came.append(next_one.id)
+    assert set(came[:2]) == {"long", "short"}
+    assert came[2:] == ["x", "y"]
