@@ -33,7 +33,7 @@ for module in (resumable_run, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)  # else each reward worker imports torch
 PHASES = ("start", "sync", "rollout", "scoring", "update", "validation", "checkpoint")
 SIGNALS = ("KILL", "STOP")
-STEPS = {"TransformersEngine": len(PHASES) * len(SIGNALS) + 1, "VLLMEngine": 4}
+STEPS = {"TransformersEngine": len(PHASES) * len(SIGNALS) + 1, "VLLMEngine": 3}
 """One more than strikes."""
 STOPPED = 1
 """Seconds that the trainer is stopped for."""

@@ -274,6 +274,7 @@ def main(folder, engine, model, schedule, place, stops):
         [coin if schedule == "selected" else digits],
         val_data=rows[30:34],
         val_num_generations=2,
+        val_greedy=schedule == "full",  # decoded greedily, few completions end early
         engine=engines.ProcessEngine(decoder) if beside else decoder,
         micro_batch_tokens=256,
         **{"prompts_per_round": 4, **settings},

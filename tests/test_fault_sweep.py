@@ -94,11 +94,7 @@ def test_a_process_is_struck_in_every_phase(who, whole, tiny_model, tmp_path):
 
 @needs_workers
 @pytest.mark.timeout(1800)
-def test_each_process_of_a_run_with_vllm_is_struck(tiny_model, tmp_path):
-    strikes = [
-        "worker KILL rollout",
-        "worker STOP rollout",
-        "engine KILL rollout",
-    ]
+def test_a_worker_of_vllm_is_struck(tiny_model, tmp_path):
+    strikes = ["worker KILL rollout", "worker STOP rollout"]
     figures = run(tmp_path / "run", "VLLMEngine", tiny_model, *strikes)
-    assert figures["restarts"] == 3
+    assert figures["restarts"] == 2

@@ -183,7 +183,7 @@ def ranks(setting: Setting, found: Findings, kind: Kind) -> None:
                 "--trainer.strategy=fsdp2",
                 "--data.num_engines=2",
                 "--data.engine=benchmarks.gpu_check.transfers.TimedEngine",
-                "--data.engine.engine=VLLMEngine",
+                f"--data.engine.engine={setting.pick('VLLMEngine', 'TransformersEngine')}",
                 f"--data.engine.log={log}",
                 *setting.pick([f"--data.engine.weight_transfer={kind}"], []),
             ]
