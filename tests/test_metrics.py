@@ -41,6 +41,7 @@ RARE = {
     "dropped/nonfinite_advantage": "huge rewards",
     "dropped/nonfinite_logprob": "an engine that reports NaN",
     "dropped/nonfinite_draft": "a policy that gives NaN",
+    "in_flight/cache_kl": "`cache='keep'`",
     "dropped/stale": "a completion that was drawn under a larger `max_staleness`",
     "dropped/limit_train_batches": "a Trainer that stops within a round",
     "dropped/new_trainer": "a second Trainer",

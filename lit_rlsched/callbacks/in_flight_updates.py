@@ -1,5 +1,6 @@
 """New weights go into a rollout that runs, after each optimizer step."""
 
+from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -9,6 +10,8 @@ from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedu
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.scheduling.in_flight_updates import OWNER, Cache, InFlight, Pace, WindowedRound
 from lit_rlsched.settings import check_count
+from lit_rlsched.training.cache_divergence import cache_divergence
+from lit_rlsched.training.round import Round
 
 
 class InFlightUpdates(AheadRollout):
@@ -27,7 +30,7 @@ class InFlightUpdates(AheadRollout):
     trained on. Nothing is biased by `cache="recompute"`. With `cache="keep"` tokens after an update
     are drawn by neither policy, since they attend to keys and values of older weights: the recorded
     log-probs are those that they were drawn with, but no trainer can reproduce them
-    (`sampling/*` shows by how much).
+    (`in_flight/cache_kl` shows by how much).
 
     How old tokens get is bounded where prompts are admitted: at most `prompts_in_flight` decode at
     the same time (AReaL's capacity), and none is overtaken by more later ones than `max_staleness`
@@ -55,9 +58,12 @@ class InFlightUpdates(AheadRollout):
         prompts_in_flight: Prompts that decode at the same time; from `prompts_per_round` to
             `max_staleness` times as many. More keep the engine fuller, fewer widen the window. By
             default half a round less than the most.
+        replay: Folder `traces` of a run with `pace="free"` and `RolloutLogger(save_trace=True)`:
+            weights change at the turns at which they did there. With the same settings and
+            checkpoints the run is the same, bit for bit.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or `replay` has no traces.
         MisconfigurationException: the engine is in the trainer's process, it cannot `keep` its
             cache, or another callback cannot work with this one.
 
@@ -74,9 +80,10 @@ class InFlightUpdates(AheadRollout):
         turns: int = 32,
         max_staleness: int = 2,
         prompts_in_flight: int | None = None,
+        replay: str | None = None,
     ) -> None:
         super().__init__("importance")
-        self.settings = InFlight(pace, cache, turns)
+        self.settings = InFlight(pace, cache, turns, None if replay is None else recorded(replay))
         check_count(OWNER, "max_staleness", max_staleness, 1, "At 0, leave the callback out.")
         self.max_staleness, self.prompts_in_flight = max_staleness, prompts_in_flight
         self._version = 0
@@ -109,6 +116,13 @@ class InFlightUpdates(AheadRollout):
     def _who(self) -> str:
         return f"`{OWNER}`"
 
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
+        """Measure what `keep` does to the tokens of the newest policy."""
+        data = rollout_datamodule(trainer, self)
+        if self.settings.cache == "keep":
+            policy, temperature = data.startup.policy_reader, data.sampling.temperature
+            round.metrics |= cache_divergence(round, policy, temperature)
+
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Give the engine the weights of a new optimizer step."""
         version, data = trainer.global_step, rollout_datamodule(trainer, self)
@@ -121,3 +135,23 @@ class InFlightUpdates(AheadRollout):
             data.session.update(version)
 
         data.run.lead(update)
+
+
+def recorded(folder: str) -> dict[int, set[int]]:
+    """Read at which turns weights changed, by the version that each rollout began with.
+
+    Raises:
+        ValueError: the folder has no traces of a run with updates in flight.
+    """
+    import pyarrow.parquet as pq
+
+    turns: dict[int, set[int]] = {}
+    for path in Path(folder).glob("round_*_updates.parquet"):
+        for row in pq.read_table(path).to_pylist():
+            turns.setdefault(row["began"], set()).add(row["turn"])
+    if not turns:
+        raise ValueError(
+            f"`{OWNER}(replay={folder!r})`: there is no `round_*_updates.parquet`. Give the folder "
+            "`traces` of a run with `pace='free'` and `RolloutLogger(save_trace=True)`."
+        )
+    return turns

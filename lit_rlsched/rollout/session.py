@@ -72,6 +72,8 @@ class RolloutSession:
         """Hooks that the rollout in the background has not called yet."""
         self._calls_hooks = True
         self._closing = False
+        self._began = 0
+        """Policy version that the rollout began with."""
         self._in_flight = in_flight
         self._meetings: Meetings | None = None
         """Of the current or last rollout in the background."""
@@ -136,7 +138,7 @@ class RolloutSession:
         """
         self.wait()
         self._rollout.close()
-        self.scorer.version, self._calls_hooks = version, hooks
+        self.scorer.version, self._began, self._calls_hooks = version, version, hooks
         rule, controller = rule or FullRound(len(groups)), self.controller
         drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise)
         self._rollout = self._run(version, drawn, following)
@@ -181,7 +183,8 @@ class RolloutSession:
         self._held = []
         self.engine.policy_changes()
         if (how := self._in_flight) is not None:
-            self._meetings = meetings = Meetings(how.pace, how.turns)
+            replay = None if how.replay is None else how.replay.get(self._began, ())
+            self._meetings = meetings = Meetings(how.pace, how.turns, replay)
             self.controller.before_step = meetings.before_step
             decode = partial(_with_end, decode, meetings.end)
         self._background = self._threads.submit(decode)
@@ -197,6 +200,7 @@ class RolloutSession:
                 worker.suspend(keep)
                 self._synced = self._sync(version, keep=keep)
                 worker.resume(version)
+                self.trace.updates.append((self._began, self.trace.decode_steps, version))
                 self.engine.policy_changes()
 
     def wait(self) -> None:

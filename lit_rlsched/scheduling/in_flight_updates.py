@@ -1,6 +1,6 @@
 """In-flight updates: new weights between two turns of a rollout, and how old tokens may get."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -23,11 +23,25 @@ class InFlight:
     cache: Cache = "recompute"
     turns: int = 32
     """Weights change at multiples of this number of turns."""
+    replay: Mapping[int, Collection[int]] | None = None
+    """Turns of an earlier run with `pace="free"`, by the version that a rollout began with."""
 
     def __post_init__(self) -> None:
         check_choice(OWNER, "pace", self.pace, get_args(Pace))
         check_choice(OWNER, "cache", self.cache, get_args(Cache))
         check_count(OWNER, "turns", self.turns, 1)
+        if self.replay is None:
+            return
+        if self.pace != "free":
+            raise ValueError(
+                f"`{OWNER}(replay=..., pace={self.pace!r})`: a run with this pace repeats by "
+                "itself. Leave `replay` out, or use `pace='free'`, as in the run that is replayed."
+            )
+        if wrong := [t for of in self.replay.values() for t in of if t % self.turns]:
+            raise ValueError(
+                f"`{OWNER}(replay=..., turns={self.turns})`: weights of that run changed at turn "
+                f"{wrong[0]}. Use its `turns`."
+            )
 
 
 def capacity(max_staleness: int, update_prompts: int, updates: int) -> int:

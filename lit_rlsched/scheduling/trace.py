@@ -22,6 +22,7 @@ STEP_COLUMNS = (
     "cached_tokens",
     "preemptions",
 )
+UPDATE_COLUMNS = ("began", "turn", "version")
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
 
@@ -73,6 +74,8 @@ class RolloutTrace:
         """Decode steps of the rollout. With several engines: its turns, the logical clock."""
         self.work: list[tuple[float, float]] = []
         """Start and end of each gradient computation during the rollout."""
+        self.updates: list[tuple[int, int, int]] = []
+        """Of each update in flight: version that the rollout began with, turn, new version."""
         self._origin: float | None = None
         self._places = slots // engines
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
@@ -252,15 +255,18 @@ class RolloutTrace:
     def from_state(cls, state: dict[str, Any]) -> "RolloutTrace":
         """Create the trace that `state_dict` described."""
         trace = cls.__new__(cls)
-        vars(trace).update(state)
+        vars(trace).update({"updates": []} | state)
         return trace
 
     def tables(self) -> dict[str, "pa.Table"]:
-        """Arrow tables for Parquet: `steps`, `spans` and, if there is any, `work`."""
+        """Arrow tables for Parquet: `steps`, `spans` and, if they have rows, `work`, `updates`."""
         import pyarrow as pa
 
         tables = {"steps": pa.table(self.steps), "spans": pa.table(self.spans)}
         if self.work:
             start, end = zip(*self.work, strict=True)
             tables["work"] = pa.table({"start": start, "end": end})
+        if self.updates:
+            columns = zip(UPDATE_COLUMNS, zip(*self.updates, strict=True), strict=True)
+            tables["updates"] = pa.table({name: [*values] for name, values in columns})
         return tables

@@ -1,12 +1,15 @@
 """Weights that change while completions are drawn: each token has the log-prob of its version."""
 
 import copy
+import os
 import random
+import signal
 import time
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from examples.own_engine import PlainEngine
@@ -15,11 +18,14 @@ from lit_rlsched.callbacks import (
     AheadRollout,
     InFlightUpdates,
     RolloutCallback,
+    RolloutLogger,
     SortedBatching,
     StreamedTraining,
     TailBatching,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.rollout.meetings import Meetings
+from lit_rlsched.training.cache_divergence import cache_divergence
 from lit_rlsched.training.logprobs import completion_logprobs
 
 STEPS = 2
@@ -152,6 +158,61 @@ def test_a_run_does_not_depend_on_timing_and_a_resumed_run_is_the_same(
         for now, then in zip(rest.rounds, seen.rounds[-len(rest.rounds) :], strict=True):
             assert not now.metrics.keys() ^ then.metrics.keys()
             assert now.metrics["rollout/tokens"] == then.metrics["rollout/tokens"]
+
+
+def test_a_free_run_is_replayed(fit, tiny_model, tmp_path, monkeypatch):
+    """It meets the trainer at any turns; which ones is in the traces."""
+    chance, free = random.Random(1), {"pace": "free", "turns": 2}
+    with monkeypatch.context() as patched:
+        patched.setattr(Meetings, "_stops", lambda self, turn: chance.random() < 0.3)
+        logger = CSVLogger(tmp_path / "run", name="", version="")
+        saving = RolloutLogger(pictures_every_n_rounds=99, save_trace=True)
+        seen, whole = run(fit, tiny_model, saving, how=free, trainer={"logger": logger})
+    updates = [update for round in seen.rounds for update in round.trace.updates]
+    assert len({turn for _, turn, _ in updates}) > 2
+    assert all(turn % 2 == 0 and 1 <= new - began <= STEPS for began, turn, new in updates)
+    replay = str(tmp_path / "traces")
+    again, same = run(fit, tiny_model, how={**free, "replay": replay})
+    assert again.drawn == seen.drawn and torch.equal(same, whole)
+    assert updates == [update for round in again.rounds for update in round.trace.updates]
+    with pytest.raises(ValueError, match=r"there is no `round_.*save_trace=True"):
+        InFlightUpdates(pace="free", replay=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_caches_of_older_weights_change_what_is_drawn(fit, tiny_model, cache, monkeypatch):
+    """By how much is logged, and nothing of it where they are recomputed."""
+    if cache == "recompute":  # which does not measure it
+        monkeypatch.setattr(
+            InFlightUpdates,
+            "on_round_end",
+            lambda self, trainer, module, round: round.metrics.update(
+                cache_divergence(round, trainer.datamodule.startup.policy_reader, 1.0)
+            ),
+        )
+    seen, _ = run(fit, tiny_model, how={"cache": cache}, trainer={"max_epochs": 3})
+    found = [r.metrics["in_flight/cache_kl"] for r in seen.rounds[1:]]
+    assert len(found) == 2
+    assert max(found) < 1e-9 if cache == "recompute" else min(found) > 1e-7
+    versions = [v for r in seen.rounds for c in r.completions for v, _ in c.version_spans]
+    assert {*versions} == {0, 1, 2, 3, 4}
+
+
+def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_model):
+    """The noise of this engine has no state, so what is drawn is what would have been drawn."""
+    seen, _ = run(fit, tiny_model, trainer={"max_epochs": 3})
+
+    class Kills(RolloutCallback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                os.kill(trainer.datamodule.engine.pid, signal.SIGKILL)
+
+    with pytest.warns(UserWarning, match="another one takes its place"):
+        again, _ = run(fit, tiny_model, Kills(), trainer={"max_epochs": 3})
+    for round, other in zip(seen.drawn, again.drawn, strict=True):
+        for (*same, logprobs, spans), (*drawn, found, versions) in zip(round, other, strict=True):
+            assert drawn == same and versions == spans
+            assert found == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_refusals(fit, tiny_model):

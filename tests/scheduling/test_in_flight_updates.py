@@ -134,3 +134,7 @@ def test_wrong_settings_are_refused():
     for name, value in (("pace", "fast"), ("cache", "drop"), ("turns", 0)):
         with pytest.raises(ValueError, match=rf"`InFlightUpdates\({name}="):
             replace(InFlight(), **{name: value})
+    with pytest.raises(ValueError, match=r"repeats by itself\. Leave `replay` out"):
+        InFlight("turns", replay={0: [32]})
+    with pytest.raises(ValueError, match=r"of that run changed at turn 30\. Use its `turns`"):
+        InFlight("free", replay={0: [32, 30]})
