@@ -116,6 +116,9 @@ BENCHMARKS = {
         1,
         "engine; policies are tables",
     ),
+    "gradient_bias": Benchmark(
+        "the same, estimated on the quick task's model at frozen weights", 25, resumes=True
+    ),
     "parallelism": Benchmark(
         "sizes that the parallelism planner chooses, and their preemptions",
         0.05,
