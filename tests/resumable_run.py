@@ -29,6 +29,7 @@ from lit_rlsched.callbacks import (
     AheadRollout,
     DownSampling,
     DynamicSampling,
+    InFlightUpdates,
     LengthPrediction,
     MicroGroupSampling,
     RNGState,
@@ -84,6 +85,16 @@ SCHEDULES = {
         )
         for name, correction in (("ahead", "verify"), ("ahead importance", "importance"))
     },
+    "in flight": (
+        {
+            "prompts_per_round": 2,
+            "max_completion_length": 48,
+            "num_generations": 3,
+            "steps_per_round": 2,
+        },
+        8,
+        lambda: [InFlightUpdates(turns=6)],
+    ),
     "drafts": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
         8,
@@ -261,7 +272,7 @@ def state_hash(state):
 
 
 def main(folder, engine, model, schedule, place, stops):
-    beside = schedule in ("streamed", "ahead", "ahead importance")
+    beside = schedule in ("streamed", "ahead", "ahead importance", "in flight")
     if beside:
         forked_engines.begin()
     folder = Path(folder)

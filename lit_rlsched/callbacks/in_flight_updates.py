@@ -40,7 +40,8 @@ class InFlightUpdates(AheadRollout):
 
     With `pace="turns"` what is drawn follows from weights and seeds alone, and runs repeat bit for
     bit. A checkpoint, a validation and SIGTERM let the round that is being drawn end without more
-    updates. So a resumed run equals one that was not interrupted and wrote the same checkpoints.
+    updates, which at the end of a round changes nothing. So a resumed run equals one that was not
+    interrupted and wrote the same checkpoints in the middle of rounds.
 
     Each round logs `in_flight/updates`, `in_flight/engine_wait_seconds`,
     `in_flight/trainer_wait_seconds` (how long each waited for the other), `staleness/*`,

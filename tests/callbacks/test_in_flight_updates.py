@@ -23,7 +23,7 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
     TailBatching,
 )
-from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.meetings import Meetings
 from lit_rlsched.training.cache_divergence import cache_divergence
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -66,7 +66,7 @@ def weights(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, **data):
+def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, decoder=None, **data):
     seen = Rounds()
     how = {"turns": 3, "max_staleness": 2, **(how or {})}
     _, module, _ = fit(
@@ -74,7 +74,7 @@ def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, **d
         [*callbacks, InFlightUpdates(**how), seen],
         {"max_epochs": 4, **(trainer or {})},
         ckpt_path,
-        engine=ProcessEngine(TransformersEngine()),
+        engine=ProcessEngine(decoder or TransformersEngine()),
         **{"num_generations": 3, "steps_per_round": STEPS, **data},
     )
     return seen, weights(module)
@@ -88,8 +88,10 @@ def logprobs(policy, group, completion):
     return completion_logprobs(policy, ids, *sizes, temperature=1.0)[0][0]
 
 
-def test_each_token_was_drawn_by_its_version(fit, tiny_model):
-    seen, _ = run(fit, tiny_model)
+@pytest.mark.mostly_slow("TransformersEngine")
+@pytest.mark.parametrize("decoder", [TransformersEngine, VLLMEngine])
+def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
+    seen, _ = run(fit, tiny_model, decoder=decoder())
     gaps, several = [], 0
     for round in seen.rounds:
         assert len(round.groups) == 4, "an update's prompts, as no two are ready in the same turn"
@@ -198,7 +200,7 @@ def test_caches_of_older_weights_change_what_is_drawn(fit, tiny_model, cache, mo
     assert {*versions} == {0, 1, 2, 3, 4}
 
 
-def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_model):
+def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_model, tmp_path):
     """The noise of this engine has no state, so what is drawn is what would have been drawn."""
     seen, _ = run(fit, tiny_model, trainer={"max_epochs": 3})
 
@@ -207,8 +209,11 @@ def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_
             if trainer.global_step == 3:
                 os.kill(trainer.datamodule.engine.pid, signal.SIGKILL)
 
+    # a checkpoint at the end of a round changes nothing either
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=STEPS)
+    trainer = {"max_epochs": 3, "enable_checkpointing": True}
     with pytest.warns(UserWarning, match="another one takes its place"):
-        again, _ = run(fit, tiny_model, Kills(), trainer={"max_epochs": 3})
+        again, _ = run(fit, tiny_model, Kills(), saver, trainer=trainer)
     for round, other in zip(seen.drawn, again.drawn, strict=True):
         for (*same, logprobs, spans), (*drawn, found, versions) in zip(round, other, strict=True):
             assert drawn == same and versions == spans
