@@ -50,13 +50,11 @@ class Verified(NamedTuple):
         metrics, trace = round.metrics, round.trace
         if trace is None or not trace.decode_steps or "ahead_rollout/tokens" not in metrics:
             return None
-        rollout = metrics["time/rollout"]
         lengths = [len(c.token_ids) for c in round.completions]
         steps = max(max(lengths), sum(lengths) / trace.slots)
-        drawing = rollout - metrics.get("time/drafts", 0.0)
         return cls(
-            rollout + metrics["ahead_rollout/wait_seconds"],
-            steps * drawing / trace.decode_steps,
+            metrics["time/rollout"] + metrics["ahead_rollout/wait_seconds"],
+            steps * trace.seconds / trace.decode_steps,
             metrics.get("drafts/accepted_share", 1.0),
         )
 

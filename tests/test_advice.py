@@ -75,7 +75,7 @@ def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, **metrics: float)
     kept = {"ahead_rollout/tokens": 40.0, "drafts/accepted_share": 0.25}
     completions = [Completion(i, [1] * n, scores=[i]) for i, n in enumerate((10, 30))]
     group = Group("p", Prompt("p", "", (1,)), Sampling(50), completions)
-    trace: Any = SimpleNamespace(decode_steps=steps, slots=4)
+    trace: Any = SimpleNamespace(decode_steps=steps, slots=4, seconds=rollout)
     return Round(0, 0, [group], trace, {**seconds, **kept, **metrics})
 
 

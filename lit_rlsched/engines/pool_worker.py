@@ -136,13 +136,16 @@ class PoolWorker(Worker):
                 self._requests[name] = replace(self._requests[name], expected=expected[name])
             self.workers[engine].rekey({name: expected[name] for name in ids})
 
-    def step(self) -> list[Event]:
-        assert self._allowed != 0, "no step is allowed"
+    def begin(self) -> int:
         if self._window == 0:
             self._meet()
+        most = min(worker.begin() for worker in self.workers if worker.busy)
+        return min(most, self._window or most, self._allowed or most)
+
+    def step(self) -> list[Event]:
+        assert self._allowed != 0, "no step is allowed"
+        most = self.begin()
         busy = {i: worker for i, worker in enumerate(self.workers) if worker.busy}
-        most = min(worker.begin() for worker in busy.values())
-        most = min(most, self._window or most, self._allowed or most)
         steps = {i: worker.advance(most) for i, worker in busy.items()}
         self.trace.take_turn(steps)
         made = max(step.decode_steps for step in steps.values())

@@ -1,7 +1,7 @@
 """The worker between the round loop and an engine: refills free slots and records each step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +75,29 @@ class Worker(ABC):
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests for a slot."""
 
+    def during(self, work: Callable[[], None], positions: int) -> None:
+        """Do some work before the round's requests are submitted.
+
+        Args:
+            work: A forward pass of the trainer.
+            positions: Number of tokens in it.
+        """
+        work()
+
     @abstractmethod
     def step(self) -> list[Event]:
         """Refill the free slots and step the engine.
 
         A request that reached its `pause_at` has the finish reason `paused`. The worker forgets it;
         it resumes when it is submitted again.
+        """
+
+    @abstractmethod
+    def begin(self) -> int:
+        """Do the part of the next step that need not wait for the engine.
+
+        Returns:
+            Maximum number of decode steps that it may make; 1 if the engine cannot skip any.
         """
 
     @abstractmethod
@@ -135,14 +152,6 @@ class EngineWorker(Worker):
         if running and (admission.refill == "rounds" or admission.budget is not None):
             return 0
         return admission.slots - running
-
-    @abstractmethod
-    def begin(self) -> int:
-        """Do the part of the next step that need not wait for the engine.
-
-        Returns:
-            Maximum number of decode steps that `advance` may make; 1 if the engine cannot skip any.
-        """
 
     @abstractmethod
     def advance(self, most: int | None = None) -> Step:

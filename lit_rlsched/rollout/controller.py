@@ -117,6 +117,7 @@ class RolloutController:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
+        verify: Callable[[], None] | None = None,
     ) -> Iterator[Group]:
         """Decode and score the groups, and yield each group as it completes.
 
@@ -132,6 +133,8 @@ class RolloutController:
             feedback: How scores affect the running round; by default they do not.
             same_noise: Whether every version draws with the same random numbers, so that two
                 validations differ by their policies alone.
+            verify: Turns the drafts of the groups into completions; called once drafts of other
+                groups decode, if nothing that this loop does changes what they draw.
         """
         self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
@@ -147,16 +150,24 @@ class RolloutController:
         self._places = {g.id: i for i, g in enumerate(groups)}
         self._decoded_at: dict[str, tuple[int, int]] = {}
         try:
-            samples = self._unfinished(samples)
-            samples.sort(key=lambda sample: not sample.completion.token_ids)
+            beside = not self._intervenes(len(samples))
+            if verify is not None and not beside:
+                verify()
+            if verify is None or not beside:
+                samples = self._unfinished(samples)
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
-            crowded = self.worker.may_wait(len(samples) + self.worker.drafts)
             self.worker.start_round(
                 take_turns=not rule.discards(self.state),
-                ahead=not self._intervenes(waits, crowded),
+                ahead=not self._intervenes(len(samples)),
                 version=version,
             )
+            if verify is not None and beside:
+                drafts = ((s, s.completion.draft) for s in samples)
+                tokens = (len(s.group.prompt.token_ids) + len(d.token_ids) for s, d in drafts if d)
+                self.worker.during(verify, sum(tokens))
+                samples = self._unfinished(samples)
+            samples.sort(key=lambda sample: not sample.completion.token_ids)
             self._submit(samples)
             yield from self._react([])  # drafts that were accepted whole may already be enough
             while self._live and not rule.done(self.state):
@@ -182,19 +193,20 @@ class RolloutController:
         """Let the predictor learn from the finished round, and return its accuracy metrics."""
         return {} if self.lengths is None else self.lengths.end_round()
 
-    def _intervenes(self, waits: bool, crowded: bool) -> bool:
+    def _intervenes(self, completions: int) -> bool:
         """Return whether this loop may change, between two steps, what other completions decode.
 
         Args:
-            waits: Whether some completions wait for a slot.
-            crowded: Whether some completions or drafts do.
+            completions: Number of completions that the round decodes.
         """
         if self._feedback.more:
             return True
+        worker = self.worker
+        if self._lengths is not None and worker.may_wait(completions):
+            return True
         stops = self._feedback.stop is not None or self._rule.stops_groups
-        return (crowded and (stops or self.worker.admission.pauses)) or (
-            waits and self._lengths is not None
-        )
+        crowded = worker.may_wait(completions + worker.drafts)
+        return crowded and (stops or worker.admission.pauses)
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return unfinished samples; submit finished but unscored ones to the scorer."""

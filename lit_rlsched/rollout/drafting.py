@@ -49,6 +49,10 @@ class DraftingWorker(Worker):
     round's requests waits for one. The round sees its own requests. No token of a draft depends on
     when it decodes. Once the round is over, `go_on` decodes the drafts that remain.
 
+    While the trainer verifies the round's own drafts (`during`), its requests are not known yet.
+    Drafts have half the slots then, for a number of steps that is known beforehand: as many as it
+    takes all slots to process the positions that the trainer does.
+
     Args:
         worker: Decodes.
         drafts: Completions with their requests.
@@ -88,6 +92,23 @@ class DraftingWorker(Worker):
 
     def resume(self, version: int) -> None:
         self._worker.resume(version)
+
+    def during(self, work: Callable[[], None], positions: int) -> None:
+        turns, most = positions // self.slots, self.slots // 2
+        if not turns or not (first := self._waiting[:most]):
+            work()
+            return
+        self._waiting = self._waiting[most:]
+        self._worker.submit(first)
+        self._worker.allow(turns)
+        self._worker.begin()  # the engine's process goes on beside the work
+        work()
+        while self._worker.busy and self.trace.decode_steps < turns:
+            self.step()
+        self._worker.allow(None)
+
+    def begin(self) -> int:
+        return self._worker.begin()
 
     def submit(self, requests: Iterable[Request]) -> None:
         own = [*requests]

@@ -101,14 +101,14 @@ class RoundInProgress:
         self._stale = restart_stale(self.groups, version, rule)
         self._watch = prepare(self.groups)
         self._drafts, self._verifying = DraftAudit(), 0.0
-        self._verify(self.groups)
-        completions = (Sample(g, c) for g in self.groups for c in g.completions)
-        self._begun = {sample.id: len(sample.completion.token_ids) for sample in completions}
+        self._begun: dict[str, int] = {}
         self._metrics: dict[str, float] = {}
         self._failed = session.failures()
         feedback = Feedback(self._watch.stop, self._another if self._watch.is_replaced else None)
         self._following = None
-        if self._watch.drafts_next:
+        if not self._watch.drafts_next:
+            self._verify_all()
+        else:
             following = planner.plan_following(rule, self.groups)
             self._following = Following(following, runner.salt_with(AHEAD))
         self._rollout = session.rollout(
@@ -119,8 +119,14 @@ class RoundInProgress:
             predict=True,
             feedback=feedback,
             following=self._following,
+            verify=self._verify_all if self._watch.drafts_next else None,
         )
         self._seconds = time.perf_counter() - began
+
+    def _verify_all(self) -> None:
+        self._verify(self.groups)
+        completions = (Sample(g, c) for g in self.groups for c in g.completions)
+        self._begun = {sample.id: len(sample.completion.token_ids) for sample in completions}
 
     def _verify(self, groups: Sequence[Group]) -> None:
         verified = time.perf_counter()

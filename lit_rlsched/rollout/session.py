@@ -126,6 +126,7 @@ class RolloutSession:
         same_noise: bool = False,
         hooks: bool = True,
         following: Following | None = None,
+        verify: Callable[[], None] | None = None,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
@@ -140,7 +141,7 @@ class RolloutSession:
         self._rollout.close()
         self.scorer.version, self._began, self._calls_hooks = version, version, hooks
         rule, controller = rule or FullRound(len(groups)), self.controller
-        drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise)
+        drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise, verify)
         self._rollout = self._run(version, drawn, following)
         next(self._rollout)  # the weights have to be read before they change
         return _first_part(self._rollout)

@@ -11,7 +11,7 @@ from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.queues import KEYS
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.simulate.rounds import simulated_session
-from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
+from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
 
 LIMIT = 40
 LENGTHS = st.lists(st.integers(1, LIMIT), min_size=1, max_size=12)
@@ -30,8 +30,8 @@ def tokens(groups):
     return [[*c.token_ids] for g in groups for c in g.completions]
 
 
-def draw(own, later, slots, engines=1, order="fifo", budget=None):
-    """A round and drafts of the next; returns what was drawn and the traces of both parts."""
+def started(own, later, slots, engines=1, order="fifo", budget=None):
+    """A session, the groups of a round and those of the next."""
     lengths = {f"{n}{i}/0": x for n, of in (("a", own), ("b", later)) for i, x in enumerate(of)}
     each = [SimulatedEngine(lambda request: lengths[request.id]) for _ in range(engines)]
     session = simulated_session(
@@ -40,7 +40,12 @@ def draw(own, later, slots, engines=1, order="fifo", budget=None):
         LIMIT + 2,
         lambda: Admission(slots, order=order, budget=budget),
     )
-    groups, drafts = groups_of(own, "a"), groups_of(later, "b")
+    return session, groups_of(own, "a"), groups_of(later, "b")
+
+
+def draw(own, later, *settings, **more):
+    """A round and drafts of the next; returns what was drawn and the traces of both parts."""
+    session, groups, drafts = started(own, later, *settings, **more)
     rollout = session.rollout(groups, 0, following=Following(drafts, "later") if later else None)
     during = session.trace
     assert len(list(rollout)) == len(groups)
@@ -72,6 +77,36 @@ def test_drafts_fill_the_drain(own, later):
     _, _, during, _, begun = draw(own, later, slots=len(own))
     assert begun == len(own) * max(own) - sum(own)
     assert during.busy_slot_steps == during.slot_steps == len(own) * max(own)
+
+
+@given(LENGTHS, LENGTHS, st.integers(2, 6), st.sampled_from([1, 2]), st.data())
+def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, data):
+    """As many turns as the trainer's pass has positions for each slot, with half of the slots."""
+    kept = [data.draw(st.integers(1, length)) for length in own]
+    session, groups, drafts = started(own, later, slots, engines)
+    for group, length in zip(groups, own, strict=True):
+        group.completions[0].draft = Draft([7] * length, [0.0] * length, 0)
+
+    def verify():
+        for group, most, length in zip(groups, kept, own, strict=True):
+            (completion,) = group.completions
+            completion.draft, completion.version_spans = None, [(1, most)]
+            completion.token_ids.extend([7] * most)
+            completion.logprobs.extend([0.0] * most)
+            completion.finish_reason = "stop" if most == length else None
+
+    rollout = session.rollout(groups, 1, following=Following(drafts, "later"), verify=verify)
+    during = session.trace
+    assert len(list(rollout)) == len(groups)
+    session.go_on()
+    session.close()
+    assert [len(ids) for ids in tokens(groups)] == own
+    assert [len(ids) for ids in tokens(drafts)] == later
+    rest = [length - most for most, length in zip(kept, own, strict=True) if most < length]
+    if engines == 1 and len(rest) <= slots - slots // 2:
+        turns = sum(length + 2 for length in own) // slots
+        before = min(turns, max(later[: slots // 2]))
+        assert during.decode_steps == before + max(rest, default=0)
 
 
 def test_what_waits_moves_to_an_engine_where_only_drafts_wait():

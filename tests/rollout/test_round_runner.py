@@ -23,7 +23,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
         now += 10.0
         return DraftAudit(tokens=3)
 
-    def rollout(groups, version, rule, salt, predict, feedback, following):
+    def rollout(groups, version, rule, salt, predict, feedback, following, verify):
         yield feedback.more(groups[0])
 
     clock = SimpleNamespace(perf_counter=lambda: now)
