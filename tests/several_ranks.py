@@ -30,4 +30,5 @@ def check_same(results, tolerance):
             assert follower["weights"] == leader["weights"]
             assert follower["metrics"] == leader["metrics"]
             assert follower["counters"] == leader["counters"]
-        assert float((other["weights"] - alone["weights"]).abs().max()) <= tolerance
+        gap = float((other["weights"] - alone["weights"]).abs().max())
+        assert gap <= tolerance, gap

@@ -56,11 +56,11 @@ VARIANTS = {
         "data": {"mask_truncated_completions": True},
         "callbacks": {"DownSampling": {"keep": 2}, "DynamicSampling": {}, "AdaptiveTimeouts": {}},
     },
-    "drawn ahead": {
-        "callbacks": {"AheadRollout": {"correction": "importance"}},
+    "drawn ahead, with updates in flight": {
+        "callbacks": {"InFlightUpdates": {"turns": 4}},
         "engine": "TransformersEngine",
         "data": {"steps_per_round": 2},
-        "rounds": 4,
+        "rounds": 3,
     },
     "fewer micro-batches than ranks": {
         "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2}
