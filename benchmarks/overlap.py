@@ -13,8 +13,8 @@ the drafts, a round takes
 
 - `synchronous`: `R + U`;
 - `importance`: `max(R, U)`;
-- `verify`: `V + max(R, R' + U)`, as free slots begin the drafts of the next round while the rest
-  of this one is drawn; `without free slots` `max(R, U) + V + R'`;
+- `verify`: `max(R, V + R' + U)`, as free slots begin the drafts of the next round while this one is
+  verified and its rest is drawn; `without free slots` `max(R, U) + V + R'`;
 - `losers go on`: rollout and update of `TailBatching(1.5, max_deferrals=8)`, one after the other;
 - `filled, n ahead`: prompts of the `n` next rounds take free slots, their drafts are verified
   before each round, and rollout and update follow one another; or, with `importance`, they go on
@@ -188,7 +188,7 @@ def _table(drawn: dict[str, list[Drawn]], engines: int, trainers: int, distance:
         lines = {name: (rollout, update, verification, seconds)}
         if ahead:
             lines = {
-                "verify": (*lines[name][:3], verification + max(ahead, rollout + update)),
+                "verify": (*lines[name][:3], max(ahead, verification + rollout + update)),
                 "verify without free slots": lines[name],
             }
         if not base:
