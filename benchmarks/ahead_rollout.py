@@ -9,6 +9,7 @@ seconds from the start of the first round to the end of the last update.
 - `synchronous`: engine and trainer take turns, each with one thread and with two.
 - `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
   trainer.
+- `streamed`: `verify` with `StreamedTraining`, where a round has one optimizer step.
 
 Each is at best `bound` times as fast as the faster synchronous run: as if a round took the longer
 of rollout and update, with the verification counted as a part of the update.
@@ -38,6 +39,9 @@ VARIANTS = {
     "1_thread": Variant("synchronous, 1 thread"),
     "2_threads": Variant("synchronous, 2 threads"),
     "verify": Variant("verify", (*OWN_PROCESS, AHEAD)),
+    "streamed": Variant(
+        "verify, gradients streamed", (*OWN_PROCESS, AHEAD, "--trainer.callbacks+=StreamedTraining")
+    ),
     "importance": Variant(
         "importance", (*OWN_PROCESS, AHEAD, "--trainer.callbacks.correction=importance")
     ),
@@ -138,9 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/ahead_rollout"), help="runs' folder")
     options = results.parse(parser, arguments)
     for case in options.cases:
-        runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
+        variants = {n: v for n, v in VARIANTS.items() if n != "streamed" or case != "update"}
+        runs: dict[str, list[Run]] = {name: [] for name in variants}
         for seed in options.seeds:
-            for name, variant in VARIANTS.items():
+            for name, variant in variants.items():
                 last = f"--trainer.check_val_every_n_epoch={options.rounds}"
                 settings = (*SETTINGS, last, *CASES[case], *variant.arguments)
                 with threads(2 if name == "2_threads" else 1):
