@@ -194,10 +194,13 @@ class Recompute(RolloutCallback):
                     q = logprobs(self.reference, ids, len(drawn))[range(len(drawn)), drawn]
                 k3 = (q - p).exp() - (q - p) - 1
                 ratio = (p - p.detach()).exp()
-                loss = loss + (-ratio * sample.completion.advantage + 0.5 * ratio * k3).sum()
+                of_engine = p.detach() - torch.tensor(sample.completion.logprobs)
+                weight = of_engine.sum().exp()  # `sequence_mask`
+                surrogate = -ratio * sample.completion.advantage * weight
+                loss = loss + (surrogate + 0.5 * ratio * k3).sum()
             entropy -= float((every.exp() * every).sum().detach())
             kl += float(k3.sum().detach())
-            gap += (p.detach() - torch.tensor(sample.completion.logprobs)).abs().tolist()
+            gap += of_engine.abs().tolist()
             tokens += len(drawn)
         with torch.enable_grad():
             grads = torch.autograd.grad(loss / tokens, list(policy.parameters()))
