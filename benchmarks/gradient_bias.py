@@ -66,6 +66,7 @@ def mean_gradient(case: str, model: str, seed: int, pools: int) -> np.ndarray:
     """Return the mean gradient of whole pools."""
     import torch
 
+    from benchmarks.quick_task import fit_quick_task
     from lit_rlsched import GRPOModule
     from lit_rlsched.callbacks import RolloutCallback
 
@@ -95,7 +96,7 @@ def mean_gradient(case: str, model: str, seed: int, pools: int) -> np.ndarray:
                 trainer.should_stop = self.pools >= pools
 
     gradients = Gradients()
-    _fit(
+    fit_quick_task(
         GRPOModule(model, loss_type="dr_grpo", scale_rewards="none"),
         [*_callbacks()[case](), gradients],
         seed,
@@ -108,45 +109,14 @@ def train(model: str, rounds: int, folder: str) -> None:
     """Train the quick task and save the policy."""
     from transformers import AutoTokenizer
 
+    from benchmarks.quick_task import fit_quick_task
     from lit_rlsched import GRPOModule
 
     module = GRPOModule(model, learning_rate=3e-4, betas=(0.9, 0.95), warmup_steps=5)
-    _fit(module, [], 0, rounds)
+    fit_quick_task(module, [], 0, rounds)
     policy: Any = module.model
     policy.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-
-
-def _fit(module: Any, callbacks: list[Any], seed: int, rounds: int) -> None:
-    from lightning import Trainer, seed_everything
-
-    from lit_rlsched import RolloutDataModule
-    from lit_rlsched.data.tasks import Countdown
-    from lit_rlsched.engines import VLLMEngine
-    from lit_rlsched.rewards.functions import countdown_reward
-
-    seed_everything(seed, verbose=False)
-    data = RolloutDataModule(
-        Countdown("train", size=4000),
-        [countdown_reward],
-        engine=VLLMEngine(),
-        prompts_per_round=32,
-        num_generations=8,
-        max_completion_length=512,
-        micro_batch_tokens=4096,
-        seed=seed,
-    )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=rounds,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=callbacks,
-    )
-    trainer.fit(module, datamodule=data)
 
 
 def cross(one: np.ndarray, other: np.ndarray) -> float:

@@ -64,13 +64,9 @@ class Draft(NamedTuple):
 
 def drafts(model: str, seed: int, rounds: int) -> list[Draft]:
     """Train, and return each draft under later policies."""
-    from lightning import Trainer, seed_everything
-
-    from lit_rlsched import GRPOModule, RolloutDataModule
+    from benchmarks.quick_task import fit_quick_task
+    from lit_rlsched import GRPOModule
     from lit_rlsched.callbacks import RolloutCallback
-    from lit_rlsched.data.tasks import Countdown
-    from lit_rlsched.engines import VLLMEngine
-    from lit_rlsched.rewards.functions import countdown_reward
     from lit_rlsched.training.weight_sync import PolicyReader
     from lit_rlsched.types import Sample
 
@@ -99,29 +95,8 @@ def drafts(model: str, seed: int, rounds: int) -> list[Draft]:
             ]
             self.rounds.pop(round.number - max(AGES), None)
 
-    seed_everything(seed, verbose=False)
-    data = RolloutDataModule(
-        Countdown("train", size=4000),
-        [countdown_reward],
-        engine=VLLMEngine(),
-        prompts_per_round=32,
-        num_generations=8,
-        max_completion_length=512,
-        micro_batch_tokens=4096,
-        seed=seed,
-    )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=rounds,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[Later()],
-    )
     module = GRPOModule(model, learning_rate=3e-4, betas=(0.9, 0.95), warmup_steps=5)
-    trainer.fit(module, datamodule=data)
+    fit_quick_task(module, [Later()], seed, rounds)
     return found
 
 
