@@ -28,7 +28,7 @@ def test_six_rounds_in_double_precision(run, exact_model):
 
 VARIANTS = {
     "two iterations of two steps, KL, validation": {
-        "module": {"beta": 0.05, "loss_type": "gspo"},
+        "module": {"beta": 0.05, "loss_type": "gspo", "learning_rate": 1e-4},
         "data": {
             "num_iterations": 2,
             "steps_per_round": 2,
@@ -79,7 +79,7 @@ def test_variants(run, exact_model, variant):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_adapters_alone_reach_vllm(run):
     adapters = {
-        "module": {"lora_rank": 4, "learning_rate": 1e-3},
+        "module": {"lora_rank": 4, "learning_rate": 1e-4},
         "engine": "VLLMEngine",
         "engine_settings": {"enable_lora": True},
     }

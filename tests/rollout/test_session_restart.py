@@ -50,7 +50,8 @@ class Between(RolloutCallback):
                 for g in round.groups
             ]
 
-        next(session.rollout(groups(), round.version))
+        rollout = session.rollout(groups(), round.version)
+        next(rollout)
         assert worker.busy
         session.restart(1)
         assert not session.controller.worker.busy and session.controller.worker is not worker
