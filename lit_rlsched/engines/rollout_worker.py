@@ -318,8 +318,9 @@ class RolloutWorker(EngineWorker):
         else:
             self.admission.discard(request_ids)
             running = [i for i in request_ids if i in self._drawn]
-        unreported = [event for event in self._unreported if event.request_id in running]
-        self._unreported = [event for event in self._unreported if event not in unreported]
+        ids = {*running}
+        unreported = [event for event in self._unreported if event.request_id in ids]
+        self._unreported = [event for event in self._unreported if event.request_id not in ids]
         partials = self.engine.abort(running)
         for name in running:
             reported, earlier = self._drawn.pop(name), self._earlier.pop(name, 0)

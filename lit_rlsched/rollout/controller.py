@@ -150,10 +150,10 @@ class RolloutController:
         self._places = {g.id: i for i, g in enumerate(groups)}
         self._decoded_at: dict[str, tuple[int, int]] = {}
         try:
-            beside = not self._intervenes(len(samples))
-            if verify is not None and not beside:
-                verify()
-            if verify is None or not beside:
+            beside = None if self._intervenes(len(samples)) else verify
+            if beside is None:
+                if verify is not None:
+                    verify()
                 samples = self._unfinished(samples)
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
@@ -162,10 +162,10 @@ class RolloutController:
                 ahead=not self._intervenes(len(samples)),
                 version=version,
             )
-            if verify is not None and beside:
+            if beside is not None:
                 drafts = ((s, s.completion.draft) for s in samples)
                 tokens = (len(s.group.prompt.token_ids) + len(d.token_ids) for s, d in drafts if d)
-                self.worker.during(verify, sum(tokens))
+                self.worker.during(beside, sum(tokens))
                 samples = self._unfinished(samples)
             samples.sort(key=lambda sample: not sample.completion.token_ids)
             self._submit(samples)

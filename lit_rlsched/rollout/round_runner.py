@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_rlsched.rollout.audit import DraftAudit, Harvest, PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.controller import EarlyStop, Feedback
-from lit_rlsched.rollout.drafting import Following
+from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState

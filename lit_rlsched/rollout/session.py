@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.rollout.controller import Feedback, RolloutController
-from lit_rlsched.rollout.drafting import DraftingWorker, Following
 from lit_rlsched.rollout.meetings import Meetings
+from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.in_flight_updates import InFlight
@@ -167,7 +167,7 @@ class RolloutSession:
             yield None
             yield from groups
             if isinstance(controller.worker, DraftingWorker):
-                controller.worker.split_trace()
+                controller.worker.end_round()
                 yield None
                 controller.worker.go_on(self._heed)
         finally:

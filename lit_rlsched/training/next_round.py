@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest
-from lit_rlsched.rollout.drafting import Following
+from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.rollout.round_runner import (
     AHEAD,

@@ -126,8 +126,10 @@ def no_rewards(completions: Sequence[Completion], where: str) -> str:
 
 def drop_stale(round: Round, most: int | None) -> None:
     """Drop completions with tokens that are more than `most` policy versions old, if not 0."""
-    for completion in round.completions if most else ():
-        if most and completion.staleness(round.version) > most:
+    if not most:
+        return
+    for completion in round.completions:
+        if completion.staleness(round.version) > most:
             completion.dropped = completion.dropped or "stale"
 
 

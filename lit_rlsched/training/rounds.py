@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched.rollout.audit import Harvest
-from lit_rlsched.rollout.drafting import Following
+from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.ahead_rollout import Correction

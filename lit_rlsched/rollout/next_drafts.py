@@ -145,14 +145,13 @@ class DraftingWorker(Worker):
         self._own -= ids
         return self._worker.abort([*ids]) if ids else []
 
-    def split_trace(self, drawn: Mapping[str, int] | None = None) -> RolloutTrace:
+    def end_round(self) -> None:
         """Begin the trace of the drafts, now that the round is over."""
         tokens = {
             name: len(sample.completion.token_ids) - len(request.prefix_ids)
             for name, (sample, request) in self._drafts.items()
         }
         self.trace = self._worker.split_trace(tokens)
-        return self.trace
 
     def go_on(self, heed: Callable[[], None]) -> None:
         """Decode the drafts to their end; `heed` is called before each step."""
