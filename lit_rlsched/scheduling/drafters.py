@@ -1,0 +1,133 @@
+"""Where draft tokens come from: the texts of a group, or a class of the user's.
+
+The built-in way is prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) over all
+completions of a prompt.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import islice
+from operator import index
+from typing import Protocol
+
+SHORTEST, LONGEST = 2, 8
+"""Number of tokens at the end of a text that are looked up."""
+LEAD = 1 << 32
+
+
+class Drafter(Protocol):
+    """What a drafter of the user's own has: one method, and a constructor without arguments."""
+
+    def propose(
+        self, text: Sequence[int], siblings: Sequence[Sequence[int]], most: int
+    ) -> Sequence[int]:
+        """Guess what follows a text; called in the engine's process, for each row and step.
+
+        Args:
+            text: Tokens of the prompt and of the completion so far. Not to be changed.
+            siblings: The same of the other completions of its prompt, finished or not.
+            most: Maximum number of tokens to return, at least 1.
+
+        Returns:
+            Token ids; empty if there is no good guess.
+        """
+
+
+def load_drafter(path: str) -> Drafter:
+    """Import a drafter's class and make one.
+
+    Raises:
+        ValueError: that fails, or it has no method `propose`.
+    """
+    named = f"`Speculation(drafter={path!r})`"
+    module, _, name = str(path).rpartition(".")
+    try:
+        drafter: Drafter = getattr(import_module(module), name)()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{named} cannot be made ({why}). Use the import path of a class whose constructor "
+            "needs no arguments, such as 'my_package.my_module.MyDrafter'."
+        ) from error
+    if not callable(getattr(drafter, "propose", None)):
+        raise ValueError(f"{named} has no method `propose(text, siblings, most)`. Add it.")
+    return drafter
+
+
+def ask(
+    drafter: Drafter,
+    text: Sequence[int],
+    siblings: Sequence[Sequence[int]],
+    most: int,
+    vocab_size: int | None,
+) -> list[int]:
+    """Ask a drafter of the user's, and check what it returns.
+
+    Raises:
+        Exception: that of `propose`, or what is wrong with its result.
+    """
+    proposed = drafter.propose(text, siblings, most)
+    draft = [index(token) for token in islice(proposed, most + 1)]  # it may be endless
+    if len(draft) > most:
+        raise ValueError(f"`propose` returned more than most={most} tokens")
+    for token in draft:
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            raise ValueError(f"`propose` returned {token}, which is not in the vocabulary")
+    return draft
+
+
+class GroupIndex:
+    """Knows what mostly followed each sequence of 2 to 8 tokens, in all texts of a group.
+
+    Each text is learned from where it was left, so it is read once, however often it is used.
+    Majorities are kept by the vote of Boyer and Moore ("MJRTY", 1981), one number per sequence:
+    on recorded texts drafts are as often right as with all counts.
+    """
+
+    def __init__(self) -> None:
+        # hash of a sequence -> the token that leads, plus LEAD times its lead
+        self._votes: dict[int, int] = {}
+        self._learned: dict[str, int] = {}
+        self._first: Sequence[int] = ()
+
+    def learn(self, name: str, text: Sequence[int]) -> None:
+        """Learn the tokens that a text has got since the last call with this `name`."""
+        start = self._learned.get(name)
+        if start == len(text):
+            return
+        if start is None:  # the prompt is learned once for all texts
+            start = _common(self._first, text)
+            self._first = self._first or text
+        for end in range(max(start, SHORTEST), len(text)):
+            before, token = tuple(text[max(0, end - LONGEST) : end]), text[end]
+            for at in range(len(before) - SHORTEST + 1):
+                key = hash(before[at:])
+                vote = self._votes.get(key, token)
+                if vote % LEAD == token:
+                    self._votes[key] = vote + LEAD
+                else:
+                    self._votes[key] = vote - LEAD if vote >= LEAD else token + LEAD
+        self._learned[name] = len(text)
+
+    def forget(self, name: str) -> None:
+        """Learn the text of this `name` from its start the next time."""
+        self._learned.pop(name, None)
+
+    def propose(self, text: Sequence[int], most: int) -> list[int]:
+        """Return at most `most` tokens; each is what mostly followed the longest known end."""
+        end = tuple(text[-LONGEST:])
+        drafted: list[int] = []
+        while len(drafted) < most:
+            found = (self._votes.get(hash(end[at:])) for at in range(len(end) - SHORTEST + 1))
+            vote = next((vote for vote in found if vote is not None), None)
+            if vote is None:
+                break
+            drafted.append(vote % LEAD)
+            end = (*end, vote % LEAD)[-LONGEST:]
+        return drafted
+
+
+def _common(first: Sequence[int], text: Sequence[int]) -> int:
+    """Number of tokens at the start that both have."""
+    pairs = enumerate(zip(first, text, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(text)))

@@ -1,0 +1,179 @@
+"""Draft tokens: guesses of what a request draws next, which an engine verifies several at a time.
+
+An engine draws every token with noise that belongs to the request and the token's position, so a
+draft token is right if and only if it is that draw: drafts change the number of decode steps, never
+a token (compare Leviathan et al., arXiv 2211.17192, whose drafts keep the distribution only).
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lit_rlsched.scheduling.drafters import GroupIndex, ask, load_drafter
+from lit_rlsched.settings import check_count
+
+IDLE_TOKENS = 1 << 22
+"""Maximum number of tokens kept of groups without a running request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The arguments of `Speculation`, which documents them.
+
+    Raises:
+        ValueError: an argument is out of range, or `drafter` cannot be imported.
+    """
+
+    tokens: int = 4
+    """Maximum number of draft tokens of a request in a decode step."""
+    while_running: int = 8
+    """Nothing is drafted while more requests than this run in the engine."""
+    drafter: str | None = None
+    """Import path of the user's `Drafter` class; `None`: the built-in one."""
+
+    def __post_init__(self) -> None:
+        off = "Remove the callback for a run without draft tokens."
+        check_count("Speculation", "tokens", self.tokens, 1, off)
+        check_count("Speculation", "while_running", self.while_running, 1, off)
+        if self.drafter is not None:
+            load_drafter(self.drafter)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What an engine has drafted since its start, in decode steps with at least one draft token."""
+
+    steps: int = 0
+    row_steps: int = 0
+    """Running requests, summed over these steps."""
+    proposed: int = 0
+    """Draft tokens."""
+    accepted: int = 0
+    """Those that were drawn. The steps drew `row_steps + accepted` tokens."""
+    failures: int = 0
+    """Calls of the user's drafter that raised or returned something unusable."""
+    error: str | None = None
+    """What was wrong in the first of these calls."""
+
+
+@dataclass(slots=True)
+class _Group:
+    name: str
+    texts: "dict[str, array[int]]" = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    index: GroupIndex = field(default_factory=GroupIndex)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.texts.values()))
+
+
+@dataclass(slots=True)
+class _Row:
+    group: _Group
+    text: "array[int]"
+    left: int
+    """Tokens that it may still draw before it ends or pauses."""
+
+
+class DraftTokens:
+    """The texts that an engine knows, and the draft tokens that follow from them.
+
+    Texts of a group stay while one of its requests runs. After that they stay until `forget`, as
+    further requests of the group may wait, but those idle for longest go when there are more than
+    `IDLE_TOKENS`.
+
+    Args:
+        settings: The settings.
+        vocab_size: Number of token ids, if the engine knows it.
+    """
+
+    def __init__(self, settings: Drafting, vocab_size: int | None = None) -> None:
+        self.settings, self.counts = settings, DraftCounts()
+        self._vocab_size = vocab_size
+        self._drafter = None if settings.drafter is None else load_drafter(settings.drafter)
+        self._rows: dict[str, _Row] = {}
+        self._busy: dict[str, _Group] = {}
+        self._idle: dict[str, _Group] = {}
+        self._idle_tokens = 0
+
+    def __len__(self) -> int:
+        """Number of tokens that it keeps."""
+        return self._idle_tokens + sum(map(len, self._busy.values()))
+
+    def enter(self, name: str, group: str, text: Sequence[int], left: int) -> None:
+        """Note that a request runs, for the first time or after a pause.
+
+        Args:
+            name: Id of the request.
+            group: `Request.group`.
+            text: Its prompt and prefix.
+            left: Number of tokens that it may draw: `Request.limit` less the prefix.
+        """
+        if (found := self._busy.get(group)) is None:
+            found = self._busy[group] = self._idle.pop(group, _Group(group))
+            self._idle_tokens -= len(found)
+        row = self._rows[name] = _Row(found, array("i", text), left)
+        known = found.texts.get(name)
+        if known is not None and row.text[: len(known)] != known:
+            found.index.forget(name)  # it is drawn again
+        found.texts[name] = row.text
+        found.running.add(name)
+
+    def take(self, name: str, tokens: Sequence[int]) -> None:
+        """Note the tokens that a request has drawn in a step; none of an unknown request."""
+        if (row := self._rows.get(name)) is not None:
+            row.text.extend(tokens)
+            row.left -= len(tokens)
+            self.counts.accepted += len(tokens) - 1
+
+    def leave(self, name: str) -> None:
+        """Note that a request has ended, paused or been aborted; unknown ones are ignored."""
+        if (row := self._rows.pop(name, None)) is None:
+            return
+        group = row.group
+        group.running.discard(name)
+        if not group.running:
+            group.index = GroupIndex()  # it takes a hundred times the memory of the texts
+            self._idle[group.name] = self._busy.pop(group.name)
+            self._idle_tokens += len(group)
+            while self._idle_tokens > IDLE_TOKENS:
+                self._idle_tokens -= len(self._idle.pop(next(iter(self._idle))))
+
+    def forget(self) -> None:
+        """Drop the texts of groups of which no request runs, as after the end of a rollout."""
+        self._idle, self._idle_tokens = {}, 0
+
+    def propose(self, running: Sequence[str]) -> dict[str, list[int]]:
+        """Return the draft tokens of the next step; requests without any are left out.
+
+        Args:
+            running: Ids of all requests that run in the engine; unknown ones only count.
+        """
+        drafts: dict[str, list[int]] = {}
+        if len(running) > self.settings.while_running:
+            return drafts
+        for name in running:
+            if row := self._rows.get(name):
+                # a step draws one more token, which may be the last one before a pause
+                most = min(self.settings.tokens, row.left - 1)
+                if most > 0 and (draft := self._draft(name, row, most)):
+                    drafts[name] = draft
+        if drafts:
+            self.counts.steps += 1
+            self.counts.row_steps += len(running)
+            self.counts.proposed += sum(map(len, drafts.values()))
+        return drafts
+
+    def _draft(self, name: str, row: _Row, most: int) -> list[int]:
+        texts, index = row.group.texts, row.group.index
+        if self._drafter is None:
+            for other, text in texts.items():
+                index.learn(other, text)
+            return index.propose(row.text, most)
+        siblings = [text for other, text in texts.items() if other != name]
+        try:
+            return ask(self._drafter, row.text, siblings, most, self._vocab_size)
+        except Exception as error:  # whatever the user's code may do, decoding goes on
+            self.counts.failures += 1
+            self.counts.error = self.counts.error or f"{type(error).__name__}: {error}"
+            return []

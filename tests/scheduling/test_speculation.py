@@ -1,0 +1,240 @@
+import pickle
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling import speculation
+from lit_rlsched.scheduling.drafters import LONGEST, SHORTEST, GroupIndex
+from lit_rlsched.scheduling.speculation import DraftCounts, Drafting, DraftTokens
+
+tokens = st.lists(st.integers(0, 3), max_size=24)
+
+
+class Repeat:
+    def propose(self, text, siblings, most):
+        return text[-1:] * most
+
+
+class Siblings:
+    def propose(self, text, siblings, most):
+        return [len(siblings), sum(map(len, siblings)), most][:most]
+
+
+class Broken:
+    """Does in each call what its class attribute says next."""
+
+    answers: list = []
+
+    def propose(self, text, siblings, most):
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class NeedsArgument:
+    def __init__(self, path):
+        self.path = path
+
+
+HERE = __name__
+LOAD = {"no_such_module.Mine": "ModuleNotFoundError", f"{HERE}.Mine": "AttributeError"}
+LOAD |= {f"{HERE}.NeedsArgument": "TypeError", "Mine": "ValueError", "": "ValueError"}
+LOAD |= {"builtins.dict": "has no method `propose"}
+
+
+@pytest.mark.parametrize("path", LOAD)
+def test_a_drafter_that_cannot_be_made_is_refused(path):
+    with pytest.raises(ValueError, match=rf"`Speculation\(drafter='{path}'\)`.*{LOAD[path]}"):
+        Drafting(drafter=path)
+
+
+@pytest.mark.parametrize("name", ["tokens", "while_running"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_a_count_below_one_is_refused(name, value):
+    with pytest.raises(
+        ValueError, match=rf"`Speculation\({name}={value}\)`: .* 1 or more\. Remove"
+    ):
+        Drafting(**{name: value})
+
+
+def followers(texts, end):
+    """What followed the longest known end of 2 to 8 tokens, by trying all places.
+
+    The start that a text shares with the first one counts once.
+    """
+    for n in range(min(LONGEST, len(end)), SHORTEST - 1, -1):
+        found: Counter = Counter()
+        for number, text in enumerate(texts):
+            shared = 0
+            if number:
+                while text[: shared + 1] == texts[0][: shared + 1] and shared < len(text):
+                    shared += 1
+            places = range(max(n, shared), len(text))
+            found.update(text[at] for at in places if text[at - n : at] == end[-n:])
+        if found:
+            return found
+    return Counter()
+
+
+@given(st.lists(tokens, min_size=1, max_size=3), st.integers(1, 6), st.data())
+def test_drafts_follow_the_longest_known_end(texts, most, data):
+    index = GroupIndex()
+    index.learn("0", texts[0])
+    for i, text in enumerate(texts):  # in two parts: learning goes on where it stopped
+        if i:
+            index.learn(str(i), text[: data.draw(st.integers(0, len(text)))])
+            index.learn(str(i), text)
+    text = data.draw(st.sampled_from(texts))
+    drafted = index.propose(text, most)
+    for i, token in enumerate(drafted):
+        known = followers(texts, text + drafted[:i])
+        assert token in known
+        leader, times = known.most_common(1)[0]
+        if 2 * times > known.total():
+            assert token == leader
+    assert len(drafted) == most or not followers(texts, text + drafted)
+
+
+def test_a_sibling_s_text_is_proposed_in_full():
+    drafts = DraftTokens(Drafting(tokens=3))
+    drafts.enter("g/0", "g", [1, 2, 3, 4, 5, 6], 10)
+    drafts.enter("g/1", "g", [9, 2, 3], 10)
+    drafts.enter("h/0", "h", [9, 2, 3], 10)  # knows nothing of the other group
+    assert drafts.propose(["g/0", "g/1", "h/0"]) == {"g/1": [4, 5, 6]}
+
+
+def test_what_is_drawn_after_a_proposal_is_learned():
+    drafts = DraftTokens(Drafting(tokens=2))
+    drafts.enter("g/0", "g", [1, 2, 3, 1], 99)
+    assert drafts.propose(["g/0"]) == {}
+    drafts.take("g/0", [2])
+    assert drafts.propose(["g/0"]) == {"g/0": [3, 1]}
+    drafts.take("g/0", [7, 8, 1, 2])
+    assert drafts.propose(["g/0"]) == {"g/0": [3, 1]}  # as often as 7, and first
+    drafts.take("g/0", [7, 1, 2])
+    assert drafts.propose(["g/0"]) == {"g/0": [7, 8]}
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 9))
+def test_a_draft_ends_before_the_last_token_that_may_be_drawn(most, left, drawn):
+    drafts = DraftTokens(Drafting(tokens=most))
+    drafts.enter("g/0", "g", [5, 5, 5, 5], left + drawn)
+    drafts.take("g/0", [5] * drawn)
+    room = min(most, left - 1)
+    assert drafts.propose(["g/0"]) == ({"g/0": [5] * room} if room else {})
+
+
+def test_nothing_is_drafted_while_more_run():
+    drafts = DraftTokens(Drafting(tokens=1, while_running=2))
+    drafts.enter("g/0", "g", [5, 5, 5], 9)
+    assert drafts.propose(["g/0", "unknown", "unknown too"]) == {}
+    assert drafts.counts == DraftCounts()
+    assert drafts.propose(["g/0", "unknown"]) == {"g/0": [5]}
+    assert drafts.counts == DraftCounts(steps=1, row_steps=2, proposed=1)
+
+
+def test_counts():
+    drafts = DraftTokens(Drafting(tokens=4))
+    drafts.enter("g/0", "g", [5, 5, 5], 7)
+    drafts.enter("g/1", "g", [1], 7)
+    drafts.take("unknown", [1, 2])
+    assert drafts.propose(["g/0", "g/1"]) == {"g/0": [5, 5, 5, 5]}
+    drafts.take("g/0", [5, 5, 6])
+    drafts.take("g/1", [1])
+    assert drafts.counts == DraftCounts(steps=1, row_steps=2, proposed=4, accepted=2)
+
+
+def test_texts_of_a_group_stay_while_one_of_its_requests_runs():
+    drafts = DraftTokens(Drafting(tokens=2))
+    drafts.enter("g/0", "g", [1, 2, 3, 4], 9)
+    drafts.enter("g/1", "g", [1], 9)
+    drafts.leave("g/0")
+    drafts.forget()
+    drafts.take("g/1", [2])
+    assert drafts.propose(["g/1"]) == {"g/1": [3, 4]}
+    drafts.leave("g/1")
+    drafts.enter("g/2", "g", [9, 2, 3], 9)  # it had waited for a slot
+    assert drafts.propose(["g/2"]) == {"g/2": [4]}
+    drafts.leave("g/2")
+    drafts.leave("g/2")
+    assert len(drafts) == 4 + 2 + 3
+    drafts.forget()
+    assert len(drafts) == 0
+
+
+def test_a_resumed_request_goes_on_and_one_drawn_again_begins_anew():
+    drafts = DraftTokens(Drafting(tokens=1))
+    drafts.enter("g/9", "g", [0], 9)  # keeps the index
+    drafts.enter("g/0", "g", [1, 2, 3], 2)
+    drafts.propose(["g/0"])
+    drafts.take("g/0", [4, 1])
+    drafts.leave("g/0")
+    drafts.enter("g/0", "g", [1, 2, 3, 4, 1, 2], 9)
+    assert drafts.propose(["g/0"]) == {"g/0": [3]}
+    drafts.leave("g/0")
+    drafts.enter("g/0", "g", [6, 7, 8, 6, 7], 9)
+    assert drafts.propose(["g/0"]) == {"g/0": [8]}
+    assert len(drafts) == 1 + 5  # not the text that it had
+
+
+def test_a_long_run_keeps_a_bounded_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(speculation, "IDLE_TOKENS", 100)
+    drafts = DraftTokens(Drafting())
+    for i in range(50):
+        for j in range(2):
+            drafts.enter(f"{i}/{j}", str(i), [1, 2, 3, 4, 5], 9)
+            drafts.propose([f"{i}/{j}"])
+            drafts.take(f"{i}/{j}", [6, 7])
+        assert len(drafts) <= 100 + 14
+        drafts.leave(f"{i}/0")
+        drafts.leave(f"{i}/1")
+        assert len(drafts) == min(14 * (i + 1), 98)
+    drafts.enter("49/2", "49", [9, 5, 6], 9)  # the last groups are those that are kept
+    assert drafts.propose(["49/2"]) == {"49/2": [7]}
+
+
+def test_a_user_s_drafter_gets_the_text_and_those_of_its_siblings():
+    drafts = DraftTokens(Drafting(tokens=3, drafter=f"{HERE}.Siblings"))
+    drafts.enter("g/0", "g", [1, 2], 9)
+    drafts.enter("g/1", "g", [1, 2, 3], 9)
+    drafts.enter("h/0", "h", [7], 3)
+    assert drafts.propose(["g/0", "h/0"]) == {"g/0": [1, 3, 3], "h/0": [0, 0]}
+    drafts = DraftTokens(Drafting(drafter=f"{HERE}.Repeat"))
+    drafts.enter("g/0", "g", [1, 2], 9)
+    assert drafts.propose(["g/0"]) == {"g/0": [2, 2, 2, 2]}
+
+
+def endless():
+    while True:
+        yield 1
+
+
+RUBBISH = [RuntimeError("no"), None, 3, [1.0], ["1"], [-1], [5], [0] * 9, endless(), [[1]], [2**70]]
+
+
+def test_rubbish_of_a_user_s_drafter_is_counted():
+    drafts = DraftTokens(Drafting(tokens=4, drafter=f"{HERE}.Broken"), vocab_size=5)
+    drafts.enter("g/0", "g", [1, 2], 9)
+    Broken.answers = [*RUBBISH, [], [0, 4]]
+    for i in range(len(RUBBISH)):
+        assert drafts.propose(["g/0"]) == {}
+        assert drafts.counts == DraftCounts(failures=i + 1, error="RuntimeError: no")
+    assert drafts.propose(["g/0"]) == {}
+    assert drafts.propose(["g/0"]) == {"g/0": [0, 4]}
+    assert drafts.counts.failures == len(RUBBISH)
+
+
+def test_ctrl_c_in_a_drafter_is_not_its_failure():
+    drafts = DraftTokens(Drafting(drafter=f"{HERE}.Broken"))
+    drafts.enter("g/0", "g", [1, 2], 9)
+    Broken.answers = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        drafts.propose(["g/0"])
+
+
+def test_settings_can_be_sent_to_another_process():
+    settings = Drafting(tokens=2, while_running=3, drafter=f"{HERE}.Repeat")
+    assert pickle.loads(pickle.dumps(settings)) == settings
