@@ -13,11 +13,12 @@ from benchmarks.bubbles import (
     row,
 )
 from benchmarks.record import read_recording, record
-from benchmarks.replay import Schedule, least_steps, replay
+from benchmarks.replay import Schedule, drafted_round, least_steps, replay
 from benchmarks.steps import SHAPES, Shape, learned, table
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -53,6 +54,21 @@ def test_a_probe_costs_what_it_delays():
     replayed = replay(rounds, probing, slots=2)
     assert replayed.decode_steps == 16  # nothing is drawn twice
     assert replayed.traces[0].pauses == 4
+
+
+@pytest.mark.parametrize(
+    ("slots", "while_running", "steps"),
+    # the second is drawn in 1 + 4 steps of at most 5 tokens, with the first's text known
+    [(1, 1, 20 + 5), (2, 1, 20), (2, 2, 20)],
+)
+def test_draft_tokens_save_steps_by_hand(slots, while_running, steps):
+    text = [11 + i for i in range(20)]
+    prompt = Prompt("p", "x", (5, 6, 7))
+    completions = [Completion(0, text), Completion(1, text)]
+    groups = [Group("g", prompt, Sampling(64), completions)]
+    found = drafted_round(groups, slots, Drafting(4, while_running))
+    assert (found.steps, found.plain, found.tokens) == (steps, 40 // slots, 40)
+    assert found.tokens == found.row_steps + found.accepted
 
 
 def test_a_shape_keeps_the_ranks_and_has_the_distribution():

@@ -274,6 +274,22 @@ def bind_threads(cores: list[int], workers: int) -> str:
     return "|".join(",".join(map(str, part)) for part in parts)
 
 
+def wake_before_close(engine: Any) -> None:
+    """Wake an engine of this process before it is freed.
+
+    When a sleeping engine is freed, vLLM's allocator unmaps its memory a second time. The driver's
+    error persists and makes the first allocation of the next engine fail.
+    """
+    try:
+        engine.wake_up()
+    except RuntimeError as error:
+        warnings.warn(
+            f"The sleeping vLLM could not be woken before it was closed ({error}): another one "
+            "will not start in this process.",
+            stacklevel=3,
+        )
+
+
 @contextmanager
 def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables inside, and remove those whose value is None."""

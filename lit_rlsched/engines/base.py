@@ -10,11 +10,11 @@ from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
+from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
     import torch
-
 
 T = TypeVar("T")
 
@@ -53,8 +53,7 @@ class EngineSpec:
     model: str
     """Folder or hub name of the checkpoint that the policy was loaded from."""
     slots: int
-    """Maximum number of requests in the engine at the same time; for an `EnginePool`, in all of its
-    engines together."""
+    """Maximum number of requests in the engine, or in all of an `EnginePool`, at the same time."""
     max_model_len: int
     """Maximum number of tokens of a prompt and its completion together."""
     eos_token_ids: tuple[int, ...]
@@ -74,6 +73,8 @@ class EngineSpec:
     """Number of engines of the run, which share the node's devices or cores equally."""
     first_gpu: int = 0
     """The first of the node's GPUs that engines get. Those before it are the trainer's alone."""
+    drafting: Drafting | None = None
+    """How an engine that `speculates` drafts tokens; `None`: not at all."""
 
     @property
     def name(self) -> str:
@@ -102,6 +103,12 @@ class EngineStats:
     """Prompt and prefix tokens that were computed."""
     cached_tokens: int = 0
     """Prompt and prefix tokens that were read from a cache instead."""
+    proposed: int = 0
+    """Draft tokens; see `EngineSpec.drafting`."""
+    accepted: int = 0
+    """Draft tokens that were drawn; every step draws one token more of each running request."""
+    drafter_failures: int = 0
+    """Calls of the user's drafter that raised or returned something unusable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +197,8 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether `now` advances only with the engine's steps."""
     keeps_cache = False
     """Whether it has `update_weights`."""
+    speculates = False
+    """Whether it drafts and verifies tokens with `EngineSpec.drafting`."""
 
     @property
     def engines(self) -> "Sequence[RolloutEngine]":
@@ -242,10 +251,7 @@ class RolloutEngine(RemembersInit, ABC):
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:
-        """Build the engine and reset its counters.
-
-        Called before anything else, and again only after `close`.
-        """
+        """Build the engine and reset its counters; called first, and again only after `close`."""
 
     def reserve(self, spec: EngineSpec, engines: "Sequence[RolloutEngine]") -> None:
         """Claim the devices of `engines`, equal ones of which this is the first, before they start.

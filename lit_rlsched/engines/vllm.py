@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from lit_rlsched.engines import _vllm_args as arguments
+from lit_rlsched.engines import _vllm_draft_tokens as drafting
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines import _vllm_worker as beside_model
@@ -35,6 +35,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
+from lit_rlsched.scheduling.speculation import DraftCounts
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids
 
@@ -91,6 +92,7 @@ class VLLMEngine(RolloutEngine):
 
     kv_block = arguments.CPU_BLOCK
     keeps_cache = True
+    speculates = True
 
     def __init__(
         self,
@@ -177,6 +179,7 @@ class VLLMEngine(RolloutEngine):
         (met, *_) = self._engine.collective_rpc(beside_model.unlink_shared_memory)
         self._meeting_place = met.removeprefix("file://") if met.startswith("file:") else None
         self._noise = Noise(self._engine.collective_rpc(beside_model.prepare)[0])
+        self._drafts = drafting.begin(self._engine, spec, config)
         self._forget_counts()
         self._vocab_size = config.model_config.get_vocab_size()
         self.kv_block = config.cache_config.block_size
@@ -186,6 +189,8 @@ class VLLMEngine(RolloutEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         live = self._live
         check_requests(self._spec, self._held, requests, self._vocab_size)
+        if self._drafts is not None:
+            drafting.check_sampling(requests)
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
             prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids], **self._salt}
@@ -211,6 +216,7 @@ class VLLMEngine(RolloutEngine):
     def step(self) -> list[Event]:
         if not self._held:
             return []
+        drafting.give(self._scheduler, self._drafts, self._held)
         # on CPU even seeded batches draw from the global generator; saving it takes a microsecond
         state = torch.get_rng_state()
         with naming_dead_workers(self._live, self.tensor_parallel_size):
@@ -221,12 +227,14 @@ class VLLMEngine(RolloutEngine):
         self._count_preemptions()
         events: list[Event] = []
         ended: list[str] = []
-        for output in outputs:  # one per token
+        for output in outputs:  # one per request
             held = self._inside[output.request_id]
             name, token_ids, reason = held.request.id, output.new_token_ids, output.finish_reason
             if (drawn := output.new_logprobs) is None:
                 raise unusable(name, token_ids, reason)
             logprobs = drawn.logprobs.ravel().tolist()  # one column: the drawn token
+            if self._drafts is not None:
+                drafting.take(self._drafts, held.request, token_ids, first=not held.token_ids)
             if not held.token_ids:
                 stats = output.prefill_stats  # None: unknown, all count as computed
                 cached = 0 if stats is None else stats.num_cached_tokens
@@ -251,6 +259,8 @@ class VLLMEngine(RolloutEngine):
         length = len(held.request.prefix_ids) + len(held.token_ids)
         ended = reason == "stop" or length == held.request.sampling.max_completion_length
         self._noise.leave(held.request, None if ended else length)
+        if self._drafts is not None:
+            self._drafts.leave(request_id)
         return Partial(held.token_ids, held.logprobs)
 
     def _count_preemptions(self) -> None:
@@ -287,6 +297,8 @@ class VLLMEngine(RolloutEngine):
 
     def _forget_old_weights(self) -> None:
         self._noise.forget()
+        if self._drafts is not None:
+            self._drafts.forget()
         self._salt = {}
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
@@ -309,6 +321,7 @@ class VLLMEngine(RolloutEngine):
 
     def stats(self) -> EngineStats:
         running, waiting = self._scheduler.get_request_counts()
+        counts = DraftCounts() if self._drafts is None else self._drafts.counts
         return EngineStats(
             running=running,
             waiting=waiting,
@@ -317,6 +330,9 @@ class VLLMEngine(RolloutEngine):
             decode_steps=self._decode_steps,
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
+            proposed=counts.proposed,
+            accepted=counts.accepted,
+            drafter_failures=counts.failures,
         )
 
     def now(self) -> float:
@@ -342,28 +358,12 @@ class VLLMEngine(RolloutEngine):
             return
         self._held.clear()
         self._inside.clear()
-        self._wake_before_close()
+        if self._can_sleep and not self._apart and not self.ends_with_process:
+            guest.wake_before_close(self._engine)
         if self._meeting_place is not None:
             Path(self._meeting_place).unlink(missing_ok=True)
         self._engine.engine_core.shutdown()
         self._engine = None
-
-    def _wake_before_close(self) -> None:
-        """Wake an engine of this process before it is freed.
-
-        When a sleeping engine is freed, vLLM's allocator unmaps its memory a second time. The
-        driver's error persists and makes the first allocation of the next engine fail.
-        """
-        if self._apart or self.ends_with_process or not self._can_sleep:
-            return
-        try:
-            self._live.wake_up()
-        except RuntimeError as error:
-            warnings.warn(
-                f"The sleeping vLLM could not be woken before it was closed ({error}): another one "
-                "will not start in this process.",
-                stacklevel=3,
-            )
 
     @property
     def _live(self) -> Any:

@@ -41,7 +41,7 @@ def test_refuses_sizes_that_are_none(size: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("speculative_config", {"method": "ngram"}, "may draw or record something else"),
+        ("speculative_config", {"method": "ngram"}, "`Speculation` changes none"),
         ("override_generation_config", {"top_k": 5}, "set by `temperature`"),
         ("tensor_parallel_size", 2, r"itself: `VLLMEngine\(tensor_parallel_size=2\)`"),
         ("dtype", "float16", r"itself: `VLLMEngine\(dtype='float16'\)`"),

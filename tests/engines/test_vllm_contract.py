@@ -32,12 +32,22 @@ from lit_rlsched.engines.vllm import VLLMEngine
 
 RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())
 PACKAGE = Path(lit_rlsched.__file__).parent
-CODE = ("vllm", "_vllm_errors", "_vllm_guest", "_vllm_noise", "_vllm_receiver", "_vllm_worker")
+CODE = (
+    "vllm",
+    "_vllm_draft_tokens",
+    "_vllm_errors",
+    "_vllm_guest",
+    "_vllm_noise",
+    "_vllm_receiver",
+    "_vllm_verifying",
+    "_vllm_worker",
+)
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
 OURS = {"kept_noise", "kept_tensors", "received", "written", "lit_rlsched_noise"}
-PLAIN = {"clear", "get", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
-"""Methods of dictionaries, strings and arrays."""
+PLAIN = {"clear", "get", "items", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
+PLAIN |= {"get_state"}
+"""Methods of dictionaries, strings, arrays and torch's generators."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
 """Of configurations of transformers."""
 NAMESPACE = {

