@@ -113,6 +113,10 @@ BENCHMARKS = {
         3,
         "engine, its seconds, lengths, policies, update",
     ),
+    "drain": Benchmark(
+        "decode steps and idle slots of rounds whose free slots begin the next, on the quick task",
+        10,
+    ),
     "kept": Benchmark("share of drafts that later policies keep, on the quick task", 8),
     "bias": Benchmark(
         "bias of the expected gradient under each schedule, exactly; effect of a differing engine",

@@ -44,12 +44,19 @@ class Schedule:
     """When gradients are computed during the rollout: `StreamedTraining`."""
     ahead: Correction | None = None
     """Whether the next round is drawn during the update: `AheadRollout`."""
+    fills_drain: bool = False
+    """Whether free slots begin the next round: `DrainFilling`."""
     in_flight: InFlight | None = None
     """Whether it gets the weights of each optimizer step: `InFlightUpdates`."""
     timeouts: AdaptiveTimeout | None = None
     """How long reward functions may take: `AdaptiveTimeouts`."""
     mask_stale_tokens: bool = False
     """Exclude tokens of earlier policy versions from the loss: `SortedBatching`."""
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether rounds may begin with drafts."""
+        return self.rule.keeps_drafts or self.ahead == "verify" or self.fills_drain
 
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""
@@ -97,6 +104,10 @@ REFUSED = {
     ),
     ("AheadRollout", "SortedBatching"): "They do not work together yet. Remove one of them.",
     ("AheadRollout", "TailBatching"): "They do not work together yet. Remove one of them.",
+    ("AheadRollout", "DrainFilling"): (
+        "With `AheadRollout` free slots begin the next round already, or the round after it is "
+        "drawn as a whole. Remove one of them."
+    ),
     ("SortedBatching", "TailBatching"): "Both decide when a round ends. Remove one of them.",
     ("DynamicSampling", "SortedBatching"): (
         "`SortedBatching` draws no new prompts until its pool is used up, so a prompt could not be "
@@ -113,6 +124,19 @@ CHANGED = {
     ("DownSampling", "SortedBatching"): (
         "Completions are selected from whole groups, so rounds train on whole groups with every "
         "`advantage`."
+    ),
+    ("DrainFilling", "DynamicSampling"): (
+        "A prompt that replaces another takes the slots of drafts, which go on when slots are free "
+        "again."
+    ),
+    ("DrainFilling", "SortedBatching"): (
+        "Drafts are begun of prompts that the pool holds beyond those of a round "
+        "(`oversubscribe`) and, in the last round of a pool, of the next pool. They are verified "
+        "in every mode."
+    ),
+    ("DrainFilling", "TailBatching"): (
+        "Drafts are begun of fresh prompts and, where the next round is likely to be long, of "
+        "losers that have no draft. Prompts with a draft are ahead in the next race."
     ),
     ("LengthPrediction", "MicroGroupSampling"): (
         "The predictions order the completions that wait for a slot: `longest_first` unless "

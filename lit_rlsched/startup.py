@@ -84,6 +84,7 @@ class Startup:
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
         self._check_ranks()
+        self._check_drain()
         unscored = () if data.has_rewards and self._trainer.predicting else ("predict",)
         held_out = (ps for stage, ps in self.prompts.held_out.items() if stage not in unscored)
         scored = chain(() if self.prompts.stream else self.prompts.train, *held_out)
@@ -127,12 +128,24 @@ class Startup:
                 "`configure_model`, or use `strategy='ddp'`."
             )
         schedule = self._data.schedule
-        if schedule.rule.keeps_drafts or schedule.ahead == "verify":
+        if schedule.verifies_drafts:
             raise MisconfigurationException(
                 "Drafts are verified with weights of earlier policy versions, which "
                 f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
                 "`strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., max_deferrals=...)`, "
-                "`SortedBatching(mode='verified')` and `AheadRollout(correction='verify')` out."
+                "`SortedBatching(mode='verified')`, `AheadRollout(correction='verify')` and "
+                "`DrainFilling` out."
+            )
+
+    def _check_drain(self) -> None:
+        """Refuse drafts that would decide which completions end first, by the memory they take."""
+        schedule = self._data.schedule
+        budget = schedule.slots.memory_budget
+        if schedule.fills_drain and schedule.rule.ends_early and budget is not None:
+            raise ValueError(
+                f"`DrainFilling` with `MicroGroupSampling(memory_budget={budget!r})`, in rounds "
+                "that end early: completions would wait for memory that drafts take, so the drafts "
+                "would decide what is trained on. Use `slots` in place of `memory_budget`."
             )
 
     def _check_gen_batches(self) -> None:

@@ -283,9 +283,10 @@ class TrainingRun:
     @property
     def _round_settings(self) -> RoundSettings:
         schedule = self._data.schedule  # callbacks may change it in their hooks
-        ahead = schedule.ahead if self.settings and not self.settings.is_last_round else None
+        goes_on = self.settings is not None and not self.settings.is_last_round
+        ahead, fills = schedule.ahead if goes_on else None, goes_on and schedule.fills_drain
         batches, verify_sync = schedule.max_num_gen_batches, self._data.verify_sync
-        return RoundSettings(self.update, schedule.streaming, batches, ahead, verify_sync)
+        return RoundSettings(self.update, schedule.streaming, batches, ahead, fills, verify_sync)
 
     def end_round(self) -> dict[str, float]:
         """End the current round; return the totals of what `limit_train_batches` has dropped."""
@@ -388,7 +389,7 @@ class TrainingRun:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()
         ahead = [c for group in following.groups for c in group.completions]
-        keeps = data.schedule.rule.keeps_drafts or data.schedule.ahead == "verify"
+        keeps = data.schedule.verifies_drafts
         complete([*pool.completions, *ahead], startup.decode, keeps)
         if self.learner.needs_group or data.schedule.selection:
             check_whole_groups(pool, data.num_generations)

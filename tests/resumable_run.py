@@ -28,6 +28,7 @@ from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import (
     AheadRollout,
     DownSampling,
+    DrainFilling,
     DynamicSampling,
     InFlightUpdates,
     LengthPrediction,
@@ -102,6 +103,11 @@ SCHEDULES = {
             TailBatching(completion_ratio=1.25, reuse_drafts=True),
             MicroGroupSampling(slots=7),
         ],
+    ),
+    "drain": (
+        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        8,
+        lambda: [TailBatching(1.5), DrainFilling(), MicroGroupSampling(slots=7)],
     ),
     "losers go on": (
         {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},

@@ -108,6 +108,7 @@ def run(folder, engine, model, schedule, *places):
         ("TransformersEngine", "in flight", AHEAD),
         ("TransformersEngine", "drafts", DRAFTS),
         ("TransformersEngine", "losers go on", LOSERS),
+        ("TransformersEngine", "drain", TAIL),
         ("TransformersEngine", "selected", SELECTED),
     ],
 )
@@ -133,9 +134,9 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     goes_on = schedule in ("partial", "in flight")
     assert (whole["num_discarded_tokens"] > 0) != goes_on
     assert (max(whole["spans"]) > 1) == goes_on
-    if schedule in ("drafts", "losers go on"):
-        assert whole["drafts"] and whole["recovered"] > 0
-    if schedule in ("tail", "drafts", "streamed", "losers go on", "ahead"):
+    if schedule in ("drafts", "losers go on", "drain"):
+        assert whole["recovered"] > 0 and (whole["drafts"] or schedule == "drain")
+    if schedule in ("tail", "drafts", "streamed", "losers go on", "drain", "ahead"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
     if schedule in ("tail", "drafts"):
         assert whole["dropped"]["dropped/stopped"] > 0

@@ -4,6 +4,7 @@ from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.drain_filling import DrainFilling
 from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.export_model import ExportModel
 from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
@@ -25,6 +26,7 @@ __all__ = [
     "AheadRollout",
     "CompletionWriter",
     "DownSampling",
+    "DrainFilling",
     "DynamicSampling",
     "ExportModel",
     "InFlightUpdates",

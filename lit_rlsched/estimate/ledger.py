@@ -105,7 +105,7 @@ class Ledger:
         yield Item("optimizer state", state, state, how + shared)
         gathered = run.gathered
         how = "embedding, LM head and two layers, with the gradient of one"
-        if self._ahead == "verify" or run.datamodule.schedule.rule.keeps_drafts:
+        if run.datamodule.schedule.verifies_drafts:
             how = "the trained ones at the time the drafts were drawn"
             kept = storage_bytes(run.trainable)
             yield Item("weights of the drafts", kept, kept, how, host=True)

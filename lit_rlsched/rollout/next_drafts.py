@@ -1,7 +1,7 @@
 """Slots that a round leaves free begin the next round's completions, as drafts."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.controller import completion_seed
@@ -9,22 +9,45 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Event, Group, Request, Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Following:
-    """Groups of the next round, whose completions are drawn as drafts."""
+    """Groups of the next round, whose completions are drawn as drafts.
+
+    A completion that has tokens or a draft already is left as it is: a draft has one version.
+    """
 
     groups: Sequence[Group]
     salt: str
     """Changes the seeds; the round itself may draw the same prompts under the same version."""
+    goes_on: bool = True
+    """Whether the drafts are drawn to their end after the round, by `RolloutSession.go_on`, or cut
+    where the round ends."""
+    samples: list[Sample] = field(init=False)
+    """What is drawn."""
+
+    def __post_init__(self) -> None:
+        samples = (Sample(group, c) for group in self.groups for c in group.completions)
+        self.samples = [s for s in samples if not s.completion.token_ids and not s.completion.draft]
 
     @property
     def tokens(self) -> int:
         """Number of tokens drawn so far."""
-        return sum(len(c.token_ids) for group in self.groups for c in group.completions)
+        return sum(len(sample.completion.token_ids) for sample in self.samples)
+
+    @property
+    def begun(self) -> int:
+        """Number of completions that have tokens."""
+        return sum(bool(sample.completion.token_ids) for sample in self.samples)
+
+    def put_off(self) -> None:
+        """Make drafts of what was drawn, for the next round to verify: all that was begun."""
+        for sample in self.samples:
+            if sample.completion.token_ids:
+                sample.completion.put_off()
+                sample.completion.attempts -= 1  # verified and drawn on, it is the first draw
 
     def requests(self, run_seed: int, version: int) -> list[tuple[Sample, Request]]:
         """Return each completion with its request under a policy version."""
-        samples = [Sample(group, c) for group in self.groups for c in group.completions]
         return [
             (
                 sample,
@@ -38,7 +61,7 @@ class Following:
                     later=True,
                 ),
             )
-            for sample in samples
+            for sample in self.samples
         ]
 
 
@@ -47,7 +70,8 @@ class DraftingWorker(Worker):
 
     Drafts are queued with the first requests of the round, and take a slot only if none of the
     round's requests waits for one. The round sees its own requests. No token of a draft depends on
-    when it decodes. Once the round is over, `go_on` decodes the drafts that remain.
+    when it decodes. Once the round is over, `go_on` decodes the drafts that remain, or `cut` ends
+    them.
 
     While the trainer verifies the round's own drafts (`during`), its requests are not known yet.
     Drafts have half the slots then, for a number of steps that is known beforehand: as many as it
@@ -112,21 +136,40 @@ class DraftingWorker(Worker):
 
     def submit(self, requests: Iterable[Request]) -> None:
         own = [*requests]
+        if not self._waiting and any(request.id not in self._own for request in own):
+            self._make_way()
         self._own.update(request.id for request in own)
         drafts, self._waiting = self._waiting, []
         self._worker.submit([*own, *drafts])
+
+    def _make_way(self) -> None:
+        """Let the drafts wait, behind requests that the round adds: none may wait for a draft."""
+        self._take(self._worker.abort([*self._drafts]))
+        for name, (sample, request) in self._drafts.items():
+            request = replace(request, prefix_ids=sample.completion.token_ids[:])
+            self._drafts[name] = sample, request
+            self._waiting.append(request)
 
     def rekey(self, expected: Mapping[str, float]) -> None:
         self._worker.rekey(expected)
 
     def step(self) -> list[Event]:
-        own, paused = [], []
+        own, of_drafts = [], []
         for event in self._worker.step():
-            if event.request_id not in self._drafts:
-                own.append(event)
-                if event.finish_reason is not None:
-                    self._own.discard(event.request_id)
+            if event.request_id in self._drafts:
+                of_drafts.append(event)
                 continue
+            own.append(event)
+            if event.finish_reason is not None:
+                self._own.discard(event.request_id)
+        if paused := self._take(of_drafts):
+            self._worker.submit(paused)
+        return own
+
+    def _take(self, events: Iterable[Event]) -> list[Request]:
+        """Add tokens to the drafts, and return the requests of those that have paused."""
+        paused = []
+        for event in events:
             sample, request = self._drafts[event.request_id]
             sample.completion.take(event, event.version)
             if event.finish_reason == "paused":
@@ -135,9 +178,7 @@ class DraftingWorker(Worker):
                 paused.append(request)
             elif event.finish_reason is not None:
                 del self._drafts[request.id]
-        if paused:
-            self._worker.submit(paused)
-        return own
+        return paused
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         """Drop these requests of the round, or all of them; drafts go on."""
@@ -152,6 +193,11 @@ class DraftingWorker(Worker):
             for name, (sample, request) in self._drafts.items()
         }
         self.trace = self._worker.split_trace(tokens)
+
+    def cut(self) -> None:
+        """End the drafts with the tokens that they have, now that the round is over."""
+        self._take(self._worker.abort())
+        self._drafts.clear()
 
     def go_on(self, heed: Callable[[], None]) -> None:
         """Decode the drafts to their end; `heed` is called before each step."""

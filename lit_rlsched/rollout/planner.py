@@ -44,15 +44,22 @@ class RoundPlanner:
         return self._plan(rule, {*self.following})
 
     def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
-        """Return the groups of the round after a planned one, as if that had left none.
+        """Return groups of the rounds after a planned one, as far as they are known before it.
 
-        They stay out of other rounds until `follow`.
+        They stay out of other rounds until `follow`. Where the data has too few prompts besides
+        those of the pool, they are fewer.
         """
         if not self.following:
-            groups = self._plan(rule, {group.id for group in planned})
+            taken = {group.id for group in planned}
+            leaving = () if rule.may_leave(planned) else taken
+            for domain, n in rule.draws_following(planned, self._besides(taken)):
+                assert self.source is not None
+                left = self.source.left(self._uids(leaving), domain)
+                self._draw(min(n, left) if rule.ends_early else n, domain, rule, leaving)
+            groups = rule.plan_following(planned, self._besides(taken))
             self.following = [group.id for group in groups]
-        ids = {*self.following}
-        return [group.copy() for group in self.pool if group.id in ids]
+        copies = {group.id: group.copy() for group in self.pool}
+        return [copies[name] for name in self.following]
 
     def _plan(self, rule: RoundRule, taken: Collection[str]) -> list[Group]:
         for domain, n in rule.draws(self._besides(taken)):
@@ -85,9 +92,10 @@ class RoundPlanner:
             if fits and other.id not in ids and (other.deferred > 0) == late:
                 return other.copy()
         assert self.source is not None
-        if not self.source.left(self._uids(self.following), domain):
+        elsewhere = () if rule.ends_early else self.following
+        if not self.source.left(self._uids(elsewhere), domain):
             return None
-        (drawn,) = self._draw(1, domain, rule, self.following)
+        (drawn,) = self._draw(1, domain, rule, elsewhere)
         return drawn.copy()
 
     def _draw(

@@ -11,6 +11,7 @@ from lit_rlsched.rollout.controller import EarlyStop, Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.scheduling.drain_filling import Drafting
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
@@ -40,7 +41,7 @@ class Watchers:
     """Bound on the prompts of a round, replacements included, as a multiple of an update's."""
     advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
     """Called each time a group completes."""
-    drafts_next: bool = False
+    drafts_next: Drafting | None = None
     """Whether slots that the round leaves free begin the next round, as drafts."""
 
 
@@ -67,7 +68,7 @@ class DrawnRound:
     """Failures of single completions: see `RolloutSession.failures`."""
     metrics: dict[str, float] = field(default_factory=dict)
     following: Following | None = None
-    """The next round, of which the rollout draws drafts."""
+    """The next round, of which the rollout has drawn drafts."""
 
 
 class RoundInProgress:
@@ -105,12 +106,12 @@ class RoundInProgress:
         self._metrics: dict[str, float] = {}
         self._failed = session.failures()
         feedback = Feedback(self._watch.stop, self._another if self._watch.is_replaced else None)
-        self._following = None
-        if not self._watch.drafts_next:
+        self._following, how = None, self._watch.drafts_next
+        if how != "go_on":
             self._verify_all()
-        else:
+        if how is not None:
             following = planner.plan_following(rule, self.groups)
-            self._following = Following(following, runner.salt_with(AHEAD))
+            self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")
         self._rollout = session.rollout(
             self.groups,
             version,
@@ -119,7 +120,7 @@ class RoundInProgress:
             predict=True,
             feedback=feedback,
             following=self._following,
-            verify=self._verify_all if self._watch.drafts_next else None,
+            verify=self._verify_all if how == "go_on" else None,
         )
         self._seconds = time.perf_counter() - began
 
@@ -164,6 +165,7 @@ class RoundInProgress:
         metrics = self._metrics
         if self._following is not None:
             metrics["rollout/draft_tokens"] = harvest.draft_tokens = self._following.tokens
+            metrics["rollout/drafts_begun"] = self._following.begun
         if self._drafts.tokens:
             metrics["time/drafts"] = self._verifying
         if self._watch.is_replaced:
@@ -253,11 +255,15 @@ class RoundRunner:
         Returns:
             `rollout/pool_prompts` and, at the end of a cycle, `pool/*`.
         """
-        pool = self.planner.pool
+        pool, following = self.planner.pool, drawn.following
         pool.settle(drawn.planned, drawn.harvest.left)
+        self.audit.add(drawn.harvest, drawn.trace)
+        if following is not None and not following.goes_on:
+            self.audit.carried_tokens += following.tokens
+            following.put_off()
+            pool.settle(following.groups, following.groups)
         left = self.planner.follow()
         metrics: dict[str, float] = {"rollout/pool_prompts": len(left)}
-        self.audit.add(drawn.harvest, drawn.trace)
         if drawn.rule.ends_cycle(drawn.planned, left):
             metrics |= self.audit.metrics()
             self.audit = PoolAudit(carried_tokens=pool.tokens)

@@ -134,17 +134,25 @@ class RolloutSession:
         Without `hooks` no hook is called. Starting a rollout drops an earlier one that did not run
         to its end, but waits for one in the background.
 
-        With `following`, free slots draw these groups, which are neither scored nor yielded. What
-        remains of them when the round is over is drawn by `go_on`.
+        With `following`, free slots draw these groups, which are neither scored nor yielded. When
+        the round is over, they are cut, or what remains of them is drawn by `go_on`.
         """
         self.wait()
         self._rollout.close()
         self.scorer.version, self._began, self._calls_hooks = version, version, hooks
         rule, controller = rule or FullRound(len(groups)), self.controller
+        if following is not None and not following.goes_on and self._moves(groups):
+            following = None
         drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise, verify)
         self._rollout = self._run(version, drawn, following)
         next(self._rollout)  # the weights have to be read before they change
         return _first_part(self._rollout)
+
+    def _moves(self, groups: Sequence[Group]) -> bool:
+        """Whether completions may wait for a slot of another engine, which drafts would take."""
+        unfinished = sum(not c.finished for group in groups for c in group.completions)
+        worker = self.controller.worker
+        return len(self.engine.engines) > 1 and worker.may_wait(unfinished)
 
     def go_on(self) -> None:
         """Draw the rest of the drafts of the current rollout."""
@@ -166,7 +174,11 @@ class RolloutSession:
             controller.worker.start_trace()
             yield None
             yield from groups
-            if isinstance(controller.worker, DraftingWorker):
+            if following is None or not isinstance(controller.worker, DraftingWorker):
+                return
+            if not following.goes_on:
+                controller.worker.cut()
+            else:
                 controller.worker.end_round()
                 yield None
                 controller.worker.go_on(self._heed)

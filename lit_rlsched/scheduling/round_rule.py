@@ -129,6 +129,25 @@ class RoundRule(ABC):
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
         """The groups that this round decodes, in the order of the pool."""
 
+    def may_leave(self, planned: Sequence[Group]) -> bool:
+        """Whether the round may leave some of its groups in the pool."""
+        return self.ends_early
+
+    def draws_following(
+        self, planned: Sequence[Group], rest: Sequence[Group]
+    ) -> list[tuple[str | None, int]]:
+        """Number of prompts by domain to draw for the rounds after this one, before it begins.
+
+        Args:
+            planned: Groups of this round.
+            rest: The other groups of the pool.
+        """
+        return [] if self.may_leave(planned) else self.draws(rest)
+
+    def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
+        """Groups that rounds after this one will decode, whatever it leaves, soonest first."""
+        return self.plan(rest)
+
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
         """Whether this round ends a cycle, over which `pool/*` metrics are collected.
 

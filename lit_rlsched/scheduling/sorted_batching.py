@@ -135,16 +135,22 @@ class SortedRound(RoundRule):
         most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
         return [group for group, n in zip(pool, before, strict=False) if n < most]
 
+    def may_leave(self, planned: Sequence[Group]) -> bool:
+        """Whether it is not the last round of a pool, which trains on what is left."""
+        return not self._fits_update(len(planned), sum(len(g.completions) for g in planned))
+
+    def _fits_update(self, groups: int, completions: int) -> bool:
+        if self.unit == "completion":
+            return completions <= self.update_prompts * self.num_generations
+        return groups <= self.update_prompts
+
     def done(self, state: RoundState) -> bool:
         if self.unit == "completion":
             return state.completions_decoded >= self.update_prompts * self.num_generations
         return len(state.decoded) >= self.update_prompts
 
     def discards(self, state: RoundState) -> bool:
-        if self.unit == "completion":
-            more = state.completions > self.update_prompts * self.num_generations
-        else:
-            more = len(state.planned) > self.update_prompts
+        more = not self._fits_update(len(state.planned), state.completions)
         return more and self.max_staleness == 0 and not self.keeps_drafts
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:

@@ -53,6 +53,19 @@ class TailRound(RacingRound):
             turns.append((seen[domain] / self._raced_of[domain], group))
         return [group for turn, group in sorted(turns, key=lambda t: t[0]) if turn <= 1]
 
+    def draws_following(
+        self, planned: Sequence[Group], rest: Sequence[Group]
+    ) -> list[tuple[str | None, int]]:
+        """The prompts that the next race lacks."""
+        return self.draws(self._racing(rest))
+
+    def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
+        """The losers of the next round, if it is likely to be long, then those of the next race."""
+        lost = [group for group in rest if group.deferred]
+        more = 0 if self.is_long(planned) else max(0, len(planned) - self.update_prompts)
+        due = lost if len(lost) + more >= self.update_prompts else []
+        return [*due[: self.update_prompts], *self.plan(self._racing(rest))]
+
     def is_long(self, planned: Sequence[Group]) -> bool:
         return bool(self._due(planned))
 

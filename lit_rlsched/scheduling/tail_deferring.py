@@ -1,5 +1,6 @@
 """Tail batching without rounds for losers: they race again in the next round."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,16 @@ class DeferringTailRound(TailRound):
         self.max_deferrals = max_deferrals
         self.keeps_drafts = True
         self.most_deferred = 0  # losers take the places of fresh prompts
+
+    def draws_following(
+        self, planned: Sequence[Group], rest: Sequence[Group]
+    ) -> list[tuple[str | None, int]]:
+        """Fresh prompts that have a place beside the losers of this round."""
+        there = Counter(self.domain_of(group.prompt) for group in rest)
+        return [(domain, max(0, n - there[domain])) for domain, n in self.quotas.items()]
+
+    def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
+        return self.plan(rest)
 
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
         """After each round, since there are always losers left."""

@@ -38,7 +38,7 @@ class NextRound:
         self._runner = runner
         self._session: RolloutSession | None = None
         self._round: RoundInProgress | None = None
-        self._drafts: list[Group] = []
+        self._drafts: Following | None = None
         self._drawn: DrawnRound | None = None
         self._beside: dict[str, float] = {}
         """What the rollout in the background has measured."""
@@ -60,7 +60,7 @@ class NextRound:
     def go_on(self, session: RolloutSession, following: Following) -> None:
         """Draw the rest of the round's drafts, which the current rollout has begun."""
         self._session = session
-        self._drafts = [*following.groups]
+        self._drafts = following
         self._beside = measured = {}
 
         def decode() -> None:
@@ -90,15 +90,12 @@ class NextRound:
             self._drawn, self._round = self._round.harvest(), None
             seconds = self._drawn.metrics["time/rollout"]
             self._beside = {"ahead_rollout/rollout_seconds": seconds}
-        for group in self._drafts:
-            for completion in group.completions:
-                if completion.token_ids:
-                    completion.put_off()
-        pool = self._runner.planner.pool
-        pool.settle(self._drafts, self._drafts)
-        if self._drafts:
+        if self._drafts is not None:
+            pool, following = self._runner.planner.pool, self._drafts
+            following.put_off()
+            pool.settle(following.groups, following.groups)
             self._runner.audit.carried_tokens = pool.tokens
-        self._drafts = []
+            self._drafts = None
         self._metrics = {**self._beside, "ahead_rollout/wait_seconds": waited}
 
     def take(self) -> tuple[DrawnRound | None, dict[str, float]]:
@@ -115,7 +112,7 @@ class NextRound:
 
     def abandon(self) -> None:
         """Forget a rollout that has not ended; its prompts stay in the pool."""
-        self._session, self._round, self._drafts = None, None, []
+        self._session, self._round, self._drafts = None, None, None
 
     @property
     def tokens(self) -> int:

@@ -15,6 +15,7 @@ from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.ahead_rollout import Correction
+from lit_rlsched.scheduling.drain_filling import Drafting
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.draft_verifier import Drafts
@@ -45,8 +46,17 @@ class RoundSettings:
     """Updates' worth of prompts that a round may draw to replace uninformative groups."""
     ahead: Correction | None = None
     """Whether the next round is drawn during the update, and how its staleness is corrected."""
+    fills_drain: bool = False
+    """Whether slots that a round leaves free begin the next round, as drafts."""
     verify_sync: bool = True
     """Whether the engine's log-probs of drafts are compared with the trainer's."""
+
+    @property
+    def drafts_next(self) -> Drafting | None:
+        """What becomes of drafts of the next round; `None`: there are none."""
+        if self.ahead == "verify":
+            return "go_on"
+        return "cut" if self.fills_drain else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,8 @@ class TrainingRounds:
         round.metrics["time/advantages"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)
         self.next.clear()
-        self._following = drawn.following
+        following = drawn.following
+        self._following = following if following is not None and following.goes_on else None
         self.drafts.keep(how.policy, how.version, planner.pool)
         return round, _counts(round, drawn.harvest) + drawn.failures
 
@@ -166,7 +177,7 @@ class TrainingRounds:
             is_replaced=(lambda group: is_uninformative(group, weights)) if batches > 1 else None,
             max_num_gen_batches=batches,
             advanced=stream.advance if stream else lambda state, trace: None,
-            drafts_next=settings.ahead == "verify",
+            drafts_next=settings.drafts_next,
         )
 
     def _blame(self, rewards: dict[str, float]) -> None:

@@ -1,10 +1,8 @@
 """Rounds that are drawn ahead: content from weights and seeds, whatever the timing."""
 
-import copy
 import random
 import threading
 import time
-from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -13,6 +11,7 @@ from chi_square import p_value
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from seen_rounds import Rounds, Second, cells, counted, weights
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
@@ -31,41 +30,6 @@ from lit_rlsched.rollout.session import RolloutSession
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
 SMALL = {"num_generations": 3, "steps_per_round": 2}
-
-
-class Rounds(RolloutCallback):
-    """Notes the rounds, and which hooks were called for what."""
-
-    def __init__(self):
-        self.rounds, self.planned, self.completions, self.groups = [], [], [], []
-
-    def on_round_start(self, trainer, pl_module, plan):
-        self.planned.append([group.id for group in plan])
-
-    def on_completion_end(self, trainer, pl_module, completion):
-        assert threading.current_thread() is threading.main_thread()
-        self.completions.append(completion)
-
-    def on_group_end(self, trainer, pl_module, group):
-        self.groups.append(group.id)
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
-
-    @property
-    def drawn(self):
-        return [
-            [
-                (g.id, c.index, [*c.token_ids], c.version_spans)
-                for g in r.groups
-                for c in g.completions
-            ]
-            for r in self.rounds
-        ]
-
-
-def weights(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def run(
@@ -323,40 +287,6 @@ def test_refusals(fit, tiny_model):
         fit(callbacks=[AheadRollout()], engine=engine, top_p=0.9)
     with pytest.raises(MisconfigurationException, match="Use `correction='verify'`"):
         fit(callbacks=[AheadRollout("importance"), StreamedTraining()], engine=engine)
-
-
-class Second(RolloutCallback):
-    """Keeps the second round, and the policy that its update begins with."""
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.completions, self.policy = round.completions, copy.deepcopy(pl_module.model).eval()
-        self.prompt = round.groups[0].prompt.token_ids
-
-
-def cells(policy, prompt, eos, most=8):
-    """Probabilities of the likeliest first tokens, each with its likeliest second tokens."""
-
-    def likeliest(ids):
-        with torch.no_grad():
-            found = policy(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
-        return {int(token): float(found[token]) for token in found.topk(most).indices}
-
-    expected = {}
-    for first, chance in likeliest([*prompt]).items():
-        after = {} if first in eos else likeliest([*prompt, first])
-        expected |= {(first, second): chance * p for second, p in after.items()}
-        expected[first, None] = chance * (1 - sum(after.values()))
-    return expected | {(None, None): 1 - sum(expected.values())}
-
-
-def counted(completions, expected):
-    """Number of completions in each cell."""
-    counts = Counter()
-    for first, *more in (c.token_ids for c in completions):
-        pair = first, more[0] if more else None
-        pair = pair if pair in expected else (first, None)
-        counts[pair if pair in expected else (None, None)] += 1
-    return counts
 
 
 @pytest.mark.slow

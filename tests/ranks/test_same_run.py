@@ -109,8 +109,9 @@ def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
         "rounds": 4,
     }
     ahead = {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine", "rounds": 4}
+    filled = {"callbacks": {"DrainFilling": {}}, "rounds": 4}
     plain = {"plain": True}
-    for variant in (drafts, ahead, plain):
+    for variant in (drafts, ahead, filled, plain):
         exact = {"precision": "64-true", **variant}
         check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
 

@@ -149,6 +149,11 @@ class Laws:
         }
         return np.stack([laws[whole[:cut]] for whole in WHOLE])
 
+    def become(self, draft):
+        """Law of what becomes of a draft; one of no tokens is none."""
+        begun = chances(self.accepts[draft], self.residuals[draft], draft) if draft else None
+        return self.row(law(self.logp, begun))
+
     def goes_on(self, cut):
         """The first tokens are kept as they are."""
         return np.stack([self.row(law(self.logp, {whole[:cut]: 1.0})) for whole in WHOLE])
@@ -303,3 +308,78 @@ def test_a_shorter_limit(monkeypatch, laws):
     expected = law(laws.logp, limit=short)
     assert found.keys() == expected.keys()
     assert max(abs(found[x] - expected[x]) for x in expected) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def kernel(laws):
+    return {draft: laws.become(draft) for draft in [(), *laws.drafts]}
+
+
+def drawn(laws, tokens):
+    """Probability of each sequence that is one token longer."""
+    return {(*tokens, t): math.exp(q) for t, q in enumerate(laws.logq[tokens])}
+
+
+def test_one_more_token_changes_nothing_of_what_becomes_of_a_draft(laws, kernel):
+    """So it does not matter where a draft is cut, if nothing that comes later decides on it."""
+    for begun in OPEN:
+        longer = sum(chance * kernel[x] for x, chance in drawn(laws, begun).items())
+        assert np.abs(longer - kernel[begun]).sum() < 1e-12
+    assert kernel[()] == pytest.approx(laws.P, abs=1e-15)
+
+
+def one_slot(x, y):
+    """The second begins when the first has ended; both are cut after four tokens."""
+    return [] if len(x) + len(y) == 4 or ends(y) else [1] if ends(x) else [0]
+
+
+def an_event(x, y):
+    """Both are cut when one of them draws a certain token."""
+    return [] if 2 in (*x, *y) or ends(x) or ends(y) else [0, 1]
+
+
+def an_enough(x, y):
+    """Each draws a token more than the other, in turn, until one is long or looks right."""
+    return [] if ends(x) or ends(y) or x[-1:] == (3,) else [0] if len(x) <= len(y) else [1]
+
+
+def a_begin(x, y):
+    """The second begins only after a certain token of the first, and nobody waits for it."""
+    return [] if ends(x) else [0, 1] if x[:1] == (0,) and not ends(y) else [0]
+
+
+def joint_of(laws, kernel, turn):
+    """Law of two rows; `turn` sees what they have drawn, and says which of them draw a token."""
+    total, todo = np.zeros((len(WHOLE), len(WHOLE))), {((), ()): 1.0}
+    while todo:
+        pair, probability = todo.popitem()
+        if not (rows := turn(*pair)):
+            total += probability * np.outer(kernel[pair[0]], kernel[pair[1]])
+            continue
+        choices = [drawn(laws, x) if i in rows else {x: 1.0} for i, x in enumerate(pair)]
+        for (x, of_x), (y, of_y) in itertools.product(*(c.items() for c in choices)):
+            todo[x, y] = todo.get((x, y), 0.0) + probability * of_x * of_y
+    return total
+
+
+TURNS = pytest.mark.parametrize("turn", [one_slot, an_event, an_enough, a_begin])
+
+
+@TURNS
+def test_what_has_been_drawn_may_decide_where_drafts_begin_and_end(laws, kernel, turn):
+    joint = joint_of(laws, kernel, turn)
+    assert joint.sum() == pytest.approx(1, abs=1e-12)
+    assert laws.error(joint) < 1e-12
+
+
+@TURNS
+def test_another_joint_law_if_a_token_decides_on_a_cut_before_it(laws, kernel, turn):
+    before = {x: kernel[x[:-1] if x[-1:] == (2,) else x] for x in kernel}
+    assert laws.error(joint_of(laws, before, turn)) > 0.01
+
+
+def test_another_law_if_drafts_decide_on_the_policy_that_verifies_them(laws):
+    """As if what this round trains on were to wait for the end of a draft."""
+    short = laws.Q * (LENGTH == 1)
+    found = short @ laws.matrix(LIMIT) / short.sum()
+    assert np.abs(found - laws.P).sum() / 2 > 0.01

@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.rollout.controller import Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.queues import KEYS
+from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.simulate.rounds import simulated_session
-from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
+from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Request, Sampling
 
 LIMIT = 40
 LENGTHS = st.lists(st.integers(1, LIMIT), min_size=1, max_size=12)
@@ -30,10 +32,13 @@ def tokens(groups):
     return [[*c.token_ids] for g in groups for c in g.completions]
 
 
-def started(own, later, slots, engines=1, order="fifo", budget=None):
+def started(own, later, slots, engines=1, order="fifo", budget=None, stream=True):
     """A session, the groups of a round and those of the next."""
-    lengths = {f"{n}{i}/0": x for n, of in (("a", own), ("b", later)) for i, x in enumerate(of)}
-    each = [SimulatedEngine(lambda request: lengths[request.id]) for _ in range(engines)]
+    lengths = {f"{n}{i}": x for n, of in (("a", own), ("b", later)) for i, x in enumerate(of)}
+    each = [
+        SimulatedEngine(lambda request: lengths[request.group], stream=stream)
+        for _ in range(engines)
+    ]
     session = simulated_session(
         EnginePool(each) if engines > 1 else each[0],
         slots * engines,
@@ -107,6 +112,85 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
         turns = sum(length + 2 for length in own) // slots
         before = min(turns, max(later[: slots // 2]))
         assert during.decode_steps == before + max(rest, default=0)
+
+
+def ended(trace, name="a"):
+    """The last step of each completion of the round."""
+    spans = zip(trace.spans["request"], trace.spans["end_step"], strict=True)
+    return {request: step for request, step in spans if request.startswith(name)}
+
+
+def cut(own, later, more, *settings, enough=None, **how):
+    """A round that adds a group for each that completes, as far as there are; drafts are cut."""
+    session, groups, drafts = started([*own, *more], later, *settings, **how)
+    waiting = groups[len(own) :]
+    for group in waiting:  # it needs more slots than the group that makes room for it
+        group.completions.append(Completion(1))
+    rule = FirstDone(enough or len(groups))
+    following = Following(drafts, "later", goes_on=False) if later else None
+    feedback = Feedback(more=lambda group: waiting.pop(0) if waiting else None) if more else None
+    came = [
+        group.id
+        for group in session.rollout(
+            groups[: len(own)], 0, rule, feedback=feedback, following=following
+        )
+    ]
+    assert not session.controller.worker.busy
+    session.close()
+    return came, groups, drafts, session.trace
+
+
+class FirstDone(FullRound):
+    """Ends with the first groups."""
+
+    ends_early = True
+
+    def done(self, state):
+        return len(state.decoded) >= self.update_prompts
+
+
+@given(
+    LENGTHS,
+    LENGTHS,
+    LENGTHS | st.just([]),
+    st.integers(1, 6),
+    st.sampled_from([1, 2]),
+    st.sampled_from([*KEYS]),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_no_completion_waits_for_a_draft(own, later, more, slots, engines, order, enough, stream):
+    """What a round trains on must not depend on what drafts say, nor on when they end."""
+    how = {"engines": engines, "order": order, "enough": min(enough, len(own) + len(more))}
+    how["stream"] = stream
+    came, groups, drafts, trace = cut(own, later, more, slots, **how)
+    other, alone, _, before = cut(own, [], more, slots, **how)
+    assert came == other and tokens(groups) == tokens(alone)
+    assert ended(trace) == ended(before) and trace.decode_steps == before.decode_steps
+    begun = tokens(drafts)
+    assert all(len(ids) <= most for ids, most in zip(begun, later, strict=True))
+    assert trace.tokens == before.tokens + sum(map(len, begun))
+
+
+@given(LENGTHS, LENGTHS, st.integers(1, 6))
+def test_a_cut_draft_has_all_its_tokens(own, later, slots):
+    """A slot that is free draws a token in each step, if a draft waits."""
+    _, _, drafts, trace = cut(own, later, [], slots)
+    free = trace.slot_steps - sum(own)
+    if len(later) >= slots and min(later) >= trace.decode_steps:
+        assert trace.busy_slot_steps == trace.slot_steps and sum(map(len, tokens(drafts))) == free
+    following = Following(drafts, "later", goes_on=False)
+    assert not any(s.completion.token_ids for s in following.samples)
+    whole = Following(groups_of(later, "b"), "later")
+    for sample, length in zip(whole.samples, later, strict=True):
+        event = Event(sample.id, [7] * length, [0.0] * length)
+        sample.completion.take(event, 3)
+    whole.put_off()
+    for sample, length in zip(whole.samples, later, strict=True):
+        draft = Draft(sample.completion.token_ids, sample.completion.logprobs, 3)
+        assert not sample.completion.token_ids and not sample.completion.attempts
+        assert len(sample.completion.draft.token_ids) == length != len(draft.token_ids)
+    assert not Following(whole.groups, "later").samples, "a draft is not drawn on"
 
 
 def test_what_waits_moves_to_an_engine_where_only_drafts_wait():

@@ -1,0 +1,228 @@
+"""Slots that idle at the end of a round begin the next one; rounds do not depend on drafts."""
+
+import random
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+from chi_square import p_value
+from lightning.pytorch.callbacks import ModelCheckpoint
+from seen_rounds import Rounds, Second, cells, counted, weights
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    AdaptiveTimeouts,
+    AheadRollout,
+    DownSampling,
+    DrainFilling,
+    DynamicSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    SortedBatching,
+    StreamedTraining,
+    TailBatching,
+)
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+
+RULES = {
+    "whole": list,
+    "sorted": lambda: [SortedBatching(pool_rounds=2), MicroGroupSampling(slots=5)],
+    "sorted verified": lambda: [SortedBatching(3, mode="verified", oversubscribe=2.0)],
+    "sorted partial": lambda: [
+        SortedBatching(pool_rounds=2, mode="partial"),
+        MicroGroupSampling(slots=5),
+    ],
+    "tail": lambda: [TailBatching(1.5)],
+    "tail drafts": lambda: [TailBatching(1.5, completion_ratio=1.5, reuse_drafts=True)],
+    "tail deferring": lambda: [TailBatching(1.5, max_deferrals=3)],
+}
+ALL = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+class Sleepy(TransformersEngine):
+    """Takes any time for a step."""
+
+    def step(self):
+        time.sleep(random.random() * 0.01)
+        return super().step()
+
+
+def slowly():
+    def digits(prompts, completions, **kwargs):
+        import random
+        import time
+
+        time.sleep(random.random() * 0.02)
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    return digits
+
+
+def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=1e-2, **data):
+    """Four rounds; returns what was seen, the trained weights and the data module."""
+    seen = Rounds()
+    on = [DrainFilling()] if drains else []
+    _, module, datamodule = fit(
+        GRPOModule(model, learning_rate=rate),
+        [seen, *callbacks, *on],
+        {"max_epochs": 5, **(trainer or {})},
+        ckpt_path,
+        **{"num_generations": 3, **data},
+    )
+    return seen, weights(module), datamodule
+
+
+@ALL
+def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule):
+    seen, _, data = run(fit, tiny_model, *rule(), max_completion_length=48)
+    *rounds, last = seen.rounds
+    begun = [r.metrics["rollout/drafts_begun"] for r in rounds]
+    assert sum(begun) > 0 and "rollout/drafts_begun" not in last.metrics
+    for round in rounds:
+        drafts = round.metrics["rollout/draft_tokens"]
+        assert bool(drafts) == bool(round.metrics["rollout/drafts_begun"])
+        assert drafts <= round.metrics["rollout/tokens"]
+        assert 0 <= round.metrics["rollout/useful_token_share"] <= 1
+        assert 0 < round.metrics.get("pool/useful_token_share", 1) <= 1
+    assert sum(r.metrics.get("drafts/tokens", 0) for r in seen.rounds) > 0
+    if rule is list:
+        told = [r.metrics.get("drafts/tokens", 0) for r in seen.rounds]
+        assert told == [0, *(r.metrics["rollout/draft_tokens"] for r in rounds)]
+        for round in seen.rounds:
+            for c in round.completions:
+                assert c.version_spans == [(round.version, len(c.token_ids))] and not c.attempts
+        assert not list(data.pool)
+
+
+@ALL
+def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model, rule):
+    seen, _, _ = run(fit, tiny_model, *rule(), rate=0.0)
+    shares = [
+        r.metrics["drafts/accepted_share"] for r in seen.rounds if "drafts/tokens" in r.metrics
+    ]
+    assert shares and set(shares) == {1.0}
+
+
+@ALL
+def test_a_round_does_not_depend_on_the_drafts_beside_it(fit, tiny_model, sums, rule):
+    """The first round ends in the same step with the same completions."""
+    data = {"train_data": sums[:60], "shuffle": False, "trainer": {"max_epochs": 2}}
+    data["callbacks"] = rule
+    first, second = (
+        run(
+            fit,
+            tiny_model,
+            *rule(),
+            drains=on,
+            **{k: v for k, v in data.items() if k != "callbacks"},
+        )
+        for on in (True, False)
+    )
+    assert first[0].drawn[0] == second[0].drawn[0]
+    steps = [of[0].rounds[0].metrics["rollout/decode_steps"] for of in (first, second)]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.mostly_slow("whole", "tail")
+@ALL
+def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, rule):
+    """In the trainer's process and in one that runs ahead, which take any time."""
+    settings = {"reward_funcs": [slowly()]}
+    first = run(fit, tiny_model, *rule(), engine=ProcessEngine(TransformersEngine()), **settings)
+    update = GRPOModule.training_step
+
+    def dawdle(self, *args):
+        time.sleep(0.02)
+        return update(self, *args)
+
+    monkeypatch.setattr(GRPOModule, "training_step", dawdle)
+    second = run(fit, tiny_model, *rule(), engine=ProcessEngine(Sleepy()), **settings)
+    third = run(fit, tiny_model, *rule(), engine=Sleepy(), **settings)
+    for seen, trained, _ in (second, third):
+        assert seen.drawn == first[0].drawn
+        assert torch.equal(trained, first[1])
+
+
+@pytest.mark.mostly_slow("whole", "tail deferring")
+@ALL
+def test_a_resumed_run_is_the_same(fit, tiny_model, tmp_path, rule):
+    saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=1)
+    on = {"enable_checkpointing": True}
+    seen, whole, _ = run(fit, tiny_model, *rule(), saver, trainer=on)
+    for step in (1, 3):
+        path = str(tmp_path / "c" / f"step={step}.ckpt")
+        again, trained, _ = run(fit, tiny_model, *rule(), ckpt_path=path)
+        assert torch.equal(trained, whole), f"from step {step}"
+        assert again.drawn == seen.drawn[-len(again.rounds) :]
+        for now, then in zip(again.rounds, seen.rounds[-len(again.rounds) :], strict=True):
+            assert not now.metrics.keys() ^ then.metrics.keys()
+            for name in ("rollout/tokens", "rollout/draft_tokens", "pool/useful_token_share"):
+                assert now.metrics.get(name) == then.metrics.get(name)
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        pytest.param(lambda: [DynamicSampling(), TailBatching(1.5)], id="dynamic sampling"),
+        pytest.param(lambda: [MicroGroupSampling(slots=5), LengthPrediction()], id="predictions"),
+        pytest.param(lambda: [DownSampling(2), AdaptiveTimeouts()], id="selection"),
+        pytest.param(
+            lambda: [MicroGroupSampling(slots=5, order="least_attained")], id="least attained"
+        ),
+    ],
+)
+def test_other_callbacks(fit, tiny_model, callbacks):
+    seen, _, _ = run(fit, tiny_model, *callbacks())
+    assert sum(r.metrics.get("drafts/accepted_tokens", 0) for r in seen.rounds) > 0
+
+
+def test_gradients_are_streamed(fit, tiny_model):
+    settings = {"engine": ProcessEngine(TransformersEngine()), "micro_batch_tokens": 64}
+    settings["trainer"] = {"precision": "64-true"}
+    seen, plain, _ = run(fit, tiny_model, **settings)
+    again, streamed, _ = run(fit, tiny_model, StreamedTraining(start=0), **settings)
+    assert again.drawn == seen.drawn
+    torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
+
+
+def test_several_engines(fit, tiny_model):
+    seen, _, _ = run(fit, tiny_model, num_engines=2)
+    assert all(r.metrics["rollout/drafts_begun"] for r in seen.rounds[:-1])
+    crowded, _, _ = run(fit, tiny_model, MicroGroupSampling(slots=4), num_engines=2)
+    assert not any(r.metrics["rollout/drafts_begun"] for r in crowded.rounds[:-1])
+
+
+def test_refusals(fit, tiny_model):
+    with pytest.raises(ValueError, match="`AheadRollout` with `DrainFilling`"):
+        fit(callbacks=[DrainFilling(), AheadRollout()], engine=ProcessEngine(TransformersEngine()))
+    with pytest.raises(ValueError, match=r"top_p=0\.9"):
+        fit(callbacks=[DrainFilling()], top_p=0.9)
+    memory = MicroGroupSampling(memory_budget=2**20)
+    with pytest.raises(ValueError, match="wait for memory that drafts take"):
+        fit(callbacks=[DrainFilling(), TailBatching(), memory])
+    run(fit, tiny_model, memory)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_completions_are_draws_of_the_newest_policy(fit, tiny_model, monkeypatch):
+    """4,096 completions of which some were begun before an update so large that it shows."""
+
+    def drawn():
+        second = Second()
+        fit(
+            GRPOModule(tiny_model, learning_rate=3e-3),
+            [second, MicroGroupSampling(slots=2048), DrainFilling()],
+            engine=VLLMEngine(),
+            train_data=[{"prompt": "1+1=", "answer": "2", "uid": str(i)} for i in range(512)],
+            prompts_per_round=256,
+            num_generations=16,
+            max_completion_length=4,
+            micro_batch_tokens=16384,
+        )
+        eos = second.policy.generation_config.eos_token_id
+        expected = cells(second.policy, second.prompt, {eos} if isinstance(eos, int) else {*eos})
+        return p_value(counted(second.completions, expected), expected)
+
+    assert drawn() > 1e-3
