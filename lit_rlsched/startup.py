@@ -84,7 +84,7 @@ class Startup:
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
         self._check_ranks()
-        self._check_drain()
+        self._check_drafts()
         unscored = () if data.has_rewards and self._trainer.predicting else ("predict",)
         held_out = (ps for stage, ps in self.prompts.held_out.items() if stage not in unscored)
         scored = chain(() if self.prompts.stream else self.prompts.train, *held_out)
@@ -137,9 +137,21 @@ class Startup:
                 "`DrainFilling` out."
             )
 
-    def _check_drain(self) -> None:
-        """Refuse drafts that would decide which completions end first, by the memory they take."""
-        schedule = self._data.schedule
+    def _check_drafts(self) -> None:
+        """Refuse drafts of several policy versions.
+
+        Also those that would decide which completions end first, by the memory they take.
+        """
+        schedule, rule = self._data.schedule, self._data.schedule.rule
+        mixed = rule.keeps_drafts and rule.max_staleness != 0
+        if mixed or (schedule.verifies_drafts and schedule.in_flight is not None):
+            why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
+            why = why if mixed else "has drafts, and `InFlightUpdates` changes weights meanwhile"
+            raise ValueError(
+                f"`{type(rule).__name__}` {why}: a draft would have tokens of several policy "
+                "versions, and is verified with the weights of one. Use `max_staleness=0` without "
+                "`InFlightUpdates`, or `keeps_drafts=False`."
+            )
         budget = schedule.slots.memory_budget
         if schedule.fills_drain and schedule.rule.ends_early and budget is not None:
             raise ValueError(

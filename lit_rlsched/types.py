@@ -214,9 +214,19 @@ class Completion:
             setattr(self, name, getattr(blank, name))
 
     def put_off(self) -> None:
-        """Move the drawn tokens, all of one policy version, into `draft` and reset."""
-        ((version, _),) = self.version_spans
-        draft = Draft(self.token_ids, self.logprobs, version)
+        """Move the drawn tokens into `draft` and reset.
+
+        Raises:
+            ValueError: they are of several policy versions, or there are none.
+        """
+        versions = [version for version, _ in self.version_spans]
+        if len(versions) != 1:
+            raise ValueError(
+                f"A draft has tokens of one policy version, and this completion of {versions}: "
+                "verification needs the weights that drew it. Rules with `keeps_drafts` have "
+                "`max_staleness=0`, and weights do not change during their rounds."
+            )
+        draft = Draft(self.token_ids, self.logprobs, versions[0])
         self.restart()
         self.draft = draft
 

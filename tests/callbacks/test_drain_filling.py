@@ -19,11 +19,14 @@ from lit_rlsched.callbacks import (
     DynamicSampling,
     LengthPrediction,
     MicroGroupSampling,
+    RolloutCallback,
     SortedBatching,
     StreamedTraining,
     TailBatching,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.scheduling.in_flight_updates import InFlight
+from lit_rlsched.scheduling.sorted_batching import SortedSettings
 
 RULES = {
     "whole": list,
@@ -202,6 +205,24 @@ def test_refusals(fit, tiny_model):
     with pytest.raises(ValueError, match="wait for memory that drafts take"):
         fit(callbacks=[DrainFilling(), TailBatching(), memory])
     run(fit, tiny_model, memory)
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_flight"), [((), InFlight()), ((1,), None)], ids=["in flight", "stale"]
+)
+def test_drafts_of_several_versions_are_refused(fit, settings, in_flight):
+    """No callback of the package does this; a rule of one's own may."""
+
+    class Own(RolloutCallback):
+        def setup(self, trainer, pl_module, stage):
+            rule = SortedSettings(2, mode="verified").rule(4, 4, "group")
+            if settings:
+                (rule.max_staleness,) = settings
+            trainer.datamodule.schedule.rule = rule
+            trainer.datamodule.schedule.in_flight = in_flight
+
+    with pytest.raises(ValueError, match="tokens of several policy versions"):
+        fit(callbacks=[Own()])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import io
 from array import array
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,6 +227,13 @@ def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     copied = done.copy()
     copied.restart()  # a draft is never drawn on from
     assert copied == Completion(1, attempts=1) and done.draft is not None
+
+
+def test_a_draft_has_one_version():
+    half = Completion(0, [5, 6, 7], [-0.5, -0.25, -2.0], [(3, 1), (5, 2)])
+    for completion in (half, Completion(0)):
+        with pytest.raises(ValueError, match="A draft has tokens of one policy version"):
+            completion.put_off()
 
 
 def test_which_tokens_are_of_a_version():
