@@ -23,7 +23,8 @@ class AheadRollout(RolloutCallback):
     * `verify`: the completions are drafts. Before the update that uses them, the trainer verifies
       all of them with a forward pass, keeps a prefix of each, and the engine draws the rest (block
       verification, arXiv 2403.10444). The result is distributed as if the newest policy had drawn
-      all of it, up to the difference between engine and trainer. Rewards are computed afterwards.
+      all of it, up to the difference between engine and trainer. Rewards are computed afterwards,
+      or during the update if the draft is then kept whole.
       Slots that are free meanwhile begin the drafts of the round after it.
     * `importance`: they are trained on as they are, as in `SortedBatching(mode="partial")`: with
       the clipped ratio relative to the policy that drew them or, in RLOO and with
@@ -44,7 +45,8 @@ class AheadRollout(RolloutCallback):
 
     Each round logs `ahead_rollout/rollout_seconds` (time of the rollout beside the update) and
     `ahead_rollout/wait_seconds` (how long the trainer waited for its end); with `verify` also
-    `ahead_rollout/tokens`, `rollout/draft_tokens`, `drafts/*` and `time/drafts`.
+    `ahead_rollout/tokens`, `ahead_rollout/rewards_kept`, `rollout/draft_tokens`, `drafts/*` and
+    `time/drafts`.
 
     Args:
         correction: `verify` or `importance`.

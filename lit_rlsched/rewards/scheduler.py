@@ -111,6 +111,10 @@ class RewardScheduler:
         self._failures = FailureCounts(self.names, ["log_failure" in o for o in self._offered])
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
+    def asks_for(self, argument: str) -> bool:
+        """Whether a function takes this argument of those that are passed to any that has them."""
+        return any(argument in offered for offered in self._offered)
+
     @property
     def pending(self) -> int:
         """Number of jobs submitted and not yet returned by `poll`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.controller import completion_seed
+from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Event, Group, Request, Sample
 
@@ -89,6 +90,7 @@ class DraftingWorker(Worker):
         self._drafts = {request.id: (sample, request) for sample, request in drafts}
         self._waiting = [request for _, request in self._drafts.values()]
         self._own: set[str] = set()
+        self._ended: list[Sample] = []
 
     @property
     def drafts(self) -> int:  # type: ignore[override]
@@ -178,6 +180,7 @@ class DraftingWorker(Worker):
                 paused.append(request)
             elif event.finish_reason is not None:
                 del self._drafts[request.id]
+                self._ended.append(sample)
         return paused
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
@@ -199,8 +202,19 @@ class DraftingWorker(Worker):
         self._take(self._worker.abort())
         self._drafts.clear()
 
-    def go_on(self, heed: Callable[[], None]) -> None:
-        """Decode the drafts to their end; `heed` is called before each step."""
-        while self._drafts:
+    def go_on(self, heed: Callable[[], None], scorer: Scorer) -> None:
+        """Decode the drafts to their end, and start to score them.
+
+        Args:
+            heed: Called before each step.
+            scorer: Scores nothing else meanwhile.
+        """
+        while True:
+            for sample in self._ended:
+                scorer.submit_ahead(sample.group, sample.completion)
+            self._ended.clear()
+            scorer.turn()
+            if not self._drafts:
+                return
             heed()
             self.step()

@@ -126,8 +126,9 @@ class RoundInProgress:
 
     def _verify_all(self) -> None:
         self._verify(self.groups)
-        completions = (Sample(g, c) for g in self.groups for c in g.completions)
-        self._begun = {sample.id: len(sample.completion.token_ids) for sample in completions}
+        samples = [Sample(g, c) for g in self.groups for c in g.completions]
+        self._begun = {sample.id: len(sample.completion.token_ids) for sample in samples}
+        self._session.scorer.forget_ahead({s.id for s in samples if s.completion.finished})
 
     def _verify(self, groups: Sequence[Group]) -> None:
         verified = time.perf_counter()

@@ -1,9 +1,11 @@
 """From a finished completion's tokens to its scores."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from lit_rlsched.rewards.jobs import ScoredJob
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
 from lit_rlsched.text import printable
@@ -39,15 +41,26 @@ class Scorer:
         """Policy version of the rollout."""
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
+        self._ahead: dict[Hashable, _Ahead] = {}
+        self._known: list[ScoredJob] = []
+        """Of completions that were submitted when they were scored already."""
+        self.kept_ahead = 0
+        """Completions of this round whose scoring had begun before it."""
 
     @property
     def names(self) -> list[str]:
         """Names of the reward functions."""
         return list(self.scheduler.names)
 
-    def turn(self) -> None:
-        """Let the reward scheduler handle what its workers have sent, without blocking."""
-        self.scheduler.turn()
+    def turn(self, seconds: float = 0.0) -> None:
+        """Let the reward scheduler handle what its workers have sent.
+
+        Args:
+            seconds: Maximum time to wait for a score.
+        """
+        self.scheduler.turn(seconds)
+        if self._ahead and not self._pending:
+            self._note_ahead(self.scheduler.poll())
 
     def failures(self) -> Counter[str]:
         """Return failures of reward functions since the run began: `rewards/<func>/*`."""
@@ -68,13 +81,52 @@ class Scorer:
         if completion.dropped or not self.scores:
             self._unscorable.append((group, completion))
             return
+        job_id = f"{group.id}/{completion.index}"
+        self._pending[job_id] = (group, completion)
+        ahead = self._ahead.pop(job_id, None)
+        if ahead is not None and ahead.token_ids == completion.token_ids:
+            self.kept_ahead += 1
+            self._known += [ahead.job] if ahead.job is not None else []
+            return
+        if ahead is not None:
+            self.scheduler.cancel([job_id])
+        self._start(group, completion)
+
+    def submit_ahead(self, group: Group, completion: Completion) -> None:
+        """Start scoring a draft that has ended, before it is verified.
+
+        `submit` uses the score if the completion has become the same. Nothing is begun if scores
+        depend on the progress of training or on adaptive time-outs.
+        """
+        if not self.scores or self.timeouts or self.scheduler.asks_for("trainer_state"):
+            return
+        completion.text = self.decode(completion.token_ids)
+        self._ahead[f"{group.id}/{completion.index}"] = _Ahead(completion.token_ids)
+        self._start(group, completion)
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether scores of drafts are missing."""
+        return any(ahead.job is None for ahead in self._ahead.values())
+
+    def forget_ahead(self, besides: Collection[Hashable] = ()) -> None:
+        """Forget drafts, once they are verified, besides those of whole completions, by id."""
+        gone = self._ahead.keys() - set(besides)
+        self.scheduler.cancel(gone)
+        for job_id in gone:
+            del self._ahead[job_id]
+
+    def _note_ahead(self, jobs: Iterable[ScoredJob]) -> None:
+        for job in jobs:
+            if (ahead := self._ahead.get(job.job_id)) is not None:
+                ahead.job = job
+
+    def _start(self, group: Group, completion: Completion) -> None:
         answer: Any = completion.text
         if not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]
-        job_id = f"{group.id}/{completion.index}"
-        self._pending[job_id] = (group, completion)
         self.scheduler.submit(
-            job_id,
+            f"{group.id}/{completion.index}",
             prompt=group.prompt.text,
             completion=answer,
             completion_ids=completion.token_ids,
@@ -89,9 +141,11 @@ class Scorer:
         for group, completion in unscorable:
             completion.scores = [None] * len(self.scheduler.names)
             yield group, completion
-        for job in self.scheduler.poll():
-            if job.job_id not in self._pending:
-                continue  # it was cancelled
+        known, self._known = self._known, []
+        for job in (*known, *self.scheduler.poll()):
+            if job.job_id not in self._pending:  # it was cancelled, or is a draft
+                self._note_ahead([job])
+                continue
             group, completion = self._pending.pop(job.job_id)
             completion.scores = job.scores
             failed = zip(self.scheduler.names, job.failures, strict=True)
@@ -107,7 +161,7 @@ class Scorer:
     def wait(self, timeout: float | None = None) -> None:
         """Block until a score has arrived, at most `timeout` seconds."""
         assert self.pending, "nothing to wait for"
-        if not self._unscorable:
+        if not self._unscorable and not self._known:
             self.scheduler.wait(timeout)
 
     def cancel(self, group: Group | None = None) -> None:
@@ -116,7 +170,16 @@ class Scorer:
         self.scheduler.cancel(forgotten)
         for job_id in forgotten:
             del self._pending[job_id]
+        self._known = [job for job in self._known if job.job_id in self._pending]
         self._unscorable = [(g, c) for g, c in self._unscorable if group and g is not group]
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A draft that has ended and is scored."""
+
+    token_ids: Sequence[int]
+    job: ScoredJob | None = None
 
 
 class Unscored:
@@ -136,6 +199,15 @@ class Unscored:
 
     def submit(self, group: Group, completion: Completion) -> None:
         self._finished.append((group, completion))
+
+    def submit_ahead(self, group: Group, completion: Completion) -> None:
+        pass
+
+    def forget_ahead(self, besides: Collection[Hashable] = ()) -> None:
+        pass
+
+    def turn(self, seconds: float = 0.0) -> None:
+        pass
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:
         finished, self._finished = self._finished, []

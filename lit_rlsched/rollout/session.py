@@ -1,5 +1,6 @@
 """A started engine and its scorer: rollouts under the current weights."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -21,6 +22,8 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Completion, Group
 
 T = TypeVar("T")
+SCORE_SECONDS = 0.05
+"""Longest wait for the score of a draft before the end of the update is noticed."""
 Sync = Callable[..., Mapping[str, float]]
 """Copies the weights of a policy version to the engine and returns metrics; with `keep` beside what
 running requests have cached."""
@@ -72,6 +75,8 @@ class RolloutSession:
         """Hooks that the rollout in the background has not called yet."""
         self._calls_hooks = True
         self._closing = False
+        self._wanted = threading.Event()
+        """Set while the trainer waits for the rollout in the background."""
         self._began = 0
         """Policy version that the rollout began with."""
         self._in_flight = in_flight
@@ -140,6 +145,7 @@ class RolloutSession:
         self.wait()
         self._rollout.close()
         self.scorer.version, self._began, self._calls_hooks = version, version, hooks
+        self.scorer.kept_ahead = 0
         rule, controller = rule or FullRound(len(groups)), self.controller
         if following is not None and not following.goes_on and self._moves(groups):
             following = None
@@ -158,6 +164,12 @@ class RolloutSession:
         """Draw the rest of the drafts of the current rollout."""
         for _ in self._rollout:
             pass
+
+    def score_on(self) -> None:
+        """Score the drafts, in the background, until the trainer waits or all have their scores."""
+        while self.scorer.scores_ahead and not self._wanted.is_set():
+            self._heed()
+            self.scorer.turn(SCORE_SECONDS)
 
     def _run(
         self, version: int, groups: Iterator[Group], following: Following | None = None
@@ -181,7 +193,7 @@ class RolloutSession:
             else:
                 controller.worker.end_round()
                 yield None
-                controller.worker.go_on(self._heed)
+                controller.worker.go_on(self._heed, self.scorer)
         finally:
             if following is not None:
                 controller.worker = worker
@@ -194,6 +206,7 @@ class RolloutSession:
         Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
         """
         self._held = []
+        self._wanted.clear()
         self.engine.policy_changes()
         if (how := self._in_flight) is not None:
             replay = None if how.replay is None else how.replay.get(self._began, ())
@@ -221,6 +234,7 @@ class RolloutSession:
         background, held = self._background, self._held
         if background is None or held is None:
             return
+        self._wanted.set()
         if self._meetings is not None:
             self._meetings.release()
         try:

@@ -68,6 +68,7 @@ class NextRound:
             session.go_on()
             measured["ahead_rollout/rollout_seconds"] = time.perf_counter() - began
             measured["ahead_rollout/tokens"] = following.tokens
+            session.score_on()
 
         session.in_background(decode)
 

@@ -129,6 +129,8 @@ class TrainingRounds:
             stream.finish(round)
         self._blame(huge_rewards(round, names, update.weights))
         round.metrics |= measure(round, drawn.harvest, drawn.planned, names, update)
+        if "ahead_rollout/tokens" in ahead:
+            ahead = {**ahead, "ahead_rollout/rewards_kept": how.session.scorer.kept_ahead}
         round.metrics |= drawn.metrics | ahead
         round.metrics["time/advantages"] = time.perf_counter() - began
         round.metrics |= self.runner.commit(drawn)

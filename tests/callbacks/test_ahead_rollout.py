@@ -26,6 +26,7 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
@@ -187,6 +188,57 @@ def test_a_resumed_run_is_the_same(fit, tiny_model, sums, tmp_path, correction, 
             assert [c.text for c in now.completions] == [c.text for c in then.completions]
             assert now.metrics["num_tokens"] == then.metrics["num_tokens"]
             assert now.metrics["rollout/tokens"] == then.metrics["rollout/tokens"]
+
+
+def counted_calls(path):
+    def digits(prompts, completions, **kwargs):
+        import time
+
+        time.sleep(0.01)
+        with open(path, "a") as file:
+            file.write("x")
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    return digits
+
+
+class Patient(RolloutCallback):
+    """Begins an update only when so many rewards were computed."""
+
+    def __init__(self, path):
+        self.path, self.seen = path, []
+
+    def on_train_batch_start(self, trainer, *args):
+        rounds = trainer.current_epoch + 1 + (trainer.current_epoch < trainer.max_epochs - 1)
+        end = time.monotonic() + 60
+        while self.path.stat().st_size < 12 * rounds and time.monotonic() < end:
+            time.sleep(0.01)
+        self.seen.append(self.path.stat().st_size)
+
+
+def test_rewards_are_computed_during_the_update(fit, tiny_model, tmp_path):
+    """If all drafts are kept, those of the next round have their rewards when the update begins."""
+    patient = Patient(tmp_path / "calls")
+    reward = counted_calls(str(patient.path))
+    data = {"steps_per_round": 1, "reward_funcs": [reward], "trainer": {"max_epochs": 3}}
+    seen, _, _ = run(fit, tiny_model, "verify", patient, rate=0.0, **data)
+    assert patient.seen == [24, 36, 36]
+    kept = [r.metrics.get("ahead_rollout/rewards_kept") for r in seen.rounds]
+    assert kept == [None, 12, 12]
+    assert all(c.scored for r in seen.rounds for c in r.completions)
+    check_hooks(seen)
+
+
+def test_rewards_of_drafts_that_were_cut_are_computed_again(fit, tiny_model, monkeypatch):
+    seen, trained, _ = run(fit, tiny_model, "verify", reward_funcs=[slowly()])
+    for round in seen.rounds[1:]:
+        assert round.metrics["ahead_rollout/rewards_kept"] == round.metrics["drafts/completed"]
+    monkeypatch.setattr(Scorer, "submit_ahead", lambda *args: None)
+    again, other, _ = run(fit, tiny_model, "verify", reward_funcs=[slowly()])
+    assert not any(r.metrics.get("ahead_rollout/rewards_kept") for r in again.rounds)
+    assert again.drawn == seen.drawn and torch.equal(other, trained)
+    for now, then in zip(again.rounds, seen.rounds, strict=True):
+        assert [c.scores for c in now.completions] == [c.scores for c in then.completions]
 
 
 def test_verified_rounds_stream_their_gradients(fit, tiny_model):

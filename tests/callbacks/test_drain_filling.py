@@ -231,10 +231,10 @@ def test_completions_are_draws_of_the_newest_policy(fit, tiny_model, monkeypatch
     """4,096 completions of which some were begun before an update so large that it shows."""
 
     def drawn():
-        second = Second()
+        second, seen = Second(), Rounds()
         fit(
             GRPOModule(tiny_model, learning_rate=3e-3),
-            [second, MicroGroupSampling(slots=2048), DrainFilling()],
+            [second, seen, MicroGroupSampling(slots=2048), DrainFilling()],
             engine=VLLMEngine(),
             train_data=[{"prompt": "1+1=", "answer": "2", "uid": str(i)} for i in range(512)],
             prompts_per_round=256,
@@ -244,6 +244,9 @@ def test_completions_are_draws_of_the_newest_policy(fit, tiny_model, monkeypatch
         )
         eos = second.policy.generation_config.eos_token_id
         expected = cells(second.policy, second.prompt, {eos} if isinstance(eos, int) else {*eos})
+        assert (
+            0 < seen.rounds[1].metrics["drafts/completed"] < seen.rounds[1].metrics["drafts/tokens"]
+        )
         return p_value(counted(second.completions, expected), expected)
 
     assert drawn() > 1e-3

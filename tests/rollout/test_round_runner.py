@@ -8,6 +8,7 @@ import pytest
 from lit_rlsched.rollout import round_runner
 from lit_rlsched.rollout.audit import DraftAudit, Harvest
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -31,7 +32,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     monkeypatch.setattr(round_runner, "settle", lambda *state: Harvest([], [], [], []))
     controller = SimpleNamespace(state=None, end_predictions=dict)
     session = SimpleNamespace(rollout=rollout, controller=controller, trace=None, metrics=dict)
-    session.failures = Counter
+    session.failures, session.scorer = Counter, Unscored()
     planner = SimpleNamespace(
         plan=lambda rule: [first], replacement=lambda group, groups, rule: second
     )
