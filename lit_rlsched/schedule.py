@@ -11,6 +11,7 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.learner import Learner
 from lit_rlsched.training.selection import Selection
@@ -52,6 +53,8 @@ class Schedule:
     """How long reward functions may take: `AdaptiveTimeouts`."""
     mask_stale_tokens: bool = False
     """Exclude tokens of earlier policy versions from the loss: `SortedBatching`."""
+    drafting: Drafting | None = None
+    """How the engine drafts tokens, to verify several in a decode step: `Speculation`."""
 
     @property
     def verifies_drafts(self) -> bool:
@@ -109,6 +112,14 @@ REFUSED = {
         "drawn as a whole. Remove one of them."
     ),
     ("SortedBatching", "TailBatching"): "Both decide when a round ends. Remove one of them.",
+    ("AheadRollout", "Speculation"): (
+        "How many tokens of a round are drawn ahead depends on the number of decode steps, so it "
+        "would draw other tokens. Remove one of them."
+    ),
+    ("InFlightUpdates", "Speculation"): (
+        "New weights go in after a number of decode steps, so it would draw other tokens. Remove "
+        "one of them."
+    ),
     ("DynamicSampling", "SortedBatching"): (
         "`SortedBatching` draws no new prompts until its pool is used up, so a prompt could not be "
         "replaced. Remove one of them; `DownSampling(drop_uninformative=True)` leaves such prompts "
@@ -149,6 +160,13 @@ CHANGED = {
         "If completions wait for slots, the engine waits for the trainer between two decode steps, "
         "so little overlaps."
     ),
+    **{
+        (name, "Speculation"): (
+            "Completions are the same, but not always those that are in time: text that repeats "
+            "needs fewer steps. `speculation/trained_over_drawn_speed` shows it."
+        )
+        for name in ("DynamicSampling", "SortedBatching", "TailBatching")
+    },
     ("AdaptiveTimeouts", "TailBatching"): (
         "A race includes the reward: a call that hangs delays its prompt no longer than the "
         "adaptive time-out."

@@ -209,6 +209,7 @@ class Startup:
             kv_cache_bytes=data.schedule.slots.memory_budget,
             adapters=adapter_spec(self.policy) if data.engine.enable_lora else None,
             first_gpu=self._trainer.num_devices if data.engine.weight_transfer == "nccl" else 0,
+            drafting=data.schedule.drafting,
         )
         return replace(spec, slots=self.slots(spec))
 

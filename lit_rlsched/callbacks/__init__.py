@@ -18,6 +18,7 @@ from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
 from lit_rlsched.callbacks.round_checkpoint import RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
+from lit_rlsched.callbacks.speculation import Speculation
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
 
@@ -40,6 +41,7 @@ __all__ = [
     "RolloutProgressBar",
     "RoundCheckpoint",
     "SortedBatching",
+    "Speculation",
     "StreamedTraining",
     "TailBatching",
 ]

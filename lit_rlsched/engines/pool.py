@@ -51,6 +51,7 @@ class EnginePool(RolloutEngine):
         self.enable_lora, self.weight_transfer = first.enable_lora, first.weight_transfer
         self.decodes_by_itself = all(engine.decodes_by_itself for engine in engines)
         self.keeps_cache = all(engine.keeps_cache for engine in engines)
+        self.speculates = all(engine.speculates for engine in engines)
         self._engine_of: dict[str, int] = {}
         """Engine of each request that was submitted here and not to a worker."""
 

@@ -30,10 +30,13 @@ class SlotCache:
         self._source = [row for row, slots in enumerate(targets) for _ in slots]
 
     def decode(self, positions: Tensor, length: int) -> None:
-        """Prepare for one token per slot in use; the largest position is `length - 1`."""
+        """Prepare for the tokens of each slot in use at `positions`, `[slots, T]`.
+
+        The largest position is `length - 1`. What was stored there before is overwritten.
+        """
         self._targets, self._length = None, length
         self._positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
+        self._rows = torch.arange(len(positions), device=positions.device)[:, None]
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions; no slot may be both source and target."""
@@ -51,7 +54,7 @@ class SlotCache:
             return keys, values
         room = self._room(layer, keys, values, len(keys), length)
         for tensor, new in zip(room, (keys, values), strict=True):
-            tensor[self._rows, :, self._positions] = new[:, :, 0]
+            tensor[self._rows, :, self._positions] = new.transpose(1, 2)
         return room[0][: len(keys), :, :length], room[1][: len(keys), :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -127,11 +130,13 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one query position, with the query heads of a key head as its positions."""
-    batch, heads = query.shape[:2]
+    """Attention with the positions of all query heads of a key head in one."""
+    batch, heads, length = query.shape[:3]
     query = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+    if length > 1:  # else it is the same for all query heads
+        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, 1, heads, -1), None
+    return out.reshape(batch, heads, length, -1).transpose(1, 2), None
 
 
 AttentionInterface.register("lit_rlsched_decode", _attend)

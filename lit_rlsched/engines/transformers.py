@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
+from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
 PREFILL_TOKENS = 16_384
@@ -45,6 +46,7 @@ class TransformersEngine(RolloutEngine):
     version = 0
     """Policy version of the last weights."""
     keeps_cache = True
+    speculates = True
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
@@ -80,6 +82,8 @@ class TransformersEngine(RolloutEngine):
         self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
         self._rules = torch.zeros(len(RULES), spec.slots, dtype=torch.float64).to(self._device)
         self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+        vocab_size, drafting = self._config.vocab_size, spec.drafting
+        self._drafts = None if drafting is None else DraftTokens(drafting, vocab_size)
 
     def submit(self, requests: Sequence[Request]) -> None:
         live_ids = {row.id for row in self._rows}
@@ -100,31 +104,84 @@ class TransformersEngine(RolloutEngine):
         self._rules[:, slots] = torch.tensor(rules, dtype=torch.float64, device=self._device)
         self._prefill(rows)
         self._rows += rows
+        if self._drafts is not None:
+            for r, row in zip(requests, rows, strict=True):
+                self._drafts.enter(r.id, r.group, row.context, r.limit - len(r.prefix_ids))
 
     def step(self) -> list[Event]:
         if not self._rows:
             return []
+        drafts = {}
+        if self._drafts is not None:
+            drafts = self._drafts.propose([row.id for row in self._rows])
+        events = self._verify(drafts) if drafts else self._draw_next()
+        self._decode_steps += 1
+        for row, event in zip(self._rows, events, strict=True):
+            row.token_ids.extend(event.token_ids)
+            row.logprobs.extend(event.logprobs)
+            if self._drafts is not None:
+                self._drafts.take(row.id, event.token_ids)
+        self._free([i for i, event in enumerate(events) if event.finish_reason])
+        return events
+
+    def _draw_next(self) -> list[Event]:
+        """Draw the next token of every row."""
         token, position, seed, drawn, limit = self._integers[:, : len(self._rows)]
         rules = dict(zip(RULES, self._rules[:, : len(self._rows)], strict=True))
         noise = counter_uniform(seed, drawn)  # on the host, so before the GPU is busy
-        tokens, logprobs = draw(self._decode(token, position), noise, **rules)
+        logits = self._decode(token[:, None], position[:, None])[:, 0]
+        tokens, logprobs = draw(logits, noise, **rules)
         token.copy_(tokens)
         position += 1
         drawn += 1
-        self._decode_steps += 1
-
         stopped = torch.isin(tokens, self._eos).tolist()
         full = (drawn >= limit).tolist()
         events = []
         for row, new, logprob, stop, length in zip(
             self._rows, tokens.tolist(), logprobs.tolist(), stopped, full, strict=True
         ):
-            row.token_ids.append(new)
-            row.logprobs.append(logprob)
             reason: FinishReason | None = "stop" if stop else "length" if length else None
             events.append(Event(row.id, [new], [logprob], reason))
-        self._free([i for i, event in enumerate(events) if event.finish_reason])
         return events
+
+    def _verify(self, drafts: Mapping[str, Sequence[int]]) -> list[Event]:
+        """Draw the next tokens of every row, as far as its draft tokens are the draws before."""
+        token, position, _, drawn, limit = self._integers[:, : len(self._rows)]
+        guesses = [drafts.get(row.id, ()) for row in self._rows]
+        draws, logprobs = self._draw_after(guesses)
+        events, at = [], 0
+        for row, guess, left in zip(self._rows, guesses, (limit - drawn).tolist(), strict=True):
+            count = _count(draws[at : at + 1 + len(guess)], guess, self._spec.eos_token_ids)
+            new = draws[at : at + count]
+            stop = new[-1] in self._spec.eos_token_ids
+            reason: FinishReason | None = "stop" if stop else "length" if count == left else None
+            events.append(Event(row.id, new, logprobs[at : at + count], reason))
+            at += 1 + len(guess)
+        counts = torch.tensor([len(event.token_ids) for event in events], device=self._device)
+        token.copy_(torch.tensor([event.token_ids[-1] for event in events], device=self._device))
+        position += counts
+        drawn += counts
+        return events
+
+    def _draw_after(self, guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
+        """Draw behind the last token of each row and behind each of its draft tokens.
+
+        Returns:
+            Tokens and their log-probs, one row after the other.
+        """
+        token, position, seed, drawn, _ = self._integers[:, : len(guesses)]
+        width = 1 + max(map(len, guesses))
+        fed = torch.tensor([[0, *guess, *[0] * (width - 1 - len(guess))] for guess in guesses])
+        fed, offsets = fed.to(self._device), torch.arange(width, device=self._device)
+        fed[:, 0] = token
+        # what is fed beyond a row's draft, or rejected, is overwritten when its position is drawn
+        positions = (position[:, None] + offsets).clamp(max=self._spec.max_model_len - 1)
+        places = [(row, at) for row, guess in enumerate(guesses) for at in range(1 + len(guess))]
+        row, at = torch.tensor(places, device=self._device).unbind(1)
+        noise = counter_uniform(seed[row], drawn[row] + at)
+        logits = self._decode(fed, positions)[row, at]
+        tokens, logprobs = draw(logits, noise, **dict(zip(RULES, self._rules[:, row], strict=True)))
+        return tokens.tolist(), logprobs.tolist()
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         ids = set(request_ids)
@@ -148,9 +205,12 @@ class TransformersEngine(RolloutEngine):
             own = self._policy.state_dict()
             for name, tensor in named_tensors:
                 own[name].copy_(tensor)
+        if self._drafts is not None:
+            self._drafts.forget()
         self.version = version
 
     def stats(self) -> EngineStats:
+        counts = DraftCounts() if self._drafts is None else self._drafts.counts
         return EngineStats(
             running=len(self._rows),
             waiting=0,
@@ -158,6 +218,9 @@ class TransformersEngine(RolloutEngine):
             decode_steps=self._decode_steps,
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
+            proposed=counts.proposed,
+            accepted=counts.accepted,
+            drafter_failures=counts.failures,
         )
 
     def now(self) -> float:
@@ -204,15 +267,15 @@ class TransformersEngine(RolloutEngine):
             self._forward(torch.tensor(ids, device=self._device), positions)
 
     def _decode(self, token: Tensor, position: Tensor) -> Tensor:
-        """Feed every row's last token and return the logits of the next, `[B, V]`."""
+        """Feed every row's next tokens, `[B, T]`, and return the logits after each, `[B, T, V]`."""
         length = int(position.max()) + 1
         self._cache.decode(position, length)
-        ahead = torch.arange(length, device=self._device) > position[:, None, None, None]
+        ahead = torch.arange(length, device=self._device) > position[:, None, :, None]
         # additive, as not every attention takes a boolean mask
         mask = torch.zeros_like(ahead, dtype=self._dtype)
         mask.masked_fill_(ahead, torch.finfo(self._dtype).min)
         with grouped_attention(self._config):
-            logits = self._forward(token[:, None], position[:, None], mask)
+            logits = self._forward(token, position, mask)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
@@ -228,15 +291,18 @@ class TransformersEngine(RolloutEngine):
                 attention_mask=mask,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=1 if mask is None else 0,
             )
         finally:
             for attributes in training:
                 attributes["training"] = True
-        return output.logits[:, -1]
+        return output.logits
 
     def _free(self, dropped: list[int]) -> None:
         """Free slots; rows from the end move into the gaps."""
+        if self._drafts is not None:
+            for slot in dropped:
+                self._drafts.leave(self._rows[slot].id)
         left = len(self._rows) - len(dropped)
         holes = [slot for slot in dropped if slot < left]
         movers = sorted(set(range(left, len(self._rows))) - set(dropped))
@@ -267,6 +333,14 @@ class _Row:
 
     def __len__(self) -> int:
         return len(self.context) + len(self.token_ids)
+
+
+def _count(draws: Sequence[int], guess: Sequence[int], ends: Collection[int]) -> int:
+    """Number of draws that count: up to the first that the draft did not guess, or that ends."""
+    for i, token in enumerate(guess):
+        if draws[i] != token or token in ends:
+            return i + 1
+    return len(draws)
 
 
 def _split(keys: Sequence[bytes], contexts: dict[bytes, list[int]]) -> Iterator[list[bytes]]:

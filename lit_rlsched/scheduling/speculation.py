@@ -5,6 +5,7 @@ draft token is right if and only if it is that draw: drafts change the number of
 a token (compare Leviathan et al., arXiv 2211.17192, whose drafts keep the distribution only).
 """
 
+import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,8 +53,6 @@ class DraftCounts:
     """Those that were drawn. The steps drew `row_steps + accepted` tokens."""
     failures: int = 0
     """Calls of the user's drafter that raised or returned something unusable."""
-    error: str | None = None
-    """What was wrong in the first of these calls."""
 
 
 @dataclass(slots=True)
@@ -174,6 +173,12 @@ class DraftTokens:
         try:
             return ask(self._drafter, row.text, siblings, most, self._vocab_size)
         except Exception as error:  # whatever the user's code may do, decoding goes on
+            if self.counts.failures == 0:
+                warnings.warn(
+                    f"`Speculation(drafter={self.settings.drafter!r})` failed and drafts nothing "
+                    f"for this step ({type(error).__name__}: {error}). Further failures are only "
+                    "counted (`speculation/drafter_failures`).",
+                    stacklevel=2,
+                )
             self.counts.failures += 1
-            self.counts.error = self.counts.error or f"{type(error).__name__}: {error}"
             return []

@@ -78,8 +78,8 @@ def test_gradients_of_a_round_that_decoded_nothing():
 def test_every_figure_of_a_round_by_hand():
     trace = RolloutTrace(slots=3, dynamic=True)
     assert trace.slots == 0 and trace.tokens == trace.pauses == trace.total("preemptions") == 0
-    trace.take(Step(10.0, 11.0, 2, 20, 1, 12, 3, 0, admitted=["a", "b"], left={"a": 4}))
-    trace.take(Step(12.0, 14.0, 1, 15, 5, 0, 0, 2, left={"b": 5}))
+    trace.take(Step(10.0, 11.0, 2, 20, 1, 12, 3, 0, 8, 3, admitted=["a", "b"], left={"a": 4}))
+    trace.take(Step(12.0, 14.0, 1, 15, 5, 0, 0, 2, 4, 0, 2, left={"b": 5}))
     trace.take(Step(14.0, 14.5, 1, 30, 2, 7, 6, 1, admitted=["a"], left={"a": 2, "nobody": 9}))
     assert trace.steps == {
         "start": [0.0, 2.0, 4.0],
@@ -90,6 +90,9 @@ def test_every_figure_of_a_round_by_hand():
         "prefill_tokens": [12, 0, 7],
         "cached_tokens": [3, 0, 6],
         "preemptions": [0, 2, 1],
+        "proposed": [8, 4, 0],
+        "accepted": [3, 0, 0],
+        "drafter_failures": [0, 2, 0],
     }
     assert trace.spans == {
         "request": ["a", "b", "a"],

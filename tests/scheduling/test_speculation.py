@@ -1,5 +1,6 @@
 import pickle
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -220,8 +221,10 @@ def test_rubbish_of_a_user_s_drafter_is_counted():
     drafts.enter("g/0", "g", [1, 2], 9)
     Broken.answers = [*RUBBISH, [], [0, 4]]
     for i in range(len(RUBBISH)):
-        assert drafts.propose(["g/0"]) == {}
-        assert drafts.counts == DraftCounts(failures=i + 1, error="RuntimeError: no")
+        told = pytest.warns(UserWarning, match=r"`Speculation\(drafter='.*Broken'\)`.*Error: no\)")
+        with nullcontext() if i else told:
+            assert drafts.propose(["g/0"]) == {}
+        assert drafts.counts == DraftCounts(failures=i + 1)
     assert drafts.propose(["g/0"]) == {}
     assert drafts.propose(["g/0"]) == {"g/0": [0, 4]}
     assert drafts.counts.failures == len(RUBBISH)

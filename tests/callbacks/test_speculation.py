@@ -1,0 +1,155 @@
+"""A run with draft tokens ends as one without, in fewer decode steps."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rlsched import GRPOModule
+from lit_rlsched.callbacks import (
+    MicroGroupSampling,
+    RolloutCallback,
+    Speculation,
+    StreamedTraining,
+    TailBatching,
+)
+from lit_rlsched.callbacks import speculation as callback
+from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
+
+
+class Recorder(RolloutCallback):
+    def __init__(self):
+        self.metrics, self.drawn = [], []
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.metrics.append(dict(round.metrics))
+        self.drawn += [(c.finish_reason, [*c.token_ids]) for c in round.completions]
+
+
+class Junk:
+    """Is never right: nothing else is drawn that often."""
+
+    def propose(self, text, siblings, most):
+        return [2] * most
+
+
+class Broken:
+    def propose(self, text, siblings, most):
+        raise LookupError("no more")
+
+
+def exact_run(fit, model, *callbacks, **data):
+    """Train in float64, and return the module and what each round logged."""
+    recorder = Recorder()
+    settings = {"temperature": 0.5, "max_completion_length": 40, **data}
+    callbacks = [*callbacks, recorder]
+    trainer = {"precision": "64-true", "max_epochs": 3}
+    module = GRPOModule(model, learning_rate=1e-3)
+    return fit(module, callbacks, trainer, **settings)[1], recorder
+
+
+SCHEDULES = {
+    "plain": [],
+    "slots": [MicroGroupSampling(slots=5)],
+    "turns": [MicroGroupSampling(slots=5, order="least_attained")],
+    "budget": [MicroGroupSampling(memory_budget="60KiB")],
+}
+
+
+@pytest.mark.mostly_slow("slots")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_ends_in_the_same_weights(fit, exact_model, schedule):
+    plain, before = exact_run(fit, exact_model, *SCHEDULES[schedule])
+    module, after = exact_run(fit, exact_model, *SCHEDULES[schedule], Speculation(4, 16))
+    assert after.drawn == before.drawn
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], weight, rtol=0, atol=1e-10)
+    saved = [m["speculation/steps_saved"] for m in after.metrics]
+    assert min(saved) >= 0 and sum(saved) > 0
+    for old, new in zip(before.metrics, after.metrics, strict=True):
+        if schedule in ("plain", "slots"):  # without pauses the order is known
+            steps = new["rollout/decode_steps"] + new["speculation/steps_saved"]
+            assert steps == old["rollout/decode_steps"]
+        assert new["rollout/steps_over_lower_bound"] >= 1
+        assert new["speculation/trained_over_drawn_speed"] == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_in_a_process_that_runs_ahead(fit, exact_model):
+    runs = [
+        exact_run(
+            fit,
+            exact_model,
+            StreamedTraining(),
+            *callbacks,
+            engine=ProcessEngine(TransformersEngine()),
+        )
+        for callbacks in ([], [Speculation(4, 16)])
+    ]
+    (plain, before), (module, after) = runs
+    assert after.drawn == before.drawn
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], weight, rtol=0, atol=1e-10)
+    assert all(m["speculation/acceptance"] > 0 for m in after.metrics)
+
+
+def test_what_a_round_logs(fit, tiny_model):
+    recorder = Recorder()
+    fit(callbacks=[Speculation(3, 16), recorder], temperature=0.3)
+    for metrics in recorder.metrics:
+        found = {k.removeprefix("speculation/"): v for k, v in metrics.items() if "specul" in k}
+        steps = metrics["rollout/decode_steps"]
+        assert 0 < found["acceptance"] < 1
+        assert 1 < found["tokens_per_row_step"] < 4
+        assert found["steps"] <= steps <= steps + found["steps_saved"] <= 24
+        assert found["drafter_failures"] == 0
+        accepted = found["acceptance"] * found["proposed"]
+        rows = accepted / (found["tokens_per_row_step"] - 1)
+        assert found["positions_per_token"] == pytest.approx(
+            (rows + found["proposed"]) / (rows + accepted)
+        )
+
+
+def test_without_the_callback_nothing_is_drafted(fit):
+    recorder = Recorder()
+    fit(callbacks=[recorder])
+    assert not any("speculation" in name for m in recorder.metrics for name in m)
+
+
+def test_with_races_it_says_which_completions_are_favoured(fit):
+    recorder = Recorder()
+    fit(callbacks=[Speculation(3, 64), TailBatching(prompt_ratio=1.5), recorder], temperature=0.3)
+    assert all(m["speculation/trained_over_drawn_speed"] > 0 for m in recorder.metrics)
+
+
+def test_a_run_that_it_slows_down_is_told_so_once(fit, monkeypatch):
+    monkeypatch.setattr(callback, "LEAST_DRAFTS", 10)
+    junk = Speculation(3, 16, f"{__name__}.Junk")
+    with pytest.warns(UserWarning, match="costs more than it saves") as caught:
+        fit(callbacks=[junk])
+    assert sum("costs more" in str(w.message) for w in caught) == 1
+
+
+def test_a_drafter_that_fails_is_counted_and_told_of_once(fit):
+    recorder = Recorder()
+    broken = Speculation(3, 16, f"{__name__}.Broken")
+    with pytest.warns(UserWarning, match=r"Broken.*LookupError: no more") as caught:
+        fit(callbacks=[broken, recorder])
+    assert sum("LookupError" in str(w.message) for w in caught) == 1
+    for metrics in recorder.metrics:
+        assert metrics["speculation/drafter_failures"] > 0
+        assert "speculation/acceptance" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"engine": SimulatedEngine()}, MisconfigurationException, "`SimulatedEngine` does not"),
+        ({"max_completion_length": 4}, ValueError, r"tokens=4.*max_completion_length=4.*at most 3"),
+        ({"min_p": 0.1}, ValueError, r"`min_p=0.1`.*Use `top_p`"),
+    ],
+)
+def test_what_is_refused(fit, data, error, message):
+    with warnings.catch_warnings(), pytest.raises(error, match=message):
+        fit(callbacks=[Speculation()], **data)
