@@ -21,7 +21,7 @@ from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.scheduling.speculation import Drafting, DraftTokens
 from lit_rlsched.types import Completion, Request, Sampling, stable_hash
 
 ENDS = (1, 30)
@@ -380,6 +380,23 @@ def test_draft_tokens_take_no_place_of_a_prefill(tiny_model: str) -> None:
     )
     assert drafted.pop("max_num_batched_tokens") == plain.pop("max_num_batched_tokens") + 12 * 5
     assert drafted == plain
+
+
+def test_a_preempted_request_gets_no_draft_tokens() -> None:
+    """It would keep them, and use them later, when they may reach past its pause."""
+    drafts = DraftTokens(Drafting(tokens=2))
+    inside = {}
+    for name, computed in (("g/0", 6), ("g/1", 0)):
+        request = Request(name, [4, 5, 6], 0, Sampling(40))
+        drafting.take(drafts, request, [7, 4, 5, 6], first=True)
+        inside[name] = SimpleNamespace(
+            num_computed_tokens=computed, num_tokens=7, spec_token_ids=[], inside=name
+        )
+    scheduler = SimpleNamespace(requests=inside)
+    drafting.give(scheduler, drafts, inside)  # type: ignore[arg-type]
+    assert inside["g/0"].spec_token_ids == [7, 4]
+    assert inside["g/1"].spec_token_ids == []
+    drafting.give(scheduler, None, {})
 
 
 def test_recurrent_layers_are_refused_by_name() -> None:
