@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import cloudpickle
@@ -31,6 +32,8 @@ from lit_rlsched.scheduling.hangs import AnswerTimeouts
 
 for module in (resumable_run, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)  # else each reward worker imports torch
+with suppress(ImportError):
+    import_module("setproctitle").getproctitle()  # it looks for the first environment
 PHASES = ("start", "sync", "rollout", "scoring", "update", "validation", "checkpoint")
 SIGNALS = ("KILL", "STOP")
 STEPS = {"TransformersEngine": len(PHASES) * len(SIGNALS) + 1, "VLLMEngine": 3}
@@ -181,8 +184,7 @@ def struck(base: type, here: Run) -> type:
 
 
 def main(folder: str, engine: str, model: str) -> None:
-    if engine != "VLLMEngine":  # forks do not have its clearing of shared memory
-        forked_engines.begin()
+    forked_engines.begin(split=engine == "VLLMEngine")
     here = Run(Path(folder))
     (here.folder / "trainer").write_text(str(os.getpid()))
     replace = os.replace

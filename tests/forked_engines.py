@@ -10,26 +10,30 @@ import signal
 import subprocess
 import sys
 import threading
-from multiprocessing import Pipe
+from importlib import import_module
+from multiprocessing import Pipe, get_context, resource_tracker
 from multiprocessing.reduction import recv_handle, send_handle
 
 from lit_rlsched.engines import _engine_server, child
 from lit_rlsched.processes import ChildProcess
 
 
-def begin():
-    """Fork the process that forks the engines; call this before the first thread begins."""
+def begin(split=False):
+    """Fork the process that forks the engines; call this before the first thread begins.
+
+    If the engine is vLLM with a `split` model, its workers are forks of the engine's process.
+    """
     ours, theirs = Pipe()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        serve(theirs)
+        serve(theirs, split)
     theirs.close()
     source = Source(ours, pid)
     child.ChildProcess = lambda *args: ForkedProcess(source, *args)
 
 
-def serve(connection):
+def serve(connection, split):
     """Fork engines and wait for them, until the trainer is gone."""
     for name in ("SIGTERM", "SIGINT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -44,11 +48,31 @@ def serve(connection):
         descriptors = [recv_handle(connection) for _ in range(2)]
         if (pid := os.fork()) == 0:
             connection.close()
+            if split:
+                fork_workers(*descriptors)
             run(*message, *descriptors)
         os.setpgid(pid, pid)
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(pid)
+
+
+def fork_workers(*descriptors):
+    """Let vLLM fork its workers, which then close descriptors whose other end waits for this."""
+    # a tracker of its own, as in a new Python, unlinks its shared memory once it has ended
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
+    context = get_context("fork")
+
+    def work(target, given):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        target(**given)
+
+    class Workers(type(context)):
+        def Process(self, *, target, kwargs, **more):
+            return context.Process(target=work, args=(target, kwargs), **more)
+
+    import_module("vllm.v1.executor.multiproc_executor").get_mp_context = Workers
 
 
 def run(cores, environment, connection, lifeline):
