@@ -52,6 +52,7 @@ hypothesis.settings.register_profile(  # few examples, always the same ones, non
 )
 hypothesis.settings.load_profile("quick")  # `make test-slow` takes the other
 
+forked.collect_less()
 # Each start and end of vLLM collects garbage seven times and unfreezes what was frozen. With all
 # imported modules frozen, a collection takes 10 ms instead of 500. Its CPU build also searches all
 # modules for kernels to wrap at each start, for a second: once is enough.
