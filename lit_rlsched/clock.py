@@ -16,6 +16,10 @@ class Clock:
         """Time measured so far."""
         return self.before + (0.0 if self._started is None else time.monotonic() - self._started)
 
+    def at(self, moment: float) -> float:
+        """Return what it shows at a moment of `time.monotonic` since it was started."""
+        return self.seconds - (time.monotonic() - moment)
+
     def start(self) -> None:
         """Start the clock."""
         self._started = time.monotonic()

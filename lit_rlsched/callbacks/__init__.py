@@ -21,6 +21,7 @@ from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.speculation import Speculation
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
+from lit_rlsched.callbacks.timeline import Timeline
 
 __all__ = [
     "AdaptiveTimeouts",
@@ -44,4 +45,5 @@ __all__ = [
     "Speculation",
     "StreamedTraining",
     "TailBatching",
+    "Timeline",
 ]

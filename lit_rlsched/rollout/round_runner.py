@@ -12,6 +12,7 @@ from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.drain_filling import Drafting
+from lit_rlsched.scheduling.lanes import TRAINER
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
@@ -132,7 +133,8 @@ class RoundInProgress:
 
     def _verify(self, groups: Sequence[Group]) -> None:
         verified = time.perf_counter()
-        self._drafts += self._watch.verify(groups, self.version)
+        with self._session.timeline.doing("verify", TRAINER):
+            self._drafts += self._watch.verify(groups, self.version)
         self._verifying += time.perf_counter() - verified
 
     def _another(self, group: Group) -> Group | None:

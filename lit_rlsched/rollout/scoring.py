@@ -1,5 +1,6 @@
 """From a finished completion's tokens to its scores."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Scorer:
         self.scores = scores
         self.version = 0
         """Policy version of the rollout."""
+        self.waits: list[tuple[float, float]] = []
+        """Start and end of each `wait`, until somebody takes them."""
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
         self._ahead: dict[Hashable, _Ahead] = {}
@@ -162,7 +165,9 @@ class Scorer:
         """Block until a score has arrived, at most `timeout` seconds."""
         assert self.pending, "nothing to wait for"
         if not self._unscorable and not self._known:
+            began = time.monotonic()
             self.scheduler.wait(timeout)
+            self.waits.append((began, time.monotonic()))
 
     def cancel(self, group: Group | None = None) -> None:
         """Forget the pending completions of a group, by default all of them."""
@@ -188,6 +193,7 @@ class Unscored:
     names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
+        self.waits: list[tuple[float, float]] = []
         self._finished: list[tuple[Group, Completion]] = []
 
     @property

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
@@ -17,7 +17,9 @@ from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.in_flight_updates import InFlight
+from lit_rlsched.scheduling.lanes import ENGINES, REWARDS, TRAINER, WEIGHTS
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
+from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Completion, Group
 
@@ -98,6 +100,8 @@ class RolloutSession:
         except BaseException:
             engine.close()  # it may have started in part
             raise
+        self.timeline = Timeline()
+        """When the trainer and the engines work."""
 
     @property
     def trace(self) -> RolloutTrace:
@@ -179,13 +183,15 @@ class RolloutSession:
         give_back(self.spec.device)
         self.engine.wake()
         try:
-            self._synced = self._sync(version)
+            with self.timeline.doing(WEIGHTS, TRAINER, ENGINES):
+                self._synced = self._sync(version)
             if following is not None:
                 drafts = following.requests(controller.seed, version)
                 controller.worker = DraftingWorker(worker, drafts)
             controller.worker.start_trace()
-            yield None
-            yield from groups
+            with self._on_timeline():
+                yield None
+                yield from groups
             if following is None or not isinstance(controller.worker, DraftingWorker):
                 return
             if not following.goes_on:
@@ -193,12 +199,29 @@ class RolloutSession:
             else:
                 controller.worker.end_round()
                 yield None
-                controller.worker.go_on(self._heed, self.scorer)
+                with self._on_timeline():
+                    controller.worker.go_on(self._heed, self.scorer)
         finally:
             if following is not None:
                 controller.worker = worker
                 worker.abort()
             self.engine.sleep()
+
+    @contextmanager
+    def _on_timeline(self) -> Iterator[None]:
+        """Record when engines and rewards work for the rollout, and that the trainer waits."""
+        timeline, waiting = self.timeline, ENGINES
+        began, self.scorer.waits = timeline.now(), []
+        try:
+            yield
+        finally:
+            if not self.engine.virtual_clock:
+                timeline.add_trace(self.trace)
+            if self._held is None:  # not in the background
+                waiting = TRAINER
+                timeline.add(TRAINER, "rollout", began, timeline.now(), ENGINES)
+            for start, end in self.scorer.waits:
+                timeline.add(waiting, "rewards", start, end, REWARDS)
 
     def in_background(self, decode: Callable[[], None]) -> None:
         """Run `decode`, which runs the current rollout, in a thread until `wait`.
@@ -221,10 +244,12 @@ class RolloutSession:
         if self._background is None or how is None or meetings is None:
             return
         worker, keep = self.controller.worker, how.cache == "keep"
-        with meetings.trainer() as met:
+        doing = self.timeline.doing
+        with doing("meeting", TRAINER, waits_for=ENGINES), meetings.trainer() as met:
             if met:
                 worker.suspend(keep)
-                self._synced = self._sync(version, keep=keep)
+                with doing(WEIGHTS, TRAINER, ENGINES):
+                    self._synced = self._sync(version, keep=keep)
                 worker.resume(version)
                 self.trace.updates.append((self._began, self.trace.decode_steps, version))
                 self.engine.policy_changes()
@@ -238,7 +263,8 @@ class RolloutSession:
         if self._meetings is not None:
             self._meetings.release()
         try:
-            futures.wait([background])
+            with self.timeline.doing("rollout", TRAINER, waits_for=ENGINES):
+                futures.wait([background])
         except BaseException:  # a second Ctrl-C
             self._closing = True
             raise

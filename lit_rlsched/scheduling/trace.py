@@ -93,6 +93,11 @@ class RolloutTrace:
         self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
+    def origin(self) -> float | None:
+        """When the first step began, in seconds on the engine's clock."""
+        return self._origin
+
+    @property
     def slots(self) -> int:
         """`Q`, the number of slots that metrics refer to."""
         return sum(map(self._slots_of, range(self.engines)))

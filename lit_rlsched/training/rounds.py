@@ -1,7 +1,6 @@
 """Draw rounds and make them ready for the optimizer."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.drain_filling import Drafting
+from lit_rlsched.scheduling.lanes import TRAINER
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.draft_verifier import Drafts
@@ -117,8 +117,10 @@ class TrainingRounds:
                 return self._watchers(how, settings, stream)
 
             drawn = self.runner.run(how.session, how.rule, how.number, how.version, watchers)
+        timeline = how.session.timeline
+        timeline.mark()
         update, names = how.settings().update, how.session.scorer.names
-        began = time.perf_counter()
+        began = timeline.now()
         round = Round(how.number, how.version, drawn.harvest.trained, drawn.trace)
         check_rewards(round, update.weights, sequences)
         drop_stale(round, how.rule.max_staleness)
@@ -132,7 +134,8 @@ class TrainingRounds:
         if "ahead_rollout/tokens" in ahead:
             ahead = {**ahead, "ahead_rollout/rewards_kept": how.session.scorer.kept_ahead}
         round.metrics |= drawn.metrics | ahead
-        round.metrics["time/advantages"] = time.perf_counter() - began
+        timeline.add(TRAINER, "advantages", began, timeline.now())
+        round.metrics["time/advantages"] = timeline.now() - began
         round.metrics |= self.runner.commit(drawn)
         self.next.clear()
         following = drawn.following

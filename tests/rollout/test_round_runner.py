@@ -10,6 +10,7 @@ from lit_rlsched.rollout.audit import DraftAudit, Harvest
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -33,6 +34,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     controller = SimpleNamespace(state=None, end_predictions=dict)
     session = SimpleNamespace(rollout=rollout, controller=controller, trace=None, metrics=dict)
     session.failures, session.scorer = Counter, Unscored()
+    session.timeline = Timeline()
     planner = SimpleNamespace(
         plan=lambda rule: [first], replacement=lambda group, groups, rule: second
     )

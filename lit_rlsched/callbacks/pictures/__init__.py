@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 from lit_rlsched.callbacks.pictures.learning import learning_curve
 from lit_rlsched.callbacks.pictures.lengths import length_histogram
 from lit_rlsched.callbacks.pictures.timeline import slot_timeline
+from lit_rlsched.callbacks.pictures.waits import waits
 from lit_rlsched.callbacks.run_curve import RunCurve
 from lit_rlsched.run_folder import folder_of
 
-__all__ = ["draw", "learning_curve", "length_histogram", "publish", "slot_timeline"]
+__all__ = ["draw", "learning_curve", "length_histogram", "publish", "slot_timeline", "waits"]
 
 
 def draw(curve: RunCurve, name: str) -> dict[str, Figure]:

@@ -1,0 +1,258 @@
+"""The timeline: every moment of every lane has one meaning, and totals follow from it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rlsched.scheduling.lanes import (
+    DECODE,
+    ENGINES,
+    OTHER,
+    REWARDS,
+    TRAINER,
+    WEIGHTS,
+    Interval,
+    flatten,
+)
+from lit_rlsched.scheduling.spans import cut, seconds, union
+from lit_rlsched.scheduling.timeline import Timeline
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
+
+
+class Clock:
+    def __init__(self):
+        self.time = 0.0
+
+    def __call__(self):
+        return self.time
+
+
+def trace_of(steps, engines=1):
+    """Trace of steps `(engine, start, end)`, one after the other."""
+    trace = RolloutTrace(slots=engines, engines=engines)
+    for number, (engine, start, end) in enumerate(steps):
+        name = str(number)
+        step = Step(start, end, running=1, kv_tokens=1, admitted=[name], left={name: 1})
+        trace.take_turn({engine: step})
+    return trace
+
+
+def lap_of(intervals, until, traces=()):
+    clock = Clock()
+    timeline = Timeline(clock)
+    for interval in intervals:
+        timeline.add(*interval)
+    for trace in traces:
+        timeline.add_trace(trace)
+    clock.time = until
+    timeline.mark()
+    return timeline.lap()
+
+
+def shown(lap, lane):
+    return [i[1:] for i in lap.lanes[lane]]
+
+
+def test_a_synchronous_round_by_hand():
+    lap = lap_of(
+        [
+            (TRAINER, "update", 0, 4),
+            (TRAINER, WEIGHTS, 4, 5),
+            (ENGINES, WEIGHTS, 4, 5),
+            (TRAINER, "rollout", 5, 11, ENGINES),
+            (TRAINER, "rewards", 9, 11, REWARDS),
+        ],
+        until=11,
+        traces=[trace_of([(0, 5, 7), (0, 7.001, 9)])],
+    )
+    assert shown(lap, TRAINER) == [
+        ("update", 0, 4, None),
+        (WEIGHTS, 4, 5, None),
+        ("rollout", 5, 9, ENGINES),
+        ("rewards", 9, 11, REWARDS),
+    ]
+    assert shown(lap, "engine 0") == [
+        ("wait", 0, 4, TRAINER),
+        (WEIGHTS, 4, 5, None),
+        (DECODE, 5, 9, None),
+        ("wait", 9, 11, REWARDS),
+    ]
+    assert lap.totals() == {
+        "seconds": 11,
+        "saved": 0,
+        "trainer_busy": 5,
+        "trainer_waits_for_engines": 4,
+        "trainer_waits_for_rewards": 2,
+        "engines_busy": 5,
+        "engines_wait_for_trainer": 4,
+        "engines_wait_for_engines": 0,
+        "engines_wait_for_rewards": 2,
+    }
+
+
+def test_a_round_drawn_ahead_by_hand():
+    """The rollout goes on beside the update; the trainer then waits for its end and verifies."""
+    lap = lap_of(
+        [
+            (TRAINER, "update", 0, 4),
+            (TRAINER, "rollout", 4, 6, ENGINES),
+            (TRAINER, "verify", 6.5, 8),
+            (TRAINER, "rollout", 6.25, 9, ENGINES),
+        ],
+        until=9,
+        traces=[trace_of([(0, 1, 6)]), trace_of([(0, 7, 9)])],
+    )
+    assert shown(lap, TRAINER) == [
+        ("update", 0, 4, None),
+        ("rollout", 4, 6, ENGINES),
+        (OTHER, 6, 6.5, None),
+        ("verify", 6.5, 8, None),
+        ("rollout", 8, 9, ENGINES),
+    ]
+    assert shown(lap, "engine 0") == [
+        ("wait", 0, 1, TRAINER),
+        (DECODE, 1, 6, None),
+        ("wait", 6, 7, TRAINER),
+        (DECODE, 7, 9, None),
+    ]
+    assert lap.saved == (4 - 1) + (8 - 7)
+
+
+def test_an_engine_that_has_ended_waits_for_the_others():
+    lap = lap_of(
+        [(TRAINER, "rollout", 0, 10, ENGINES)],
+        until=12,
+        traces=[trace_of([(0, 0, 4), (1, 0, 10)], engines=2)],
+    )
+    assert shown(lap, "engine 0") == [
+        (DECODE, 0, 4, None),
+        ("wait", 4, 10, ENGINES),
+        ("wait", 10, 12, TRAINER),
+    ]
+    totals = lap.totals()
+    assert totals["engines_busy"] == 7
+    assert totals["engines_wait_for_engines"] == 3
+    assert totals["trainer_waits_for_engines"] == 10
+    assert totals["trainer_busy"] == 2
+
+
+def test_an_engine_that_waits_for_rewards_beside_an_update():
+    lap = lap_of(
+        [(TRAINER, "update", 0, 5), (ENGINES, "rewards", 1, 5, REWARDS)],
+        until=5,
+        traces=[trace_of([(0, 0, 2)])],
+    )
+    assert shown(lap, "engine 0") == [(DECODE, 0, 2, None), ("rewards", 2, 5, REWARDS)]
+    assert lap.saved == 2
+
+
+def test_gradients_during_a_rollout_are_saved_time():
+    trace = trace_of([(0, 2, 8)])
+    trace.worked(3, 5)
+    lap = lap_of([(TRAINER, "rollout", 2, 8, ENGINES)], until=8, traces=[trace])
+    assert ("gradients", 3, 5, None) in shown(lap, TRAINER)
+    assert lap.saved == 2
+
+
+def test_nobody_saves_time_while_weights_are_copied():
+    both = [(TRAINER, WEIGHTS, 0, 3), (ENGINES, WEIGHTS, 0, 3)]
+    lap = lap_of(both, until=3, traces=[trace_of([])])
+    assert lap.saved == 0
+    assert lap.totals()["trainer_busy"] == lap.totals()["engines_busy"] == 3
+
+
+def test_an_interval_across_the_end_of_a_lap_is_in_both():
+    clock = Clock()
+    timeline = Timeline(clock)
+    clock.time = 4.0
+    timeline.mark()
+    timeline.add(TRAINER, "update", 3, 6)
+    timeline.add_trace(trace_of([(0, 3, 5)]))
+    first = timeline.lap()
+    clock.time = 7.0
+    timeline.mark()
+    second = timeline.lap()
+    assert shown(first, TRAINER) == [(OTHER, 0, 3, None), ("update", 3, 4, None)]
+    assert shown(second, TRAINER) == [("update", 4, 6, None), (OTHER, 6, 7, None)]
+    assert (first.saved, second.saved) == (1, 1)
+    clock.time = 8.0
+    timeline.mark()
+    assert shown(timeline.lap(), TRAINER) == [(OTHER, 7, 8, None)]
+
+
+def test_laps_that_nobody_asks_for_are_forgotten():
+    clock = Clock()
+    timeline = Timeline(clock)
+    for number in range(50):
+        timeline.add(TRAINER, "update", number, number + 0.5)
+        clock.time = number + 1.0
+        timeline.mark()
+    assert len(timeline._known) <= 2
+
+
+moments = st.integers(0, 30).map(float)
+intervals = st.lists(
+    st.tuples(
+        st.sampled_from([TRAINER, ENGINES]),
+        st.sampled_from(["update", "rollout", WEIGHTS, "verify"]),
+        moments,
+        moments,
+        st.sampled_from([None, ENGINES, REWARDS]),
+    ),
+    max_size=8,
+)
+steps = st.lists(st.tuples(st.integers(0, 1), moments, st.integers(1, 5).map(float)), max_size=6)
+
+
+@given(intervals, steps, moments)
+def test_every_lane_has_one_meaning_at_each_moment(recorded, steps, until):
+    trace = trace_of(
+        [(e, start, start + d) for e, start, d in sorted(steps, key=lambda s: s[1])], 2
+    )
+    recorded = [i if i[0] == TRAINER or i[4] != ENGINES else (*i[:4], REWARDS) for i in recorded]
+    lap = lap_of(recorded, until, [trace])
+    assert set(lap.lanes) == {TRAINER, "engine 0", "engine 1"}
+    for lane in lap.lanes.values():
+        at = 0.0
+        for interval in lane:
+            assert interval.start == at < interval.end
+            at = interval.end
+        assert at == until
+    totals = lap.totals()
+    for who in ("trainer", "engines"):
+        parts = [v for k, v in totals.items() if k.startswith(who)]
+        assert sum(parts) == pytest.approx(until)
+    both = [
+        (a, b)
+        for a, b in zip([x / 2 for x in range(60)], [x / 2 for x in range(1, 61)], strict=True)
+        if b <= until and all(_waits(lap, lane, (a + b) / 2) for lane in lap.lanes)
+    ]
+    whom = [{_waits(lap, lane, (a + b) / 2) for lane in lap.lanes} for a, b in both]
+    assert all(w == {REWARDS} for w in whom), "they wait for each other"
+
+
+def _waits(lap, lane, at):
+    return next(i.waits_for for i in lap.lanes[lane] if i.start <= at < i.end)
+
+
+spans = st.lists(st.tuples(moments, moments).filter(lambda s: s[0] < s[1])).map(union)
+
+
+@given(spans, spans)
+def test_spans_are_cut_into_two_parts(first, second):
+    inside, outside = cut(first, second)
+    covered = lambda spans, at: any(a <= at < b for a, b in spans)  # noqa: E731
+    for at in (x + 0.5 for x in range(30)):
+        both = covered(first, at) and covered(second, at)
+        assert covered(inside, at) == both
+        assert covered(outside, at) == (covered(first, at) and not both)
+    assert seconds(inside) + seconds(outside) == seconds(first)
+
+
+def test_later_intervals_hide_earlier_ones():
+    outer, inner = Interval("a", "x", 0, 9), Interval("a", "y", 2, 4)
+    assert [i[1:4] for i in flatten("a", [inner, outer], 1, 8)] == [
+        ("x", 1, 2),
+        ("y", 2, 4),
+        ("x", 4, 8),
+    ]
