@@ -116,6 +116,10 @@ REFUSED = {
         "How many tokens of a round are drawn ahead depends on the number of decode steps, so it "
         "would draw other tokens. Remove one of them."
     ),
+    ("DrainFilling", "Speculation"): (
+        "How many tokens of the next round are begun depends on the number of decode steps, so it "
+        "would draw other tokens. Remove one of them."
+    ),
     ("InFlightUpdates", "Speculation"): (
         "New weights go in after a number of decode steps, so it would draw other tokens. Remove "
         "one of them."

@@ -71,7 +71,7 @@ class Speculation(RolloutCallback):
         if not run.engine.speculates:
             raise MisconfigurationException(
                 f"`Speculation`: `{run.engine.name}` does not verify draft tokens. Remove the "
-                "callback, or use an engine that does, such as `TransformersEngine`."
+                "callback, or use `VLLMEngine` or `TransformersEngine`."
             )
         if tokens >= longest:
             raise ValueError(
