@@ -1,6 +1,7 @@
 """A run with draft tokens ends as one without, in fewer decode steps."""
 
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.callbacks import speculation as callback
-from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
+from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
 
 
 class Recorder(RolloutCallback):
@@ -92,6 +93,27 @@ def test_in_a_process_that_runs_ahead(fit, exact_model):
     for name, weight in plain.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], weight, rtol=0, atol=1e-10)
     assert all(m["speculation/acceptance"] > 0 for m in after.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("apart", [False, True], ids=["here", "process"])
+def test_a_run_with_vllm_draws_the_same(fit, tiny_model, apart):
+    drawn = []
+    for callbacks in ([], [Speculation(4, 6)]):
+        recorder, engine = Recorder(), VLLMEngine()
+        fit(
+            GRPOModule(tiny_model, learning_rate=1e-3),
+            [*callbacks, MicroGroupSampling(slots=6), recorder],
+            {"max_epochs": 3},
+            engine=ProcessEngine(engine) if apart else engine,
+            temperature=0.5,
+            max_completion_length=40,
+        )
+        drawn.append(recorder.drawn)
+        assert all(m.get("speculation/acceptance", 1) > 0 for m in recorder.metrics)
+    assert recorder.metrics[0]["speculation/steps_saved"] > 0
+    assert drawn[0] == drawn[1]
 
 
 def test_what_a_round_logs(fit, tiny_model):
