@@ -12,7 +12,6 @@ from lit_rlsched.callbacks import (
     MicroGroupSampling,
     RolloutCallback,
     Speculation,
-    StreamedTraining,
     TailBatching,
 )
 from lit_rlsched.callbacks import speculation as callback
@@ -82,7 +81,6 @@ def test_in_a_process_that_runs_ahead(fit, exact_model):
         exact_run(
             fit,
             exact_model,
-            StreamedTraining(),
             *callbacks,
             engine=ProcessEngine(TransformersEngine()),
         )
