@@ -11,7 +11,7 @@ from lit_rlsched.rollout.controller import EarlyStop, Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.drain_filling import Drafting
+from lit_rlsched.scheduling.drain_filling import AfterRound
 from lit_rlsched.scheduling.lanes import TRAINER
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
@@ -42,7 +42,7 @@ class Watchers:
     """Bound on the prompts of a round, replacements included, as a multiple of an update's."""
     advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
     """Called each time a group completes."""
-    drafts_next: Drafting | None = None
+    drafts_next: AfterRound | None = None
     """Whether slots that the round leaves free begin the next round, as drafts."""
 
 

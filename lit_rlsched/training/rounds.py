@@ -14,7 +14,7 @@ from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.ahead_rollout import Correction
-from lit_rlsched.scheduling.drain_filling import Drafting
+from lit_rlsched.scheduling.drain_filling import AfterRound
 from lit_rlsched.scheduling.lanes import TRAINER
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
@@ -52,7 +52,7 @@ class RoundSettings:
     """Whether the engine's log-probs of drafts are compared with the trainer's."""
 
     @property
-    def drafts_next(self) -> Drafting | None:
+    def drafts_next(self) -> AfterRound | None:
         """What becomes of drafts of the next round; `None`: there are none."""
         if self.ahead == "verify":
             return "go_on"
