@@ -137,6 +137,7 @@ def evaluate(
                 next(running)
             answered.append(Evaluated(greedy, sampled, reward_weights, settings.threshold))
             if number == len(wanted):  # Lightning does not ask beyond the last item
-                running.close()
+                for _ in running:  # nothing is left to decode; the rollout ends
+                    pass
                 look(answered)
             yield answered[-1]

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.evaluation import Evaluated, check_scored, evaluate, never_correct
 from lit_rlsched.interrupts import begin_validation
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.rounds import Drawing
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
@@ -81,17 +82,35 @@ class Evaluation:
         data, stage = self._datamodule, self._stage
         session = data.session
         assert data.trainer is not None and session is not None
-        version = data.trainer.global_step
+        version, rounds, following = data.trainer.global_step, data.run.rounds, None
+        if how := self._between_rounds():
+            following = rounds.begin_beside(how)
+
+        def look(evaluated: Sequence[Evaluated]) -> None:
+            self._check_accuracy(evaluated)
+            if how and following:
+                rounds.keep_begun(how, following)
+
         yield from evaluate(
             data.held_out(stage),
             data.evaluation,
             stage,
             lambda groups: session.rollout(
-                groups, version, salt=stage, same_noise=True, hooks=False
+                groups, version, salt=stage, same_noise=True, hooks=False, following=following
             ),
             data.rewards.weights,
-            self._check_accuracy,
+            look,
         )
+
+    def _between_rounds(self) -> Drawing | None:
+        """Return what the next round is drawn with, if it has the weights of this validation."""
+        data = self._datamodule
+        run, trainer = data.run, data.trainer
+        assert trainer is not None
+        trains = self._stage == "val" and trainer.state.fn == "fit" and run.resumed is None
+        if trains and (run.current is None or run.round_is_over):
+            return run.drawing(run.rounds_over)
+        return None
 
     def _check_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
         """Warn once if no completion could ever count as correct.

@@ -236,22 +236,21 @@ class TrainingRun:
 
     def _roll_out(self) -> Round:
         """Draw a round, log its metrics and call the hooks."""
-        trainer = self._trainer
-        self._parts = []
+        trainer, self._parts = self._trainer, []
         round, self.counters = self.lead(self._draw)
         if not self.team.leads:
             self.current, self._start, self._empty_steps = round, round.version, 0
             round.accumulated = self._parts
             fire_in_module(trainer, "on_round_end", round)
         if self._data.schedule.ahead:
-            self.lead(lambda: self.rounds.draw_ahead(self._drawing(self.num_rounds + 1)))
+            self.lead(lambda: self.rounds.draw_ahead(self.drawing(self.num_rounds + 1)))
         log_now(trainer, self.position | round.metrics)
         return round
 
     def _draw(self) -> tuple[Round, Counter[str]]:
         """Draw a round, on the rank that has the engine."""
         data, trainer = self._data, self._trainer
-        round, counts = self.rounds.draw(self._drawing(self.num_rounds))
+        round, counts = self.rounds.draw(self.drawing(self.num_rounds))
         self.current, self._start, self._empty_steps = round, round.version, 0
         self.counters += counts
         round.metrics |= dict.fromkeys(data.rewards.counters(), 0) | self.counters
@@ -267,7 +266,8 @@ class TrainingRun:
         if self._data.schedule.ahead:
             self.lead(self.rounds.next.wait)
 
-    def _drawing(self, number: int) -> Drawing:
+    def drawing(self, number: int) -> Drawing:
+        """Return what a round is drawn with under the current weights."""
         data, trainer = self._data, self._trainer
         assert data.session is not None
         return Drawing(

@@ -19,6 +19,9 @@ class DrainFilling(RolloutCallback):
     what comes later in them, and each draft that was begun is verified. Completions of the round
     never wait for a draft.
 
+    A validation between two rounds has the weights of the next one: slots that it leaves free begin
+    that round too, and its drafts are kept whole.
+
     The engine may be in the trainer's process. `AheadRollout` also decodes during the update, and
     needs an engine that does so by itself.
 

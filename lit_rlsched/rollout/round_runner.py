@@ -19,6 +19,8 @@ from lit_rlsched.types import Group, Prompt, Sample
 
 AHEAD = "ahead"
 """In the seeds of what is drawn ahead, as a round may have the same policy version and prompts."""
+BESIDE = "beside"
+"""In the seeds of what is drawn beside a validation."""
 Verify = Callable[[Sequence[Group], int], DraftAudit]
 """Turns drafts of the groups into completions of the given policy version."""
 
@@ -262,15 +264,23 @@ class RoundRunner:
         pool.settle(drawn.planned, drawn.harvest.left)
         self.audit.add(drawn.harvest, drawn.trace)
         if following is not None and not following.goes_on:
-            self.audit.carried_tokens += following.tokens
-            following.put_off()
-            pool.settle(following.groups, following.groups)
+            self.keep_begun(following)
         left = self.planner.follow()
         metrics: dict[str, float] = {"rollout/pool_prompts": len(left)}
         if drawn.rule.ends_cycle(drawn.planned, left):
             metrics |= self.audit.metrics()
             self.audit = PoolAudit(carried_tokens=pool.tokens)
         return metrics
+
+    def begin_beside(self, rule: RoundRule) -> Following:
+        """Plan the next round, of which another rollout draws drafts; `keep_begun` takes them."""
+        return Following(self.planner.plan(rule), self.salt_with(BESIDE), goes_on=False)
+
+    def keep_begun(self, following: Following) -> None:
+        """Put drafts that were cut into the pool."""
+        self.audit.carried_tokens += following.tokens
+        following.put_off()
+        self.planner.pool.settle(following.groups, following.groups)
 
     def leave_run(self) -> int:
         """Reset the pool for a new Trainer, whose policy versions start again at 0.

@@ -160,6 +160,20 @@ class TrainingRounds:
 
             self.next.begin(how.session, how.rule, how.number, how.version, watchers)
 
+    def begin_beside(self, how: Drawing) -> Following | None:
+        """Return the next round, of which another rollout under the same weights may begin drafts.
+
+        `None` if the schedule has no such drafts, or no round follows.
+        """
+        if not how.settings().fills_drain:
+            return None
+        return self.runner.begin_beside(how.rule)
+
+    def keep_begun(self, how: Drawing, following: Following) -> None:
+        """Put the drafts of `begin_beside` into the pool, for the round to verify."""
+        self.runner.keep_begun(following)
+        self.drafts.keep(how.policy, how.version, self.runner.planner.pool)
+
     def _watchers(
         self, how: Drawing, settings: RoundSettings, stream: GradientStream | None
     ) -> Watchers:

@@ -196,6 +196,63 @@ def test_several_engines(fit, tiny_model):
     assert not any(r.metrics["rollout/drafts_begun"] for r in crowded.rounds[:-1])
 
 
+class Answers(RolloutCallback):
+    """Keeps what validations draw."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def on_validation_batch_start(self, trainer, pl_module, item, *args):
+        self.drawn.append([[*c.token_ids] for c in item.completions])
+
+
+def validated(fit, model, sums, drains, *callbacks, **settings):
+    answers, trainer = Answers(), {"num_sanity_val_steps": -1, **settings.pop("trainer", {})}
+    seen, trained, data = run(
+        fit,
+        model,
+        answers,
+        *callbacks,
+        drains=drains,
+        trainer=trainer,
+        val_data=sums[80:84],
+        **settings,
+    )
+    return answers.drawn, seen, trained, data
+
+
+def test_slots_that_a_validation_leaves_free_begin_the_next_round(fit, tiny_model, sums):
+    """It is the round's own policy, so all of them are kept; the validation is the same."""
+    answers, seen, *_ = validated(fit, tiny_model, sums, drains=True)
+    others, plain, *_ = validated(fit, tiny_model, sums, drains=False)
+    assert answers[:4] == others[:4] and len(answers) == len(others) == 6 * 4
+    first = seen.rounds[0].metrics
+    assert first["drafts/tokens"] > 0 and first["drafts/accepted_share"] == 1
+    assert "drafts/tokens" not in plain.rounds[0].metrics
+
+
+def test_a_validation_in_the_middle_of_a_round_begins_nothing(fit, tiny_model, sums):
+    """The next round begins with other weights."""
+    data = {"steps_per_round": 2, "trainer": {"num_sanity_val_steps": 0, "val_check_interval": 1}}
+    data["trainer"]["max_epochs"] = 2
+    _, seen, *_ = validated(fit, tiny_model, sums, True, **data)
+    other = {"steps_per_round": 2, "trainer": {"num_sanity_val_steps": 0, "max_epochs": 2}}
+    _, after, *_ = validated(fit, tiny_model, sums, True, **other)
+    assert seen.rounds[1].metrics["drafts/tokens"] == after.rounds[1].metrics["drafts/tokens"]
+
+
+def test_a_run_that_is_resumed_after_a_validation_is_the_same(fit, tiny_model, sums, tmp_path):
+    saves = ModelCheckpoint(
+        dirpath=tmp_path / "c", monitor="val/accuracy", mode="max", save_top_k=-1, filename="{step}"
+    )
+    trainer = {"enable_checkpointing": True}
+    _, seen, trained, _ = validated(fit, tiny_model, sums, True, saves, trainer=trainer)
+    path = str(tmp_path / "c" / "step=2.ckpt")
+    _, again, others, _ = validated(fit, tiny_model, sums, True, ckpt_path=path)
+    assert torch.equal(others, trained)
+    assert again.drawn == seen.drawn[2:]
+
+
 def test_refusals(fit, tiny_model):
     with pytest.raises(ValueError, match="`AheadRollout` with `DrainFilling`"):
         fit(callbacks=[DrainFilling(), AheadRollout()], engine=ProcessEngine(TransformersEngine()))
