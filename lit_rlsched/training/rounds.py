@@ -161,11 +161,12 @@ class TrainingRounds:
             self.next.begin(how.session, how.rule, how.number, how.version, watchers)
 
     def begin_beside(self, how: Drawing) -> Following | None:
-        """Return the next round, of which another rollout under the same weights may begin drafts.
+        """Return the next round, for another rollout under the same weights to begin its drafts.
 
-        `None` if the schedule has no such drafts, or no round follows.
+        `None` if the schedule has none, no round follows, or the next round may end early:
+        prompts with a draft would then be ahead of others.
         """
-        if not how.settings().fills_drain:
+        if not how.settings().fills_drain or how.rule.ends_early:
             return None
         return self.runner.begin_beside(how.rule)
 
