@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 EXTRAS := lora,tasks,wandb,judge,ray,dev,docs
 TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Modules are compiled when they are first imported, also where containers forbid to write that down
+export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_SILENT ?= true
