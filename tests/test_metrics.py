@@ -17,14 +17,17 @@ from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
     AheadRollout,
     DownSampling,
+    DrainFilling,
     DynamicSampling,
     InFlightUpdates,
     LengthPrediction,
     ParallelismPlanner,
     RolloutCallback,
     SortedBatching,
+    Speculation,
     StreamedTraining,
     TailBatching,
+    Timeline,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.length_prediction import PromptHistory
@@ -157,6 +160,8 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
             **short,
         ),
         fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
+        fit(callbacks=[DrainFilling(), Timeline()], **short),
+        fit(callbacks=[Speculation(while_running=16)], **short),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {

@@ -125,7 +125,8 @@ def both(
     shown = [Path(f"/proc/{p.pid}/environ").read_bytes() for p in workers() - before]
     assert shown and all(b"WANDB_API_KEY=" in e and b"canary" not in e for e in shown)
     left = shared_memory(workers() - before)
-    assert any("cpushm" in path.name for path in left)
+    through_memory = hasattr(torch.ops._C, "init_shm_manager")  # not without AVX-512
+    assert any("cpushm" in path.name for path in left) == through_memory
     assert split._meeting_place is not None and Path(split._meeting_place).exists()
     left.add(Path(split._meeting_place))
     assert not torch.distributed.is_initialized()
