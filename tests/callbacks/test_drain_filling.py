@@ -144,7 +144,8 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, rule):
     third = run(fit, tiny_model, *rule(), engine=Sleepy(), **settings)
     for seen, trained, _ in (second, third):
         assert seen.drawn == first[0].drawn
-        assert torch.equal(trained, first[1])
+        # some CPUs' kernels round by where a tensor lies in memory
+        torch.testing.assert_close(trained, first[1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.mostly_slow("whole", "tail deferring")
