@@ -35,7 +35,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
-from lit_rlsched.scheduling.speculation import DraftCounts
+from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids
 
@@ -114,12 +114,12 @@ class VLLMEngine(RolloutEngine):
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.enforce_eager = enforce_eager
-        self.enable_sleep_mode = enable_sleep_mode
-        self.enable_lora = enable_lora
+        self.enable_sleep_mode, self.enable_lora = enable_sleep_mode, enable_lora
         self.engine_kwargs = engine_kwargs or {}
         self.tensor_parallel_size = tensor_parallel_size
         arguments.check_engine_kwargs(self.engine_kwargs)
         self._engine: Any = None
+        self._drafts: DraftTokens | None = None
         self._forget_counts()
 
     def _forget_counts(self) -> None:
