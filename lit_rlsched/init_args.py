@@ -4,7 +4,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Any
 
 MAX_ENTRIES = 100
@@ -17,7 +16,7 @@ class RemembersInit:
     `init_args` has every argument of the constructor, defaults included, as `plain` values.
     """
 
-    init_args: Mapping[str, Any] = MappingProxyType({})  # of a class without a constructor
+    init_args: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
