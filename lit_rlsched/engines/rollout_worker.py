@@ -278,7 +278,8 @@ class RolloutWorker(EngineWorker):
                 self._end(event)
                 name = event.request_id
                 left[name] = drawn.pop(name) + self._earlier.pop(name, 0)
-        events, self._unreported = self._unreported + events, []
+        if self._unreported:
+            events, self._unreported = self._unreported + events, []
         return Step(
             start,
             end,

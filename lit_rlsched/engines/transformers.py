@@ -21,7 +21,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
-from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
+from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
 PREFILL_TOKENS = 16_384
@@ -210,7 +210,7 @@ class TransformersEngine(RolloutEngine):
         self.version = version
 
     def stats(self) -> EngineStats:
-        counts = DraftCounts() if self._drafts is None else self._drafts.counts
+        counts = NO_DRAFTS if self._drafts is None else self._drafts.counts
         return EngineStats(
             running=len(self._rows),
             waiting=0,

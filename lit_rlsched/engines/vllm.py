@@ -35,7 +35,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
-from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
+from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids
 
@@ -321,7 +321,7 @@ class VLLMEngine(RolloutEngine):
 
     def stats(self) -> EngineStats:
         running, waiting = self._scheduler.get_request_counts()
-        counts = DraftCounts() if self._drafts is None else self._drafts.counts
+        counts = NO_DRAFTS if self._drafts is None else self._drafts.counts
         return EngineStats(
             running=running,
             waiting=waiting,

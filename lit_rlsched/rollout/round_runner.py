@@ -45,7 +45,7 @@ class Watchers:
     advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
     """Called each time a group completes."""
     drafts_next: AfterRound | None = None
-    """Whether slots that the round leaves free begin the next round, as drafts."""
+    """What becomes of drafts of the next round, which free slots begin; `None`: there are none."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
@@ -277,7 +277,7 @@ class RoundRunner:
         return Following(self.planner.plan(rule), self.salt_with(BESIDE), goes_on=False)
 
     def keep_begun(self, following: Following) -> None:
-        """Put drafts that were cut into the pool."""
+        """Put the drafts of a rollout that has ended into the pool."""
         self.audit.carried_tokens += following.tokens
         following.put_off()
         self.planner.pool.settle(following.groups, following.groups)

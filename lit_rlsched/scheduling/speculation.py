@@ -55,6 +55,10 @@ class DraftCounts:
     """Calls of the user's drafter that raised or returned something unusable."""
 
 
+NO_DRAFTS = DraftCounts()
+"""Of an engine that drafts nothing."""
+
+
 @dataclass(slots=True)
 class _Group:
     name: str

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ STEP_COLUMNS = (
     "accepted",
     "drafter_failures",
 )
+_row = attrgetter(*STEP_COLUMNS)
 UPDATE_COLUMNS = ("began", "turn", "version")
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
@@ -227,14 +229,15 @@ class RolloutTrace:
         for engine, step in steps.items():
             for request_id in step.admitted:
                 self.admitted(request_id, step.start, engine)
-        assert self._origin is not None, "a step before anything was admitted"
+        origin = self._origin
+        assert origin is not None, "a step before anything was admitted"
         before, ran = self.decode_steps, 0
         self.decode_steps += max(step.decode_steps for step in steps.values())
         for engine, step in steps.items():
             if self._turns[engine] < before:  # it had nothing to decode in the turns before
-                idle_since = self._origin + self._ends[engine]
-                self._add_row(engine, Step(idle_since, step.start, 0, 0, decode_steps=0))
-            self._add_row(engine, step)
+                idle = Step(origin + self._ends[engine], step.start, 0, 0, decode_steps=0)
+                self._add_row(engine, idle, origin)
+            self._add_row(engine, step, origin)
             self._turns[engine] = self.decode_steps
             self._peaks[engine] = max(self._peaks[engine], step.running)
             ran += step.running
@@ -242,14 +245,12 @@ class RolloutTrace:
                 self.left(request_id, step.end, tokens)
         self.peak_running = max(self.peak_running, ran)
 
-    def _add_row(self, engine: int, step: Step) -> None:
-        assert self._origin is not None
+    def _add_row(self, engine: int, step: Step, origin: float) -> None:
         steps = self.steps
-        for name in STEP_COLUMNS:
-            steps[name].append(getattr(step, name))
-        steps["start"][-1] -= self._origin
-        steps["end"][-1] -= self._origin
-        self._ends[engine] = steps["end"][-1]
+        for column, value in zip(steps.values(), _row(step), strict=False):
+            column.append(value)
+        steps["start"][-1] -= origin
+        steps["end"][-1] = self._ends[engine] = step.end - origin
         if self.engines > 1:
             steps["engine"].append(engine)
 

@@ -92,10 +92,7 @@ class NextRound:
             seconds = self._drawn.metrics["time/rollout"]
             self._beside = {"ahead_rollout/rollout_seconds": seconds}
         if self._drafts is not None:
-            pool, following = self._runner.planner.pool, self._drafts
-            following.put_off()
-            pool.settle(following.groups, following.groups)
-            self._runner.audit.carried_tokens = pool.tokens
+            self._runner.keep_begun(self._drafts)
             self._drafts = None
         self._metrics = {**self._beside, "ahead_rollout/wait_seconds": waited}
 

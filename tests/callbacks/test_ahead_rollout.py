@@ -12,6 +12,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from seen_rounds import Rounds, Second, cells, counted, weights
+from slow_parts import Sleepy, slowly
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
@@ -67,25 +68,6 @@ def in_turn(monkeypatch):
             hook()
 
     monkeypatch.setattr(RolloutSession, "in_background", decode_now)
-
-
-class Sleepy(TransformersEngine):
-    """Takes any time for a step."""
-
-    def step(self):
-        time.sleep(random.random() * 0.01)
-        return super().step()
-
-
-def slowly():
-    def digits(prompts, completions, **kwargs):
-        import random
-        import time
-
-        time.sleep(random.random() * 0.02)
-        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-
-    return digits
 
 
 @BOTH

@@ -1,6 +1,5 @@
 """Slots that idle at the end of a round begin the next one; rounds do not depend on drafts."""
 
-import random
 import time
 from importlib.util import find_spec
 
@@ -9,6 +8,7 @@ import torch
 from chi_square import p_value
 from lightning.pytorch.callbacks import ModelCheckpoint
 from seen_rounds import Rounds, Second, cells, counted, weights
+from slow_parts import Sleepy, slowly
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
@@ -41,25 +41,6 @@ RULES = {
     "tail deferring": lambda: [TailBatching(1.5, max_deferrals=3)],
 }
 ALL = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-
-
-class Sleepy(TransformersEngine):
-    """Takes any time for a step."""
-
-    def step(self):
-        time.sleep(random.random() * 0.01)
-        return super().step()
-
-
-def slowly():
-    def digits(prompts, completions, **kwargs):
-        import random
-        import time
-
-        time.sleep(random.random() * 0.02)
-        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-
-    return digits
 
 
 def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=1e-2, **data):

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from slow_parts import slowly
 
 from examples.own_engine import PlainEngine
 from lit_rlsched import GRPOModule
@@ -119,17 +120,6 @@ def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
         assert metrics["in_flight/trainer_wait_seconds"] >= 0
         assert 0 < metrics["staleness/mean"] <= 2 * STEPS
     assert seen.rounds[-1].metrics["rollout/pool_prompts"] > 0, "others were still being drawn"
-
-
-def slowly():
-    def digits(prompts, completions, **kwargs):
-        import random
-        import time
-
-        time.sleep(random.random() * 0.02)
-        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-
-    return digits
 
 
 def test_a_run_does_not_depend_on_timing_and_a_resumed_run_is_the_same(
