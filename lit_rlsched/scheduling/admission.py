@@ -51,9 +51,10 @@ class Admission:
 
     In `least_attained` order (least attained service first, as in operating systems) requests take
     turns: where others wait, a request is admitted for an eighth of the maximum length, then pauses
-    until those with fewer tokens have caught up. The long completions thus start early and end at
-    about the same time, without any prediction. Rounds that may throw away unfinished completions
-    set `take_turns` to false: requests then keep their slot, as in `fifo`.
+    until those with fewer tokens have caught up; for `later` ones none makes way. The long
+    completions thus start early and end at about the same time, without any prediction. Rounds that
+    may throw away unfinished completions set `take_turns` to false: requests then keep their slot,
+    as in `fifo`.
 
     With a `budget`, a request is admitted only if all running requests can never take more cache
     than the budget (the dynamic slots of Infinite Sampling, arXiv 2506.22950). To reserve less than
@@ -180,8 +181,10 @@ class Admission:
     def _lease(self, request: Request, room: int) -> Request:
         """The request as it is admitted, with a `pause_at` where it must make way for others."""
         lease = request.sampling.max_completion_length
-        if self.order == "least_attained" and self.take_turns and len(self) > len(self._free):
-            lease = -(-lease // TURNS)
+        if self.order == "least_attained" and self.take_turns:
+            others = len(self) if request.later else len(self) - self._waiting.later
+            if others > len(self._free):
+                lease = -(-lease // TURNS)
         if self.budget is not None:
             coming = min(len(self), len(self._free))
             if self.budget.cost(request) * coming > room:

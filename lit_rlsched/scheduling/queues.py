@@ -45,12 +45,16 @@ class WaitingQueue:
         self._entries: dict[str, _Entry] = {}
         self._heap: list[_Entry] = []  # may also hold entries that are no longer in `_entries`
         self._arrivals = 0
+        self.later = 0
+        """Number of waiting requests that are `later`."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
         self._arrivals += 1
+        if request.later:
+            self.later += 1
         self._enter(request, self._arrivals)
 
     def peek(self, slot: int) -> Request:
@@ -74,7 +78,7 @@ class WaitingQueue:
             self._remove(request_id)
 
     def clear(self) -> None:
-        self._requests, self._entries, self._heap = {}, {}, []
+        self._requests, self._entries, self._heap, self.later = {}, {}, [], 0
 
     def _enter(self, request: Request, arrival: int) -> None:
         entry = _Entry(request.later, KEYS[self._order](request), arrival, request.id)
@@ -84,7 +88,8 @@ class WaitingQueue:
             heapq.heappush(self._heap, entry)
 
     def _remove(self, request_id: str) -> Request:
-        del self._entries[request_id]
+        if self._entries.pop(request_id).later:
+            self.later -= 1
         return self._requests.pop(request_id)
 
 

@@ -232,7 +232,7 @@ class RolloutTrace:
         origin = self._origin
         assert origin is not None, "a step before anything was admitted"
         before, ran = self.decode_steps, 0
-        self.decode_steps += max(step.decode_steps for step in steps.values())
+        self.decode_steps += max(map(attrgetter("decode_steps"), steps.values()))
         for engine, step in steps.items():
             if self._turns[engine] < before:  # it had nothing to decode in the turns before
                 idle = Step(origin + self._ends[engine], step.start, 0, 0, decode_steps=0)
