@@ -23,7 +23,7 @@ SLOW   += --dist loadgroup --no-loadscope-reorder
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart docs gpu-check test test-slow test-all test-next mutants audit dist smoke lint types
+.PHONY: help install quickstart docs gpu-check test test-slow test-all test-next checks mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,13 +65,17 @@ lint: install  ## Check style with ruff
 types: install  ## Check types with mypy
 	$(BIN)/mypy
 
-test: lint types  ## Run lint, types and the quick tests
+checks: lint
+	@# beside mypy, one process compiles what the tests import; else each of theirs would
+	@$(BIN)/python tests/forked.py & compiled=$$!; $(BIN)/mypy && wait $$compiled
+
+test: checks  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
 test-slow: install  ## Run the slow tests (kills, model families, whole runs) and long property tests
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
-test-all: lint types  ## Run lint, types and all tests at once
+test-all: checks  ## Run lint, types and all tests at once
 	$(BIN)/pytest $(SLOW) -m "slow or not slow"
 
 test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail

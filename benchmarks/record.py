@@ -48,6 +48,7 @@ class Recorder(RolloutCallback):
                     "token_ids": list(completion.token_ids),
                     "logprobs": list(completion.logprobs),
                     "finish_reason": completion.finish_reason,
+                    "scores": completion.scores,
                     "limit": row.group.sampling.max_completion_length,
                 }
             )
@@ -76,6 +77,7 @@ def read_recording(folder: str | Path) -> list[list[Group]]:
                 row["token_ids"],
                 row["logprobs"],
                 finish_reason=row["finish_reason"],
+                scores=row.get("scores"),
             )
         )
     return [list(groups.values()) for _, groups in sorted(rounds.items())]

@@ -11,6 +11,10 @@ recording, with its own prompts. Seconds are of the rollout alone.
 model. `--recording` may be that of any run: `lit-rlsched fit` writes it with
 `--trainer.callbacks+=benchmarks.record.Recorder --trainer.callbacks.folder=FOLDER`.
 
+`races`: who wins where a round ends early. Each recorded round is a race: the first half of its
+prompts to be complete wins, with draft tokens and without, counted in decode steps (**simulated**:
+rewards come at once). Differences are of means over the winners, with standard errors over rounds.
+
 `steps`: median time of a decode step, by rows and by tokens of a row, with draft tokens that are
 almost never right. Draft tokens pay if the tokens of a row-step exceed the ratio of the times.
 """
@@ -34,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import results
 from benchmarks.record import read_recording, record
-from benchmarks.replay import drafted_round
+from benchmarks.replay import Schedule, replay, replayed_rounds
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
@@ -44,13 +48,14 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 MODEL = "examples/countdown/model"
 LIMIT, GENERATIONS = 512, 8
 """Of the quick task."""
 SETTINGS = ["2:8", "4:4", "4:8", "4:16", "4:64", "8:8"]
-CASES = ("seconds", "replay", "steps")
+CASES = ("seconds", "replay", "races", "steps")
 
 
 class Setting(NamedTuple):
@@ -189,6 +194,7 @@ def replay_recording(options: Any, settings: Sequence[Setting]) -> None:
     rounds = read_recording(options.recording)
     parts = {"first rounds": rounds[:4], "last rounds": rounds[-4:]}
     for (part, some), slots in product(parts.items(), options.slots):
+        plain = replay(some, Schedule(""), slots).decode_steps
         print(f"\nreplay, {part}, {slots} slots\n")
         print(
             "| setting | steps | accepted | tokens a row-step | positions a token |\n"
@@ -196,9 +202,12 @@ def replay_recording(options: Any, settings: Sequence[Setting]) -> None:
             + "|"
         )
         for setting in settings:
-            assert setting.drafting is not None
-            found = [drafted_round(groups, slots, setting.drafting) for groups in some]
-            steps, plain, tokens, row_steps, proposed, accepted = map(sum, zip(*found, strict=True))
+            found = replay(some, Schedule("", drafting=setting.drafting), slots)
+            steps, tokens = found.decode_steps, sum(trace.tokens for trace in found.traces)
+            row_steps, proposed, accepted = (
+                sum(trace.total(column) for trace in found.traces)
+                for column in ("running", "proposed", "accepted")
+            )
             per_row, positions = tokens / row_steps, (row_steps + proposed) / tokens
             figures = {"steps": steps, "plain_steps": plain, "tokens_per_row_step": per_row}
             figures |= {"positions_per_token": positions, "proposed": proposed}
@@ -207,6 +216,70 @@ def replay_recording(options: Any, settings: Sequence[Setting]) -> None:
                 f"| {setting.name} | {steps:,} of {plain:,} ({plain / steps:.2f}x) | "
                 f"{share(accepted, proposed)} | {per_row:.2f} | {positions:.2f} |"
             )
+
+
+class Winners(NamedTuple):
+    """The groups that won a race."""
+
+    ids: set[str]
+    reward: float
+    """Mean over their completions, as all below."""
+    length: float
+    speed: float
+    """Tokens per step."""
+    speed_of_all: float
+    """The same of all that was drawn."""
+
+
+def race(groups: Sequence[Group], slots: int, drafting: Drafting | None) -> Winners:
+    """Draw the first half of the groups to be complete."""
+    rule = TailRound(len(groups) // 2, GENERATIONS, prompt_ratio=2.0)
+    drawn = next(replayed_rounds([groups], Schedule("", drafting=drafting), slots, rule))
+    ran = drawn.trace.row_steps
+    won = [Sample(g, c) for g in drawn.harvest.trained for c in g.completions]
+    scored = {Sample(g, c).id: c.scores for g in groups for c in g.completions}
+    drawn_tokens = drawn.trace.drawn
+    return Winners(
+        {group.id for group in drawn.harvest.trained},
+        statistics.fmean(sum(filter(None, scored[s.id] or ())) for s in won),
+        statistics.fmean(len(s.completion.token_ids) for s in won),
+        sum(len(s.completion.token_ids) for s in won) / sum(ran[s.id] for s in won),
+        sum(drawn_tokens.values()) / sum(ran.values()),
+    )
+
+
+def race_recording(options: Any, settings: Sequence[Setting]) -> None:
+    """Print what draft tokens change about the winners of races."""
+    rounds = read_recording(options.recording)
+    for slots in options.slots:
+        plain = [race(groups, slots, None) for groups in rounds]
+        print(f"\nraces of {len(rounds)} rounds, {slots} slots\n")
+        print(
+            "| setting | other winners | reward | tokens | speed: won over all |\n"
+            + "|---" * 5
+            + "|"
+        )
+        for setting in settings:
+            won = [race(groups, slots, setting.drafting) for groups in rounds]
+            pairs = [*zip(won, plain, strict=True)]
+            figures = {
+                "other": [len(a.ids - b.ids) / len(a.ids) for a, b in pairs],
+                "reward": [a.reward - b.reward for a, b in pairs],
+                "tokens": [a.length - b.length for a, b in pairs],
+                "speed": [a.speed / a.speed_of_all for a, _ in pairs],
+            }
+            means = {name: statistics.fmean(of) for name, of in figures.items()}
+            errors = {
+                f"{n}_error": statistics.stdev(of) / len(of) ** 0.5 for n, of in figures.items()
+            }
+            results.add(f"races, {slots} slots, {setting.name}", means | errors)
+            cells = [
+                f"{means['other']:.1%}",
+                f"{means['reward']:+.4f} ± {errors['reward_error']:.4f}",
+                f"{means['tokens']:+.2f} ± {errors['tokens_error']:.2f}",
+                f"{means['speed']:.3f} ± {errors['speed_error']:.3f}",
+            ]
+            print(f"| {setting.name} | {' | '.join(cells)} |")
 
 
 class Junk:
@@ -291,13 +364,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="draft tokens")
     options = results.parse(parser, arguments)
     settings = [Setting.read(text) for text in options.settings]
-    if {"seconds", "replay"} & {*options.cases} and not Path(options.recording).exists():
+    if {"seconds", "replay", "races"} & {*options.cases} and not Path(options.recording).exists():
         record(options.recording)
     keep_heap()
     if "seconds" in options.cases:
         time_settings(options, settings)
     if "replay" in options.cases:
         replay_recording(options, settings)
+    if "races" in options.cases:
+        race_recording(options, settings)
     if "steps" in options.cases:
         time_steps(options)
 

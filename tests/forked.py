@@ -4,6 +4,7 @@ Python takes eight seconds to import torch, Lightning and this library, and five
 worker of the tests has one such server, which starts with the first call.
 """
 
+import contextlib
 import gc
 import io
 import multiprocessing
@@ -169,3 +170,9 @@ def command_line(*arguments: str) -> None:
     sys.argv = ["lit-rlsched", *arguments]
     sys.path.insert(0, os.getcwd())
     runpy.run_module("lit_rlsched", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    for name in (*IMPORTS, "ray", "wandb", "peft", "hypothesis"):
+        with contextlib.suppress(ImportError):  # vLLM and Ray may be missing
+            import_module(name)

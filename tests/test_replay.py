@@ -13,7 +13,7 @@ from benchmarks.bubbles import (
     row,
 )
 from benchmarks.record import read_recording, record
-from benchmarks.replay import Schedule, drafted_round, least_steps, replay
+from benchmarks.replay import Schedule, least_steps, replay
 from benchmarks.steps import SHAPES, Shape, learned, table
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound
@@ -66,9 +66,11 @@ def test_draft_tokens_save_steps_by_hand(slots, while_running, steps):
     prompt = Prompt("p", "x", (5, 6, 7))
     completions = [Completion(0, text), Completion(1, text)]
     groups = [Group("g", prompt, Sampling(64), completions)]
-    found = drafted_round(groups, slots, Drafting(4, while_running))
-    assert (found.steps, found.plain, found.tokens) == (steps, 40 // slots, 40)
-    assert found.tokens == found.row_steps + found.accepted
+    plain = replay([groups], Schedule("plain"), slots)
+    found = replay([groups], Schedule("", drafting=Drafting(4, while_running)), slots)
+    assert (found.decode_steps, plain.decode_steps) == (steps, 40 // slots)
+    (trace,) = found.traces
+    assert trace.tokens == 40 == trace.total("running") + trace.total("accepted")
 
 
 def test_a_shape_keeps_the_ranks_and_has_the_distribution():

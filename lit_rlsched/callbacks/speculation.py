@@ -9,11 +9,8 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.training.round import Round
 
-LEAST_COST = 1.07
-"""A step with four draft tokens took at least so many times as long as one without: one row of 75 M
-parameters on one CPU core. With 0.45 M it was 1.17, with eight rows 1.34 and 1.75."""
-LEAST_DRAFTS = 100
-"""Draft tokens of a round from which on it is judged."""
+ROUNDS = 10
+"""Rounds with `speculation/seconds_saved` after which a run is told if they are negative in all."""
 
 
 class Speculation(RolloutCallback):
@@ -27,13 +24,14 @@ class Speculation(RolloutCallback):
     the engine's batch noise; only the number of decode steps changes.
 
     It pays where few completions run and their text repeats: in the tail of a round, with few
-    slots, late in training. A run in which it costs more than it saves is told so once. Rounds that
-    end early train on the completions that are in time, and text that repeats now needs fewer
-    steps: with `TailBatching`, `SortedBatching` and `DynamicSampling` look at
+    slots, late in training. A run in which it costs more than it saves is told so once, after ten
+    rounds. Rounds that end early train on the completions that are in time, and text that repeats
+    now needs fewer steps: with `TailBatching`, `SortedBatching` and `DynamicSampling` look at
     `speculation/trained_over_drawn_speed`, which is 1 without bias.
 
     Each round logs `speculation/*`: the share of draft tokens that are right, tokens and positions
-    of the steps with draft tokens, and decode steps saved.
+    of the steps with draft tokens, and what was saved in decode steps and in seconds. The seconds
+    follow from the round's own steps, with and without draft tokens (`scheduling/step_times.py`).
 
     Args:
         tokens: Maximum number of draft tokens of a completion in a decode step. 4 have most of the
@@ -57,7 +55,7 @@ class Speculation(RolloutCallback):
 
     def __init__(self, tokens: int = 4, while_running: int = 8, drafter: str | None = None) -> None:
         self.settings = Drafting(tokens, while_running, drafter)
-        self._warned = False
+        self._saved: list[float] = []
 
     def describe(self) -> str:
         """Return the settings in words."""
@@ -86,13 +84,15 @@ class Speculation(RolloutCallback):
         schedule.drafting = self.settings
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Warn once if steps with draft tokens draw hardly more tokens than others."""
-        drawn = round.metrics.get("speculation/tokens_per_row_step", LEAST_COST)
-        drafts = round.metrics.get("speculation/proposed", 0)
-        if not self._warned and drafts >= LEAST_DRAFTS and drawn < LEAST_COST:
-            self._warned = True
+        """Warn once if the first rounds would have been faster without draft tokens."""
+        saved = round.metrics.get("speculation/seconds_saved")
+        if saved is None or len(self._saved) == ROUNDS:
+            return
+        self._saved.append(saved)
+        if len(self._saved) == ROUNDS and (total := sum(self._saved)) < 0:
             rank_zero_warn(
-                "`Speculation` costs more than it saves: a step with draft tokens drew "
-                f"{drawn:.2f} tokens of each completion, and takes at least {LEAST_COST} times as "
-                "long as one without. Remove the callback until completions are more alike."
+                f"`Speculation` costs more than it saves: {ROUNDS} rounds took "
+                f"{-total:.3g} s longer, by the times of their decode steps. Lower `while_running` "
+                f"(now {self.settings.while_running}), or remove the callback until completions "
+                "are more alike."
             )

@@ -69,16 +69,14 @@ def check_sampling(requests: Sequence[Request]) -> None:
             )
 
 
-def give(scheduler: Any, drafts: DraftTokens | None, held: "Mapping[str, _Held]") -> None:
+def give(scheduler: Any, drafts: DraftTokens, held: "Mapping[str, _Held]") -> None:
     """Set the draft tokens of the scheduler's next step.
 
     Args:
         scheduler: vLLM's.
-        drafts: What the engine's requests have drawn; None: there are no draft tokens.
+        drafts: What the engine's requests have drawn.
         held: The engine's requests by id.
     """
-    if drafts is None:
-        return
     for name, tokens in drafts.propose([*held]).items():
         request = scheduler.requests[held[name].inside]
         # a preempted request, whose cache is gone, is prefilled in the next step
@@ -86,18 +84,21 @@ def give(scheduler: Any, drafts: DraftTokens | None, held: "Mapping[str, _Held]"
             request.spec_token_ids = tokens
 
 
-def take(drafts: DraftTokens, request: Request, tokens: list[int], first: bool) -> None:
-    """Note what a request has drawn in a step.
+def take(drafts: DraftTokens, outputs: Sequence[Any], held: "Mapping[str, _Held]") -> None:
+    """Note what the requests have drawn in a step.
+
+    A request can have draft tokens from its second step on, when its prompt is computed.
 
     Args:
         drafts: What the engine's requests have drawn.
-        request: The request.
-        tokens: Its new tokens.
-        first: Whether they are its first since it was submitted: from now on it can have draft
-            tokens.
+        outputs: vLLM's, one per request.
+        held: The engine's requests by vLLM's ids, with what they drew before.
     """
-    if first:
-        prefix = request.prefix_ids
-        text = [*request.prompt_ids, *prefix]
-        drafts.enter(request.id, request.group, text, request.limit - len(prefix))
-    drafts.take(request.id, tokens)
+    for output in outputs:
+        one = held[output.request_id]
+        request = one.request
+        if not one.token_ids:
+            prefix = request.prefix_ids
+            text = [*request.prompt_ids, *prefix]
+            drafts.enter(request.id, request.group, text, request.limit - len(prefix))
+        drafts.take(request.id, output.new_token_ids)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rlsched.scheduling.speculation import agreeing
+
 
 def install(worker: Any) -> None:
     """Let a worker's model runner verify the draft tokens that the scheduler gives it.
@@ -116,12 +118,6 @@ def spread(sampling: Any, counts: list[int], widths: Tensor) -> Any:
 
 def repeated(values: Tensor | None, widths: Tensor) -> Tensor | None:
     return None if values is None else values.repeat_interleave(widths, 0)
-
-
-def agreeing(drafts: list[int], drawn: list[int]) -> int:
-    """Length of the longest common prefix."""
-    pairs = zip(drafts, drawn, strict=True)
-    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 def rewind(generator: torch.Generator, state: Tensor, draws: int) -> None:

@@ -17,6 +17,7 @@ from lit_rlsched.engines.base import (
 )
 from lit_rlsched.scheduling.noise import counter_uniform
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
+from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens, agreeing
 from lit_rlsched.settings import check_finite
 from lit_rlsched.types import Event, FinishReason, LengthOnly, Request
 
@@ -27,15 +28,17 @@ class SimulatedEngine(RolloutEngine):
     """Event-driven engine on a virtual clock.
 
     One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`
-    seconds, plus `per_prefill_token` for each prompt and prefix token of new requests. `step` jumps
-    to the next step in which a request finishes or pauses. A completion, prefix included, is as
-    long as `lengths` says and ends in EOS if the request's limit allows. Its other tokens and their
+    seconds, plus `per_prefill_token` for each prompt and prefix token of new requests. A draft
+    token takes as long as a request. `step` jumps to the next step in which a request finishes or
+    pauses; with `Speculation` it makes one step. A completion, prefix included, is as long as
+    `lengths` says and ends in EOS if the request's limit allows. Its other tokens and their
     log-probs are noise that depends only on the request's seed and the position.
 
     Args:
         lengths: A function from a request to the length of its completion, such as
             `LogNormalLengths` (the default), or a trace that `TraceLengths` accepts. A function
-            with a method `token_ids(request)`, such as `RecordedCompletions`, also gives tokens.
+            with a method `token_ids(request)`, such as `RecordedCompletions`, also gives tokens,
+            which `Speculation` needs.
         step_time_base: Seconds of every step, to read the weights and launch kernels.
         per_running: Seconds per step for each running request.
         per_kv_token: Seconds per step for each token in the key-value cache.
@@ -90,6 +93,7 @@ class SimulatedEngine(RolloutEngine):
         self.max_jump = max_jump
         self.vocab_size = vocab_size
         self.kv_block, self.kv_capacity = kv_block, kv_capacity
+        self.speculates = hasattr(self.length_of, "token_ids") and not length_only
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy
@@ -102,13 +106,13 @@ class SimulatedEngine(RolloutEngine):
         self._now = 0.0
         self._step = self._submitted = 0
         self._kv_tokens = self._new_tokens = self._prefill_tokens = self._step_kv_tokens = 0
+        self._drafts = None if spec.drafting is None else DraftTokens(spec.drafting)
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(self._spec, self._live, requests)
         for live in [self._draw(request) for request in requests]:  # `_draw` may raise
             self._live[live.id] = live
-            self._submitted += 1
-            heapq.heappush(self._ends, (self._step + len(live.token_ids), self._submitted, live))
+            self._await_end(live)
             self._kv_tokens += live.context
             self._new_tokens += live.context
 
@@ -121,22 +125,23 @@ class SimulatedEngine(RolloutEngine):
         if not self._live:
             return 0
         steps = self._ends[0][0] - self._step
-        return min(steps, self.max_jump or steps)
+        return min(steps, self.max_jump or steps) if self._drafts is None else 1
 
     def jump(self, steps: int) -> list[Event]:
         running = len(self._live)
         if not running:
             return []
+        proposed, accepted = (0, 0) if self._drafts is None else self._verify(self._drafts)
         # step i of the jump finds i more tokens of each request in the cache
         kv_tokens = steps * self._kv_tokens + running * (steps * (steps - 1) // 2)
         self._now += (
-            steps * (self.step_time_base + self.per_running * running)
+            steps * (self.step_time_base + self.per_running * (running + proposed))
             + self.per_kv_token * kv_tokens
             + self.per_prefill_token * self._new_tokens
         )
         self._prefill_tokens += self._new_tokens
         self._new_tokens = 0
-        self._kv_tokens += steps * running
+        self._kv_tokens += steps * running + accepted
         self._step_kv_tokens = self._kv_tokens
         self._step += steps
 
@@ -150,6 +155,30 @@ class SimulatedEngine(RolloutEngine):
             return finished
         return finished + [live.event(self._step) for live in self._live.values()]
 
+    def _verify(self, drafts: DraftTokens) -> tuple[int, int]:
+        """Draw the next token of each request with the draft tokens that are right.
+
+        Returns:
+            Numbers of draft tokens and of those that were drawn.
+        """
+        proposed, accepted = drafts.propose([*self._live]), 0
+        for live in self._live.values():
+            at, request = self._step - live.start, live.request
+            right = agreeing(proposed.get(live.id, ()), live.token_ids[at:-1])
+            if at == 0:  # known from its first step on, which computes the prompt
+                text = [*request.prompt_ids, *request.prefix_ids]
+                drafts.enter(live.id, request.group, text, request.limit - len(request.prefix_ids))
+            drafts.take(live.id, live.token_ids[at : at + 1 + right])
+            if right:
+                accepted += right
+                live.start -= right
+                self._await_end(live)
+        return sum(map(len, proposed.values())), accepted
+
+    def _await_end(self, live: "_Live") -> None:
+        self._submitted += 1
+        heapq.heappush(self._ends, (live.start + len(live.token_ids), self._submitted, live))
+
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         dropped = [self._live[name] for name in dict.fromkeys(request_ids) if name in self._live]
         for live in dropped:
@@ -159,12 +188,15 @@ class SimulatedEngine(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are running: abort them before a sync")
-        self.version = version
+        self.update_weights(named_tensors, version)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        if self._drafts is not None:
+            self._drafts.forget()
         self.version = version
 
     def stats(self) -> EngineStats:
+        counts = NO_DRAFTS if self._drafts is None else self._drafts.counts
         return EngineStats(
             running=len(self._live),
             waiting=0,
@@ -172,6 +204,9 @@ class SimulatedEngine(RolloutEngine):
             step_kv_tokens=self._step_kv_tokens,
             decode_steps=self._step,
             prefill_tokens=self._prefill_tokens,
+            proposed=counts.proposed,
+            accepted=counts.accepted,
+            drafter_failures=counts.failures,
         )
 
     def now(self) -> float:
@@ -190,7 +225,7 @@ class SimulatedEngine(RolloutEngine):
         context = len(request.prompt_ids) + prefix
         if self.length_only:
             drawn: Any = LengthOnly(min(total, limit) - prefix)
-            return _Live(request.id, self._step, context, drawn, drawn, total <= limit)
+            return _Live(request, self._step, context, drawn, drawn, total <= limit)
         noise = counter_uniform(request.seed % 2**64, np.arange(prefix, min(total, limit)))
         stops = total <= limit
         if hasattr(self.length_of, "token_ids"):
@@ -202,10 +237,12 @@ class SimulatedEngine(RolloutEngine):
             if stops:
                 token_ids[-1] = self._spec.eos_token_ids[0]
         logprobs = np.log1p(-noise).tolist()
-        return _Live(request.id, self._step, context, token_ids.tolist(), logprobs, stops)
+        return _Live(request, self._step, context, token_ids.tolist(), logprobs, stops)
 
     def _drop(self, live: "_Live") -> None:
         del self._live[live.id]
+        if self._drafts is not None:
+            self._drafts.leave(live.id)
         self._kv_tokens -= live.context + self._step - live.start
         if live.start == self._step:  # aborted before its first step
             self._new_tokens -= live.context
@@ -215,9 +252,9 @@ class SimulatedEngine(RolloutEngine):
 class _Live:
     """A running request with its whole completion."""
 
-    id: str
+    request: Request
     start: int
-    """Number of the decode step before its first."""
+    """Number of the decode step before its first; less for each draft token that was drawn."""
     context: int
     """Tokens of prompt and prefix."""
     token_ids: list[int]
@@ -225,6 +262,10 @@ class _Live:
     stops: bool
     reported: int = 0
     """Tokens that events have reported."""
+
+    @property
+    def id(self) -> str:
+        return self.request.id
 
     def event(self, step: int) -> Event:
         new = slice(self.reported, step - self.start)

@@ -216,7 +216,8 @@ class VLLMEngine(RolloutEngine):
     def step(self) -> list[Event]:
         if not self._held:
             return []
-        drafting.give(self._scheduler, self._drafts, self._held)
+        if self._drafts is not None:
+            drafting.give(self._scheduler, self._drafts, self._held)
         # on CPU even seeded batches draw from the global generator; saving it takes a microsecond
         state = torch.get_rng_state()
         with naming_dead_workers(self._live, self.tensor_parallel_size):
@@ -225,16 +226,15 @@ class VLLMEngine(RolloutEngine):
         torch.set_rng_state(state)
         self._decode_steps += 1
         self._count_preemptions()
-        events: list[Event] = []
-        ended: list[str] = []
+        if self._drafts is not None:
+            drafting.take(self._drafts, outputs, self._inside)
+        events, ended, inside = list[Event](), list[str](), self._inside
         for output in outputs:  # one per request
-            held = self._inside[output.request_id]
+            held = inside[output.request_id]
             name, token_ids, reason = held.request.id, output.new_token_ids, output.finish_reason
             if (drawn := output.new_logprobs) is None:
                 raise unusable(name, token_ids, reason)
             logprobs = drawn.logprobs.ravel().tolist()  # one column: the drawn token
-            if self._drafts is not None:
-                drafting.take(self._drafts, held.request, token_ids, first=not held.token_ids)
             if not held.token_ids:
                 stats = output.prefill_stats  # None: unknown, all count as computed
                 cached = 0 if stats is None else stats.num_cached_tokens

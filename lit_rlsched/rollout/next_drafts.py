@@ -23,6 +23,8 @@ class Following:
     goes_on: bool = True
     """Whether the drafts are drawn to their end after the round, by `RolloutSession.go_on`, or cut
     where the round ends."""
+    holds_back: bool = False
+    """Whether half of them begin only after the round."""
     samples: list[Sample] = field(init=False)
     """What is drawn."""
 
@@ -81,13 +83,18 @@ class DraftingWorker(Worker):
     Args:
         worker: Decodes.
         drafts: Completions with their requests.
+        most: Maximum number of drafts that begin before the round is over. `None`: all.
     """
 
-    def __init__(self, worker: Worker, drafts: Iterable[tuple[Sample, Request]]) -> None:
+    def __init__(
+        self, worker: Worker, drafts: Sequence[tuple[Sample, Request]], most: int | None = None
+    ) -> None:
         super().__init__(worker.admission, worker.slots // worker.admission.slots)
         self.trace = worker.trace
         self._worker = worker
-        self._drafts = {request.id: (sample, request) for sample, request in drafts}
+        named = [(request.id, (sample, request)) for sample, request in drafts]
+        most = len(named) if most is None else most
+        self._drafts, self._held_back = dict(named[:most]), dict(named[most:])
         self._waiting = [request for _, request in self._drafts.values()]
         self._own: set[str] = set()
         self._ended: list[Sample] = []
@@ -190,12 +197,14 @@ class DraftingWorker(Worker):
         return self._worker.abort([*ids]) if ids else []
 
     def end_round(self) -> None:
-        """Begin the trace of the drafts, now that the round is over."""
+        """Begin the trace of the drafts, now that the round is over, and those held back."""
         tokens = {
             name: len(sample.completion.token_ids) - len(request.prefix_ids)
             for name, (sample, request) in self._drafts.items()
         }
         self.trace = self._worker.split_trace(tokens)
+        self._worker.submit(request for _, request in self._held_back.values())
+        self._drafts |= self._held_back
 
     def cut(self) -> None:
         """End the drafts with the tokens that they have, now that the round is over."""

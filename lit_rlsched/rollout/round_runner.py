@@ -46,6 +46,8 @@ class Watchers:
     """Called each time a group completes."""
     drafts_next: AfterRound | None = None
     """What becomes of drafts of the next round, which free slots begin; `None`: there are none."""
+    holds_back: bool = False
+    """Whether half of the drafts that go on begin only after the round."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
@@ -114,7 +116,10 @@ class RoundInProgress:
             self._verify_all()
         if how is not None:
             following = planner.plan_following(rule, self.groups)
-            self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")
+            goes_on = how == "go_on"
+            holds_back = goes_on and self._watch.holds_back
+            salt_ahead = runner.salt_with(AHEAD)
+            self._following = Following(following, salt_ahead, goes_on, holds_back)
         self._rollout = session.rollout(
             self.groups,
             version,

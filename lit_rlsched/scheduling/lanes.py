@@ -9,6 +9,9 @@ from lit_rlsched.scheduling.spans import Span, cut, union
 
 TRAINER, ENGINES, REWARDS = "trainer", "engines", "rewards"
 DECODE, WEIGHTS, OTHER, WAIT = "decode", "weights", "other", "wait"
+SPECULATE = "speculate"
+"""Decoding with draft tokens."""
+DECODING = {DECODE, SPECULATE}
 
 
 class Interval(NamedTuple):
@@ -41,7 +44,7 @@ def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) 
     for begin, stop in pairwise(sorted(times)):
         while coming < len(inside) and inside[coming].start <= begin:
             i = inside[coming]
-            heapq.heappush(current, (i.what != DECODE, -i.start, i.end, coming))
+            heapq.heappush(current, (i.what not in DECODING, -i.start, i.end, coming))
             coming += 1
         while current and current[0][2] <= begin:
             heapq.heappop(current)

@@ -55,6 +55,13 @@ class DraftCounts:
     """Calls of the user's drafter that raised or returned something unusable."""
 
 
+def agreeing(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return the number of draft tokens up to the first that is not the token drawn there."""
+    pairs = zip(draft, drawn, strict=False)
+    wrong = (i for i, (guess, token) in enumerate(pairs) if guess != token)
+    return next(wrong, min(len(draft), len(drawn)))
+
+
 NO_DRAFTS = DraftCounts()
 """Of an engine that drafts nothing."""
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from lit_rlsched.scheduling.lanes import (
     DECODE,
+    DECODING,
     ENGINES,
     REWARDS,
+    SPECULATE,
     TRAINER,
     WEIGHTS,
     Interval,
@@ -41,7 +43,7 @@ class Lap:
     def saved(self) -> float:
         """Seconds in which the trainer works and an engine decodes."""
         work = [i.span for i in self.lanes[TRAINER] if not i.waits_for and i.what != WEIGHTS]
-        decoding = union(i.span for i in self._of_engines if i.what == DECODE)
+        decoding = union(i.span for i in self._of_engines if i.what in DECODING)
         return seconds(cut(work, decoding)[0])
 
     @property
@@ -106,13 +108,14 @@ class Timeline:
         steps = {name: np.array(column) for name, column in trace.steps.items()}
         of = steps.get("engine", np.zeros(len(steps["start"])))
         for engine in range(trace.engines):
-            rows = (of == engine) & (steps["running"] > 0)
-            starts, ends = steps["start"][rows], steps["end"][rows]
-            apart = starts[1:] - ends[:-1] > SHORT
-            first, last = np.append(True, apart), np.append(apart, True)
-            if len(starts):
-                for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True):
-                    self.add(f"engine {engine}", DECODE, origin + start, origin + end)
+            for what, column in ((DECODE, "running"), (SPECULATE, "proposed")):
+                rows = (of == engine) & (steps[column] > 0)
+                starts, ends = steps["start"][rows], steps["end"][rows]
+                if len(starts):
+                    apart = starts[1:] - ends[:-1] > SHORT
+                    first, last = np.append(True, apart), np.append(apart, True)
+                    for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True):
+                        self.add(f"engine {engine}", what, origin + start, origin + end)
 
     def mark(self) -> None:
         """Let the current lap end here.

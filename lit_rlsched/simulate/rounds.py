@@ -14,6 +14,7 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Prompt, Sampling
 
 
@@ -56,6 +57,7 @@ def simulated_session(
     admission: Callable[[], Admission],
     lengths: CalibratedPredictor | None = None,
     probe_tokens: int = 0,
+    drafting: Drafting | None = None,
 ) -> RolloutSession:
     """Make a session without weights and rewards.
 
@@ -66,9 +68,10 @@ def simulated_session(
         admission: Makes the admission.
         lengths: See `RolloutController`.
         probe_tokens: See `RolloutController`.
+        drafting: How draft tokens are chosen, for completions whose tokens are known.
     """
     nothing: Any = None  # neither a dtype nor a device is needed
-    spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing)
+    spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing, drafting=drafting)
     scorer: Any = Unscored()
     return RolloutSession(
         engine,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_rlsched.rollout.audit import Harvest, length_bias
 from lit_rlsched.scheduling.planning import lower_bound
+from lit_rlsched.scheduling.step_times import StepTimes
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import standard_deviation
 from lit_rlsched.training.round import Round, reward_matrix
@@ -156,7 +157,9 @@ def speculation_metrics(trace: RolloutTrace, trained: Collection[str]) -> dict[s
         return sum(drawn[name] for name in requests) / max(1, steps)
 
     trained = [name for name in trained if name in drawn]
+    times = StepTimes.fit(trace)
     return {
+        **({} if times is None else {"speculation/seconds_saved": times.saved(trace)}),
         "speculation/acceptance": accepted / proposed,
         "speculation/proposed": proposed,
         "speculation/steps": len(ran),

@@ -230,7 +230,8 @@ def test_verified_rounds_stream_their_gradients(fit, tiny_model):
     again, streamed, _ = run(fit, tiny_model, "verify", StreamedTraining(start=0), **settings)
     assert again.drawn == seen.drawn
     assert any(r.metrics["streamed_training/streamed_share"] for r in again.rounds)
-    torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
+    # the engine computes in float32, and drafts decode beside other requests
+    torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-5)
 
 
 def test_a_round_that_was_drawn_ahead_is_dropped_without_the_callback(fit, tiny_model, tmp_path):

@@ -16,6 +16,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.callbacks import speculation as callback
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.scheduling.step_times import StepTimes
 
 
 class Recorder(RolloutCallback):
@@ -144,12 +145,17 @@ def test_with_races_it_says_which_completions_are_favoured(fit):
     assert all(m["speculation/trained_over_drawn_speed"] > 0 for m in recorder.metrics)
 
 
-def test_a_run_that_it_slows_down_is_told_so_once(fit, monkeypatch):
-    monkeypatch.setattr(callback, "LEAST_DRAFTS", 10)
-    junk = Speculation(3, 16, f"{__name__}.Junk")
-    with pytest.warns(UserWarning, match="costs more than it saves") as caught:
-        fit(callbacks=[junk])
-    assert sum("costs more" in str(w.message) for w in caught) == 1
+@pytest.mark.parametrize("saved", [-0.75, 0.75])
+def test_a_run_that_it_slows_down_is_told_so_once(fit, monkeypatch, saved, recwarn):
+    monkeypatch.setattr(callback, "ROUNDS", 2)
+    monkeypatch.setattr(StepTimes, "fit", lambda trace: StepTimes(1.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(StepTimes, "saved", lambda times, trace: saved)
+    recorder = Recorder()
+    fit(callbacks=[Speculation(3, 16), recorder], trainer={"max_epochs": 4}, temperature=0.3)
+    assert [m["speculation/seconds_saved"] for m in recorder.metrics] == [saved] * 4
+    told = [str(w.message) for w in recwarn if "costs more than it saves" in str(w.message)]
+    assert len(told) == (saved < 0)
+    assert all("2 rounds took 1.5 s longer" in text for text in told)
 
 
 def test_a_drafter_that_fails_is_counted_and_told_of_once(fit):

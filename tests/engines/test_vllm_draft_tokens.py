@@ -388,15 +388,20 @@ def test_a_preempted_request_gets_no_draft_tokens() -> None:
     inside = {}
     for name, computed in (("g/0", 6), ("g/1", 0)):
         request = Request(name, [4, 5, 6], 0, Sampling(40))
-        drafting.take(drafts, request, [7, 4, 5, 6], first=True)
         inside[name] = SimpleNamespace(
-            num_computed_tokens=computed, num_tokens=7, spec_token_ids=[], inside=name
+            request=request,
+            token_ids=[],
+            num_computed_tokens=computed,
+            num_tokens=7,
+            spec_token_ids=[],
+            inside=name,
         )
+        output = SimpleNamespace(request_id=name, new_token_ids=[7, 4, 5, 6])
+        drafting.take(drafts, [output], inside)  # type: ignore[arg-type]
     scheduler = SimpleNamespace(requests=inside)
     drafting.give(scheduler, drafts, inside)  # type: ignore[arg-type]
     assert inside["g/0"].spec_token_ids == [7, 4]
     assert inside["g/1"].spec_token_ids == []
-    drafting.give(scheduler, None, {})
 
 
 def test_recurrent_layers_are_refused_by_name() -> None:

@@ -124,6 +124,9 @@ def test_a_wrong_setting_of_two_ranks_is_told_without_a_traceback(tmp_path, opti
 
 
 def test_a_strategy_that_does_not_work_is_refused_before_processes_start(tmp_path):
-    done = fit(tmp_path, "--trainer.strategy=ddp_spawn")
+    config = tmp_path / "short.yaml"
+    config.write_text(yaml.safe_dump(SHORT))
+    arguments = ("fit", "-c", str(config), "--trainer.strategy=ddp_spawn")
+    done = forked.run(forked.command_line, *arguments, timeout=120, folder=ROOT)
     assert done.returncode == 2
     assert "strategy='ddp'" in done.stderr and "Traceback" not in done.stderr

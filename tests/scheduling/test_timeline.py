@@ -9,6 +9,7 @@ from lit_rlsched.scheduling.lanes import (
     ENGINES,
     OTHER,
     REWARDS,
+    SPECULATE,
     TRAINER,
     WEIGHTS,
     Interval,
@@ -143,6 +144,23 @@ def test_an_engine_that_waits_for_rewards_beside_an_update():
         traces=[trace_of([(0, 0, 2)])],
     )
     assert shown(lap, "engine 0") == [(DECODE, 0, 2, None), ("rewards", 2, 5, REWARDS)]
+    assert lap.saved == 2
+
+
+def test_steps_with_draft_tokens_are_decoding_of_their_own_kind():
+    """Steps at most 10 ms apart are one interval, whatever is between them."""
+    trace = RolloutTrace(slots=1)
+    steps = [(0, 1, 0), (1, 2, 3), (2, 2.005, 0), (2.005, 3, 1), (3, 4, 0), (4, 5, 2)]
+    for i, (start, end, proposed) in enumerate(steps):
+        admitted = ["a"] if i == 0 else []
+        trace.take(Step(start, end, 1, 1, proposed=proposed, admitted=admitted))
+    lap = lap_of([(TRAINER, "rollout", 0, 5, ENGINES), (TRAINER, "update", 0.5, 2.5)], 5, [trace])
+    assert shown(lap, "engine 0") == [
+        (DECODE, 0, 1, None),
+        (SPECULATE, 1, 3, None),
+        (DECODE, 3, 4, None),
+        (SPECULATE, 4, 5, None),
+    ]
     assert lap.saved == 2
 
 
