@@ -88,7 +88,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.mostly_slow("400-plain", "400-lora in bf16-mixed", "400-reference")
+@pytest.mark.mostly_slow("400-plain", "400-lora in bf16-mixed")
 @pytest.mark.parametrize(
     ("tokens", "settings"),
     [
@@ -233,6 +233,7 @@ def test_engine_weights_are_in_the_engines_precision(plan):
     assert engine(precision="bf16-mixed") * 2 == engine() == engine(lora_rank=4)
 
 
+@pytest.mark.slow
 def test_log_probs_take_larger_chunks_on_a_gpu(plan, monkeypatch):
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 2**14)
     run = PlannedRun(*plan(engine=VLLMEngine(), micro_batch_tokens=1600))
@@ -365,7 +366,7 @@ def test_a_batch_is_of_equal_rows(plan):
     assert batch.input_ids.shape == (3, 12) and batch.ref_logp is None
 
 
-@pytest.mark.mostly_slow("VLLMEngine")
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
 def test_several_engines_have_as_many_weights(plan, engine):
     one = ledger(plan(engine=ProcessEngine(engine())))
@@ -391,6 +392,7 @@ def test_an_engine_in_its_own_process_has_weights_of_its_own(plan, engine):
     assert "weights handed over" not in inside
 
 
+@pytest.mark.slow
 def test_engines_of_a_ray_cluster_have_gpus_of_their_own(plan):
     settings = {"num_engines": 4, "precision": "bf16-mixed"}
     memory = 2**30
@@ -481,6 +483,7 @@ def test_an_engine_that_draws_ahead_is_in_the_update(plan):
     assert "weights of the drafts" not in plain
 
 
+@pytest.mark.slow
 def test_with_fsdp2_a_rank_has_a_part(plan):
     alone = items(ledger(plan()))
     four = items(ledger(plan(trainer={"devices": 4, "strategy": "fsdp2"})))

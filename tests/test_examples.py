@@ -65,6 +65,7 @@ def rewards_of(capsys, *args):
     return [float(line.rpartition(" ")[2]) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_loop_is_short_and_runs(capsys):
     source = inspect.getsource(grpo_loop)
     assert len(source.splitlines()) <= 100

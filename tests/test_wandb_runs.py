@@ -79,7 +79,6 @@ def runs(folder):
     return offline_runs(folder)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id(folder, runs):
     first, second = runs
     assert first.id == second.id and first.name == second.name
@@ -169,7 +168,6 @@ class Kill(RolloutCallback):
 """
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_under_its_id_and_repeats_the_same_rows(tmp_path):
     (tmp_path / "small.yaml").write_text(SMALL)
     (tmp_path / "kill.py").write_text(KILL)
@@ -217,7 +215,6 @@ def test_a_killed_run_goes_on_under_its_id_and_repeats_the_same_rows(tmp_path):
 # From Python.
 
 
-@pytest.mark.slow
 def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")  # `offline=True` goes without `log_model`
@@ -269,7 +266,6 @@ def sweep():
     return yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
 
 
-@pytest.mark.slow
 def test_a_point_of_the_sweep_runs(sweep, patch, tmp_path, monkeypatch):
     grid = [*commands(sweep)]
     assert len(grid) == 12
@@ -292,7 +288,6 @@ def test_a_point_of_the_sweep_runs(sweep, patch, tmp_path, monkeypatch):
     assert run.config["schedule"]["SortedBatching"]["pool_rounds"] == 4
 
 
-@pytest.mark.slow
 def test_every_overlay_of_the_sweep_parses(sweep, patch, capsys):
     for _, *args in list(commands(sweep))[::3]:
         with pytest.raises(SystemExit) as stop:

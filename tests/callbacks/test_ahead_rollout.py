@@ -70,6 +70,7 @@ def in_turn(monkeypatch):
     monkeypatch.setattr(RolloutSession, "in_background", decode_now)
 
 
+@pytest.mark.mostly_slow("verify")
 @BOTH
 def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, correction):
     first = run(fit, tiny_model, correction, reward_funcs=[slowly()])
@@ -142,7 +143,7 @@ def test_a_prompt_of_the_first_two_rounds_gets_other_completions(fit, tiny_model
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.mostly_slow("validation-importance", "dynamic sampling-verify")
+@pytest.mark.mostly_slow("validation-importance")
 @BOTH
 @pytest.mark.parametrize(
     "callbacks",
@@ -211,6 +212,7 @@ def test_rewards_are_computed_during_the_update(fit, tiny_model, tmp_path):
     check_hooks(seen)
 
 
+@pytest.mark.slow
 def test_rewards_of_drafts_that_were_cut_are_computed_again(fit, tiny_model, monkeypatch):
     seen, trained, _ = run(fit, tiny_model, "verify", reward_funcs=[slowly()])
     for round in seen.rounds[1:]:
@@ -223,6 +225,7 @@ def test_rewards_of_drafts_that_were_cut_are_computed_again(fit, tiny_model, mon
         assert [c.scores for c in now.completions] == [c.scores for c in then.completions]
 
 
+@pytest.mark.slow
 def test_verified_rounds_stream_their_gradients(fit, tiny_model):
     settings = {"steps_per_round": 1, "trainer": {"precision": "64-true", "max_epochs": 3}}
     settings["micro_batch_tokens"] = 64

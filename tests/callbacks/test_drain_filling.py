@@ -57,6 +57,7 @@ def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=
     return seen, weights(module), datamodule
 
 
+@pytest.mark.mostly_slow("whole", "sorted partial")
 @ALL
 def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule):
     seen, _, data = run(fit, tiny_model, *rule(), max_completion_length=48)
@@ -79,6 +80,7 @@ def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule
         assert not list(data.pool)
 
 
+@pytest.mark.mostly_slow("whole", "tail")
 @ALL
 def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model, rule):
     seen, _, _ = run(fit, tiny_model, *rule(), rate=0.0)
@@ -88,6 +90,7 @@ def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model, rule):
     assert shares and set(shares) == {1.0}
 
 
+@pytest.mark.mostly_slow("whole", "tail")
 @ALL
 def test_a_round_does_not_depend_on_the_drafts_beside_it(fit, tiny_model, sums, rule):
     """The first round ends in the same step with the same completions."""
@@ -108,7 +111,7 @@ def test_a_round_does_not_depend_on_the_drafts_beside_it(fit, tiny_model, sums, 
     assert steps[0] == steps[1]
 
 
-@pytest.mark.mostly_slow("whole", "tail")
+@pytest.mark.mostly_slow("whole")
 @ALL
 def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, rule):
     """In the trainer's process and in one that runs ahead, which take any time."""
@@ -129,7 +132,7 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, rule):
         torch.testing.assert_close(trained, first[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.mostly_slow("whole", "tail deferring")
+@pytest.mark.mostly_slow("whole")
 @ALL
 def test_a_resumed_run_is_the_same(fit, tiny_model, tmp_path, rule):
     saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -162,6 +165,7 @@ def test_other_callbacks(fit, tiny_model, callbacks):
     assert sum(r.metrics.get("drafts/accepted_tokens", 0) for r in seen.rounds) > 0
 
 
+@pytest.mark.slow
 def test_gradients_are_streamed(fit, tiny_model):
     settings = {"engine": ProcessEngine(TransformersEngine()), "micro_batch_tokens": 64}
     settings["trainer"] = {"precision": "64-true"}
@@ -171,6 +175,7 @@ def test_gradients_are_streamed(fit, tiny_model):
     torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_engines(fit, tiny_model):
     seen, _, _ = run(fit, tiny_model, num_engines=2)
     assert all(r.metrics["rollout/drafts_begun"] for r in seen.rounds[:-1])
@@ -203,6 +208,7 @@ def validated(fit, model, sums, drains, *callbacks, **settings):
     return answers.drawn, seen, trained, data
 
 
+@pytest.mark.slow
 def test_slots_that_a_validation_leaves_free_begin_the_next_round(fit, tiny_model, sums):
     """It is the round's own policy, so all of them are kept; the validation is the same."""
     answers, seen, *_ = validated(fit, tiny_model, sums, drains=True)
@@ -223,6 +229,7 @@ def test_a_validation_in_the_middle_of_a_round_begins_nothing(fit, tiny_model, s
     assert seen.rounds[1].metrics["drafts/tokens"] == after.rounds[1].metrics["drafts/tokens"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_a_validation_is_the_same(fit, tiny_model, sums, tmp_path):
     saves = ModelCheckpoint(
         dirpath=tmp_path / "c", monitor="val/accuracy", mode="max", save_top_k=-1, filename="{step}"

@@ -122,6 +122,7 @@ def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
     assert seen.rounds[-1].metrics["rollout/pool_prompts"] > 0, "others were still being drawn"
 
 
+@pytest.mark.slow
 def test_a_run_does_not_depend_on_timing_and_a_resumed_run_is_the_same(
     fit, tiny_model, tmp_path, monkeypatch
 ):

@@ -234,6 +234,7 @@ def test_a_size_that_does_not_start_is_not_tried_again(fit):
     assert data.counters["num_completions"] == 4 * 16
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_no_smaller_size_stays_split(fit):
     engine = Fragile({}, size=2)
     engine.broken = (1,)
@@ -253,6 +254,7 @@ def test_an_engine_that_starts_no_more_stops_the_run(fit, broken):
         train(fit, Lost({1: 2}), epochs=9)
 
 
+@pytest.mark.slow
 def test_what_one_kind_of_rounds_cannot_have_the_other_keeps(fit):
     class Kinds(RolloutCallback):
         def on_round_start(self, trainer, pl_module, plan):

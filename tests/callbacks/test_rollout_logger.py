@@ -230,6 +230,7 @@ def test_traces_are_kept_as_parquet(tmp_path):
 # Loggers.
 
 
+@pytest.mark.slow
 def test_wandb_gets_each_rounds_rows_and_the_pictures(tmp_path):
     wandb = pytest.importorskip("wandb")
     logger = WandbLogger(save_dir=tmp_path, project="test", offline=True)

@@ -146,6 +146,7 @@ for text in (status[0], status[1].decode()):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @on_linux
 def test_what_loading_takes_does_not_count_and_half_the_machine_is_the_default() -> None:
     class Holds:
