@@ -21,9 +21,7 @@ wandb = pytest.importorskip("wandb")
 from wandb_file import offline_runs  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.xdist_group(
-    "wandb"
-)  # all in one worker of the tests: `folder` is made once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wandb")]  # `folder` is made once
 SMALL = """
 seed_everything: 0
 data:

@@ -70,7 +70,7 @@ def in_turn(monkeypatch):
     monkeypatch.setattr(RolloutSession, "in_background", decode_now)
 
 
-@pytest.mark.mostly_slow("verify")
+@pytest.mark.slow
 @BOTH
 def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, correction):
     first = run(fit, tiny_model, correction, reward_funcs=[slowly()])
