@@ -49,6 +49,7 @@ from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.training.round_metrics import speculation_metrics
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 MODEL = "examples/countdown/model"
@@ -226,25 +227,21 @@ class Winners(NamedTuple):
     """Mean over their completions, as all below."""
     length: float
     speed: float
-    """Tokens per step."""
-    speed_of_all: float
-    """The same of all that was drawn."""
+    """Tokens per step, over those of all that was drawn."""
 
 
 def race(groups: Sequence[Group], slots: int, drafting: Drafting | None) -> Winners:
     """Draw the first half of the groups to be complete."""
     rule = TailRound(len(groups) // 2, GENERATIONS, prompt_ratio=2.0)
     drawn = next(replayed_rounds([groups], Schedule("", drafting=drafting), slots, rule))
-    ran = drawn.trace.row_steps
     won = [Sample(g, c) for g in drawn.harvest.trained for c in g.completions]
     scored = {Sample(g, c).id: c.scores for g in groups for c in g.completions}
-    drawn_tokens = drawn.trace.drawn
+    metrics = speculation_metrics(drawn.trace, [sample.id for sample in won])
     return Winners(
         {group.id for group in drawn.harvest.trained},
         statistics.fmean(sum(filter(None, scored[s.id] or ())) for s in won),
         statistics.fmean(len(s.completion.token_ids) for s in won),
-        sum(len(s.completion.token_ids) for s in won) / sum(ran[s.id] for s in won),
-        sum(drawn_tokens.values()) / sum(ran.values()),
+        metrics.get("speculation/trained_over_drawn_speed", 1.0),
     )
 
 
@@ -266,7 +263,7 @@ def race_recording(options: Any, settings: Sequence[Setting]) -> None:
                 "other": [len(a.ids - b.ids) / len(a.ids) for a, b in pairs],
                 "reward": [a.reward - b.reward for a, b in pairs],
                 "tokens": [a.length - b.length for a, b in pairs],
-                "speed": [a.speed / a.speed_of_all for a, _ in pairs],
+                "speed": [a.speed for a, _ in pairs],
             }
             means = {name: statistics.fmean(of) for name, of in figures.items()}
             errors = {

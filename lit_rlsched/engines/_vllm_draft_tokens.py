@@ -96,9 +96,6 @@ def take(drafts: DraftTokens, outputs: Sequence[Any], held: "Mapping[str, _Held]
     """
     for output in outputs:
         one = held[output.request_id]
-        request = one.request
         if not one.token_ids:
-            prefix = request.prefix_ids
-            text = [*request.prompt_ids, *prefix]
-            drafts.enter(request.id, request.group, text, request.limit - len(prefix))
-        drafts.take(request.id, output.new_token_ids)
+            drafts.begin(one.request)
+        drafts.take(one.request.id, output.new_token_ids)

@@ -163,11 +163,10 @@ class SimulatedEngine(RolloutEngine):
         """
         proposed, accepted = drafts.propose([*self._live]), 0
         for live in self._live.values():
-            at, request = self._step - live.start, live.request
+            at = self._step - live.start
             right = agreeing(proposed.get(live.id, ()), live.token_ids[at:-1])
             if at == 0:  # known from its first step on, which computes the prompt
-                text = [*request.prompt_ids, *request.prefix_ids]
-                drafts.enter(live.id, request.group, text, request.limit - len(request.prefix_ids))
+                drafts.begin(live.request)
             drafts.take(live.id, live.token_ids[at : at + 1 + right])
             if right:
                 accepted += right

@@ -105,8 +105,8 @@ class TransformersEngine(RolloutEngine):
         self._prefill(rows)
         self._rows += rows
         if self._drafts is not None:
-            for r, row in zip(requests, rows, strict=True):
-                self._drafts.enter(r.id, r.group, row.context, r.limit - len(r.prefix_ids))
+            for request in requests:
+                self._drafts.begin(request)
 
     def step(self) -> list[Event]:
         if not self._rows:

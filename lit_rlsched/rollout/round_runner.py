@@ -47,7 +47,7 @@ class Watchers:
     drafts_next: AfterRound | None = None
     """What becomes of drafts of the next round, which free slots begin; `None`: there are none."""
     holds_back: bool = False
-    """Whether half of the drafts that go on begin only after the round."""
+    """Whether half of these drafts begin only after the round; they have to go on."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
@@ -116,10 +116,9 @@ class RoundInProgress:
             self._verify_all()
         if how is not None:
             following = planner.plan_following(rule, self.groups)
-            goes_on = how == "go_on"
-            holds_back = goes_on and self._watch.holds_back
-            salt_ahead = runner.salt_with(AHEAD)
-            self._following = Following(following, salt_ahead, goes_on, holds_back)
+            self._following = Following(
+                following, runner.salt_with(AHEAD), how == "go_on", self._watch.holds_back
+            )
         self._rollout = session.rollout(
             self.groups,
             version,

@@ -29,11 +29,11 @@ def cut(spans: Sequence[Span], by: Sequence[Span]) -> tuple[list[Span], list[Spa
     return inside, outside
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Return what at least one of the spans covers, in order."""
+def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Return what at least one of the spans covers, with gaps of at most `gap`, in order."""
     whole: list[Span] = []
     for start, end in sorted(spans):
-        if whole and start <= whole[-1][1]:
+        if whole and start <= whole[-1][1] + gap:
             whole[-1] = whole[-1][0], max(end, whole[-1][1])
         else:
             whole.append((start, end))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from lit_rlsched.scheduling.drafters import GroupIndex, ask, load_drafter
 from lit_rlsched.settings import check_count
+from lit_rlsched.types import Request
 
 IDLE_TOKENS = 1 << 22
 """Maximum number of tokens kept of groups without a running request."""
@@ -55,15 +56,15 @@ class DraftCounts:
     """Calls of the user's drafter that raised or returned something unusable."""
 
 
+NO_DRAFTS = DraftCounts()
+"""Of an engine that drafts nothing."""
+
+
 def agreeing(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """Return the number of draft tokens up to the first that is not the token drawn there."""
     pairs = zip(draft, drawn, strict=False)
     wrong = (i for i, (guess, token) in enumerate(pairs) if guess != token)
     return next(wrong, min(len(draft), len(drawn)))
-
-
-NO_DRAFTS = DraftCounts()
-"""Of an engine that drafts nothing."""
 
 
 @dataclass(slots=True)
@@ -110,8 +111,14 @@ class DraftTokens:
         """Number of tokens that it keeps."""
         return self._idle_tokens + sum(map(len, self._busy.values()))
 
+    def begin(self, request: Request) -> None:
+        """Note that a request runs, for the first time or after a pause."""
+        prefix = request.prefix_ids
+        text = [*request.prompt_ids, *prefix]
+        self.enter(request.id, request.group, text, request.limit - len(prefix))
+
     def enter(self, name: str, group: str, text: Sequence[int], left: int) -> None:
-        """Note that a request runs, for the first time or after a pause.
+        """Note that the text of a request of this name goes on.
 
         Args:
             name: Id of the request.

@@ -110,12 +110,9 @@ class Timeline:
         for engine in range(trace.engines):
             for what, column in ((DECODE, "running"), (SPECULATE, "proposed")):
                 rows = (of == engine) & (steps[column] > 0)
-                starts, ends = steps["start"][rows], steps["end"][rows]
-                if len(starts):
-                    apart = starts[1:] - ends[:-1] > SHORT
-                    first, last = np.append(True, apart), np.append(apart, True)
-                    for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True):
-                        self.add(f"engine {engine}", what, origin + start, origin + end)
+                spans = zip(*(steps[side][rows].tolist() for side in ("start", "end")), strict=True)
+                for start, end in union(spans, SHORT):
+                    self.add(f"engine {engine}", what, origin + start, origin + end)
 
     def mark(self) -> None:
         """Let the current lap end here.

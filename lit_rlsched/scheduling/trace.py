@@ -246,7 +246,7 @@ class RolloutTrace:
         self.peak_running = max(self.peak_running, ran)
 
     def _add_row(self, engine: int, step: Step, origin: float) -> None:
-        steps = self.steps
+        steps = self.steps  # the columns of `STEP_COLUMNS` come first
         for column, value in zip(steps.values(), _row(step), strict=False):
             column.append(value)
         steps["start"][-1] -= origin

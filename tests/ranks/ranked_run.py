@@ -175,6 +175,7 @@ def fork(rank, port, log, folder, one):
     if pid:
         return pid
     os.setpgid(0, 0)
+    torch.set_num_threads(1)  # else threads that load weights race to make a fork's thread pool
     ranks = one.get("ranks", 1)
     if ranks > 1:
         os.environ |= {
