@@ -67,7 +67,7 @@ types: install  ## Check types with mypy
 
 checks: lint
 	@# beside mypy, one process compiles what the tests import; else each of theirs would
-	@$(BIN)/python tests/forked.py & compiled=$$!; $(MAKE) --no-print-directory types && wait $$compiled
+	@$(BIN)/python tests/preloaded.py & compiled=$$!; $(MAKE) --no-print-directory types && wait $$compiled
 
 test: checks  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)

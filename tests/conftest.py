@@ -11,7 +11,6 @@ if "LIT_RLSCHED_TEST_CACHE" not in os.environ:  # workers and child processes sh
     os.environ.update(LIT_RLSCHED_TEST_CACHE=cache, HF_DATASETS_CACHE=cache)
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import cloudpickle
 import forked
 import hypothesis
 import pytest
@@ -54,8 +54,7 @@ hypothesis.settings.load_profile("quick")  # `make test-slow` takes the other
 
 forked.collect_less()
 # Each start and end of vLLM collects garbage seven times and unfreezes what was frozen. With all
-# imported modules frozen, a collection takes 10 ms instead of 500. Its CPU build also searches all
-# modules for kernels to wrap at each start, for a second: once is enough.
+# imported modules frozen, a collection takes 10 ms instead of 500.
 freeze, unfreeze = gc.freeze, gc.unfreeze
 gc.freeze = gc.unfreeze = lambda: None
 frozen_modules = 0
@@ -66,12 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     global frozen_modules
     spawns = item.get_closest_marker("spawned") is not None
     child.ChildProcess = ChildProcess if spawns else forked.EngineProcess  # type: ignore[misc]
-    if (cpu := sys.modules.get("vllm.platforms.cpu")) is not None:
-        register = cpu.CpuPlatform.register_triton_kernel_overrides
-        if not hasattr(register, "cache_info"):
-            cpu.CpuPlatform.register_triton_kernel_overrides = staticmethod(
-                functools.cache(register)
-            )
+    forked.wrap_kernels_once()
     if len(sys.modules) > frozen_modules + 200:
         gc.collect()
         freeze()
@@ -100,7 +94,13 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the parameters that `mostly_slow` does not list as slow; put the longest tests first."""
+    """Mark the parameters that `mostly_slow` does not list as slow; put the longest tests first.
+
+    Reward workers get functions of tests by value: else they import the test and so torch.
+    """
+    for module in {item.getparent(pytest.Module) for item in items}:
+        if module is not None:
+            cloudpickle.register_pickle_by_value(module.obj)
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     listed, found = set(), set()
     for item in items:

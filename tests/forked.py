@@ -1,10 +1,10 @@
-"""Processes that begin with all imports done: forks of one that has imported vLLM and the rest.
+"""Processes that begin with all imports done: forks of one that has imported `preloaded`.
 
-Python takes eight seconds to import torch, Lightning and this library, and five more for vLLM. Each
+Python takes eight seconds to import torch, Lightning and this library, and ten more for vLLM. Each
 worker of the tests has one such server, which starts with the first call.
 """
 
-import contextlib
+import functools
 import gc
 import io
 import multiprocessing
@@ -16,26 +16,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lit_rlsched.engines import _engine_server
 from lit_rlsched.processes import ChildProcess
-
-IMPORTS = [
-    "vllm.v1.engine.llm_engine",
-    "lit_rlsched.cli",
-    "lit_rlsched.callbacks.pictures",
-    "pandas",  # pyarrow imports it
-    "resumable_run",
-    "faulty_run",
-]
 
 
 def server() -> Any:
     """The context whose processes are forks of a process that has done the imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTS)
+    context.set_forkserver_preload(["preloaded"])
+    # this version of Python may not give it `sys.path`
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
     return context
 
 
@@ -127,6 +123,15 @@ def collect_less() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+def wrap_kernels_once() -> None:
+    """Let vLLM search all modules for kernels to wrap once, and not for a second at each start."""
+    if (cpu := sys.modules.get("vllm.platforms.cpu")) is not None:
+        register = cpu.CpuPlatform.register_triton_kernel_overrides
+        if not hasattr(register, "cache_info"):
+            once = functools.cache(register)
+            cpu.CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
+
+
 def keep_frozen() -> None:
     """Keep vLLM, which collects garbage again and again, from thawing what is frozen."""
     collect_less()
@@ -170,9 +175,3 @@ def command_line(*arguments: str) -> None:
     sys.argv = ["lit-rlsched", *arguments]
     sys.path.insert(0, os.getcwd())
     runpy.run_module("lit_rlsched", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    for name in (*IMPORTS, "ray", "wandb", "peft", "hypothesis"):
-        with contextlib.suppress(ImportError):  # vLLM and Ray may be missing
-            import_module(name)

@@ -34,7 +34,8 @@ def test_resident_memory_stays_where_every_step_has_another_number_of_tokens(tin
             engine.abort([f"{{n}}/{{i}}" for i in range(3)])
             resident.append(psutil.Process().memory_info().rss / 2**20)
         engine.close()
-        print("grew by", resident[-1] - resident[99])
+        # what malloc gives back to the system meanwhile is no shrinking
+        print("grew by", max(resident[100:]) - max(resident[:100]))
     """
     process = forked.run(exec, textwrap.dedent(script), {}, timeout=280)
     assert process.returncode == 0, process.stderr

@@ -84,6 +84,6 @@ def test_the_command_of_the_model_card_serves_it(rank, tiny_model, saved, tmp_pa
             choices = json.load(urlopen(request, timeout=60))["choices"]
             drawn[model] = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
     trained = drawn.pop("trained" if rank else "out")
-    assert largest_difference(module, trained, f"served, rank {rank}") < 1e-5
+    assert largest_difference(module, trained, f"served, rank {rank}") < 2e-5
     for base in drawn.values():  # the base beside its adapters
         assert largest_difference(module, base, "base") > 1e-2

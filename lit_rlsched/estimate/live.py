@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         """Start to count."""
-        gc.collect()  # so that old reference cycles free nothing meanwhile
+        gc.collect(1)  # so that young reference cycles free nothing meanwhile
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

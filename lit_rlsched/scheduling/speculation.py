@@ -113,27 +113,16 @@ class DraftTokens:
 
     def begin(self, request: Request) -> None:
         """Note that a request runs, for the first time or after a pause."""
-        prefix = request.prefix_ids
-        text = [*request.prompt_ids, *prefix]
-        self.enter(request.id, request.group, text, request.limit - len(prefix))
-
-    def enter(self, name: str, group: str, text: Sequence[int], left: int) -> None:
-        """Note that the text of a request of this name goes on.
-
-        Args:
-            name: Id of the request.
-            group: `Request.group`.
-            text: Its prompt and prefix.
-            left: Number of tokens that it may draw: `Request.limit` less the prefix.
-        """
+        name, group, prefix = request.id, request.group, request.prefix_ids
         if (found := self._busy.get(group)) is None:
             found = self._busy[group] = self._idle.pop(group, _Group(group))
             self._idle_tokens -= len(found)
-        row = self._rows[name] = _Row(found, array("i", text), left)
+        text = array("i", [*request.prompt_ids, *prefix])
+        self._rows[name] = _Row(found, text, request.limit - len(prefix))
         known = found.texts.get(name)
-        if known is not None and row.text[: len(known)] != known:
+        if known is not None and text[: len(known)] != known:
             found.index.forget(name)  # it is drawn again
-        found.texts[name] = row.text
+        found.texts[name] = text
         found.running.add(name)
 
     def take(self, name: str, tokens: Sequence[int]) -> None:

@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling import speculation
 from lit_rlsched.scheduling.drafters import LONGEST, SHORTEST, GroupIndex
 from lit_rlsched.scheduling.speculation import DraftCounts, Drafting, DraftTokens
+from lit_rlsched.types import Request, Sampling
 
 tokens = st.lists(st.integers(0, 3), max_size=24)
+
+
+def begin(drafts, name, text, left):
+    drafts.begin(Request(name, text, 0, Sampling(left)))
 
 
 class Repeat:
@@ -101,15 +106,15 @@ def test_drafts_follow_the_longest_known_end(texts, most, data):
 
 def test_a_sibling_s_text_is_proposed_in_full():
     drafts = DraftTokens(Drafting(tokens=3))
-    drafts.enter("g/0", "g", [1, 2, 3, 4, 5, 6], 10)
-    drafts.enter("g/1", "g", [9, 2, 3], 10)
-    drafts.enter("h/0", "h", [9, 2, 3], 10)  # knows nothing of the other group
+    begin(drafts, "g/0", [1, 2, 3, 4, 5, 6], 10)
+    begin(drafts, "g/1", [9, 2, 3], 10)
+    begin(drafts, "h/0", [9, 2, 3], 10)  # knows nothing of the other group
     assert drafts.propose(["g/0", "g/1", "h/0"]) == {"g/1": [4, 5, 6]}
 
 
 def test_what_is_drawn_after_a_proposal_is_learned():
     drafts = DraftTokens(Drafting(tokens=2))
-    drafts.enter("g/0", "g", [1, 2, 3, 1], 99)
+    begin(drafts, "g/0", [1, 2, 3, 1], 99)
     assert drafts.propose(["g/0"]) == {}
     drafts.take("g/0", [2])
     assert drafts.propose(["g/0"]) == {"g/0": [3, 1]}
@@ -122,7 +127,7 @@ def test_what_is_drawn_after_a_proposal_is_learned():
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 9))
 def test_a_draft_ends_before_the_last_token_that_may_be_drawn(most, left, drawn):
     drafts = DraftTokens(Drafting(tokens=most))
-    drafts.enter("g/0", "g", [5, 5, 5, 5], left + drawn)
+    begin(drafts, "g/0", [5, 5, 5, 5], left + drawn)
     drafts.take("g/0", [5] * drawn)
     room = min(most, left - 1)
     assert drafts.propose(["g/0"]) == ({"g/0": [5] * room} if room else {})
@@ -130,7 +135,7 @@ def test_a_draft_ends_before_the_last_token_that_may_be_drawn(most, left, drawn)
 
 def test_nothing_is_drafted_while_more_run():
     drafts = DraftTokens(Drafting(tokens=1, while_running=2))
-    drafts.enter("g/0", "g", [5, 5, 5], 9)
+    begin(drafts, "g/0", [5, 5, 5], 9)
     assert drafts.propose(["g/0", "unknown", "unknown too"]) == {}
     assert drafts.counts == DraftCounts()
     assert drafts.propose(["g/0", "unknown"]) == {"g/0": [5]}
@@ -139,8 +144,8 @@ def test_nothing_is_drafted_while_more_run():
 
 def test_counts():
     drafts = DraftTokens(Drafting(tokens=4))
-    drafts.enter("g/0", "g", [5, 5, 5], 7)
-    drafts.enter("g/1", "g", [1], 7)
+    begin(drafts, "g/0", [5, 5, 5], 7)
+    begin(drafts, "g/1", [1], 7)
     drafts.take("unknown", [1, 2])
     assert drafts.propose(["g/0", "g/1"]) == {"g/0": [5, 5, 5, 5]}
     drafts.take("g/0", [5, 5, 6])
@@ -150,14 +155,14 @@ def test_counts():
 
 def test_texts_of_a_group_stay_while_one_of_its_requests_runs():
     drafts = DraftTokens(Drafting(tokens=2))
-    drafts.enter("g/0", "g", [1, 2, 3, 4], 9)
-    drafts.enter("g/1", "g", [1], 9)
+    begin(drafts, "g/0", [1, 2, 3, 4], 9)
+    begin(drafts, "g/1", [1], 9)
     drafts.leave("g/0")
     drafts.forget()
     drafts.take("g/1", [2])
     assert drafts.propose(["g/1"]) == {"g/1": [3, 4]}
     drafts.leave("g/1")
-    drafts.enter("g/2", "g", [9, 2, 3], 9)  # it had waited for a slot
+    begin(drafts, "g/2", [9, 2, 3], 9)  # it had waited for a slot
     assert drafts.propose(["g/2"]) == {"g/2": [4]}
     drafts.leave("g/2")
     drafts.leave("g/2")
@@ -168,15 +173,15 @@ def test_texts_of_a_group_stay_while_one_of_its_requests_runs():
 
 def test_a_resumed_request_goes_on_and_one_drawn_again_begins_anew():
     drafts = DraftTokens(Drafting(tokens=1))
-    drafts.enter("g/9", "g", [0], 9)  # keeps the index
-    drafts.enter("g/0", "g", [1, 2, 3], 2)
+    begin(drafts, "g/9", [0], 9)  # keeps the index
+    begin(drafts, "g/0", [1, 2, 3], 2)
     drafts.propose(["g/0"])
     drafts.take("g/0", [4, 1])
     drafts.leave("g/0")
-    drafts.enter("g/0", "g", [1, 2, 3, 4, 1, 2], 9)
+    begin(drafts, "g/0", [1, 2, 3, 4, 1, 2], 9)
     assert drafts.propose(["g/0"]) == {"g/0": [3]}
     drafts.leave("g/0")
-    drafts.enter("g/0", "g", [6, 7, 8, 6, 7], 9)
+    begin(drafts, "g/0", [6, 7, 8, 6, 7], 9)
     assert drafts.propose(["g/0"]) == {"g/0": [8]}
     assert len(drafts) == 1 + 5  # not the text that it had
 
@@ -186,25 +191,25 @@ def test_a_long_run_keeps_a_bounded_number_of_tokens(monkeypatch):
     drafts = DraftTokens(Drafting())
     for i in range(50):
         for j in range(2):
-            drafts.enter(f"{i}/{j}", str(i), [1, 2, 3, 4, 5], 9)
+            begin(drafts, f"{i}/{j}", [1, 2, 3, 4, 5], 9)
             drafts.propose([f"{i}/{j}"])
             drafts.take(f"{i}/{j}", [6, 7])
         assert len(drafts) <= 100 + 14
         drafts.leave(f"{i}/0")
         drafts.leave(f"{i}/1")
         assert len(drafts) == min(14 * (i + 1), 98)
-    drafts.enter("49/2", "49", [9, 5, 6], 9)  # the last groups are those that are kept
+    begin(drafts, "49/2", [9, 5, 6], 9)  # the last groups are those that are kept
     assert drafts.propose(["49/2"]) == {"49/2": [7]}
 
 
 def test_a_user_s_drafter_gets_the_text_and_those_of_its_siblings():
     drafts = DraftTokens(Drafting(tokens=3, drafter=f"{HERE}.Siblings"))
-    drafts.enter("g/0", "g", [1, 2], 9)
-    drafts.enter("g/1", "g", [1, 2, 3], 9)
-    drafts.enter("h/0", "h", [7], 3)
+    begin(drafts, "g/0", [1, 2], 9)
+    begin(drafts, "g/1", [1, 2, 3], 9)
+    begin(drafts, "h/0", [7], 3)
     assert drafts.propose(["g/0", "h/0"]) == {"g/0": [1, 3, 3], "h/0": [0, 0]}
     drafts = DraftTokens(Drafting(drafter=f"{HERE}.Repeat"))
-    drafts.enter("g/0", "g", [1, 2], 9)
+    begin(drafts, "g/0", [1, 2], 9)
     assert drafts.propose(["g/0"]) == {"g/0": [2, 2, 2, 2]}
 
 
@@ -218,7 +223,7 @@ RUBBISH = [RuntimeError("no"), None, 3, [1.0], ["1"], [-1], [5], [0] * 9, endles
 
 def test_rubbish_of_a_user_s_drafter_is_counted():
     drafts = DraftTokens(Drafting(tokens=4, drafter=f"{HERE}.Broken"), vocab_size=5)
-    drafts.enter("g/0", "g", [1, 2], 9)
+    begin(drafts, "g/0", [1, 2], 9)
     Broken.answers = [*RUBBISH, [], [0, 4]]
     for i in range(len(RUBBISH)):
         told = pytest.warns(UserWarning, match=r"`Speculation\(drafter='.*Broken'\)`.*Error: no\)")
@@ -232,7 +237,7 @@ def test_rubbish_of_a_user_s_drafter_is_counted():
 
 def test_ctrl_c_in_a_drafter_is_not_its_failure():
     drafts = DraftTokens(Drafting(drafter=f"{HERE}.Broken"))
-    drafts.enter("g/0", "g", [1, 2], 9)
+    begin(drafts, "g/0", [1, 2], 9)
     Broken.answers = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         drafts.propose(["g/0"])
