@@ -168,10 +168,11 @@ class PlannedRun:
         engine = TransformersEngine()
         engine.start(replace(spec, device=torch.device("cpu"), policy=find_policy(self.module)))
         longest = self.startup.prompts.longest
-        # neighbouring groups get different prompts: a group's prompt is computed once
+        # neighbouring groups get different prompts: a group's prompt is computed once. Their ends
+        # repeat themselves, so that each request has draft tokens
         requests = [
             Request(
-                str(i), (0,) * (longest - 1) + (i // data.num_generations % 2,), i, data.sampling
+                str(i), (i // data.num_generations % 2,) + (0,) * (longest - 1), i, data.sampling
             )
             for i in range(spec.slots)
         ]
