@@ -57,19 +57,19 @@ SCHEDULES = {
     },
     **{
         mode: (
-            {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+            {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
             8,
             lambda mode=mode: [SortedBatching(3, mode=mode), MicroGroupSampling(slots=7)],
         )
         for mode in ("on_policy", "partial")
     },
     "tail": (
-        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
         8,
         lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)],
     ),
     "streamed": (
-        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
         8,
         lambda: [TailBatching(), StreamedTraining(start=0)],
     ),
@@ -77,7 +77,7 @@ SCHEDULES = {
         name: (
             {
                 "prompts_per_round": 2,
-                "max_completion_length": 48,
+                "max_completion_length": 40,
                 "num_generations": 3,
                 "steps_per_round": 2,
             },
@@ -89,7 +89,7 @@ SCHEDULES = {
     "in flight": (
         {
             "prompts_per_round": 2,
-            "max_completion_length": 48,
+            "max_completion_length": 40,
             "num_generations": 3,
             "steps_per_round": 2,
         },
@@ -97,7 +97,7 @@ SCHEDULES = {
         lambda: [InFlightUpdates(turns=6)],
     ),
     "drafts": (
-        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
         8,
         lambda: [
             TailBatching(completion_ratio=1.25, reuse_drafts=True),
@@ -105,17 +105,17 @@ SCHEDULES = {
         ],
     ),
     "drain": (
-        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
         8,
         lambda: [TailBatching(1.5), DrainFilling(), MicroGroupSampling(slots=7)],
     ),
     "losers go on": (
-        {"prompts_per_round": 2, "max_completion_length": 64, "num_generations": 3},
+        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
         8,
         lambda: [TailBatching(2.0, max_deferrals=2), MicroGroupSampling(slots=7)],
     ),
     "selected": (
-        {"steps_per_round": 2, "max_completion_length": 48, "num_generations": 6},
+        {"steps_per_round": 2, "max_completion_length": 40, "num_generations": 6},
         8,
         lambda: [
             DownSampling(2, early_stop=True),
