@@ -17,11 +17,11 @@ class Speculation(RolloutCallback):
     """Draft several tokens of a completion and verify them in one decode step.
 
     While few completions run, a decode step of four rows costs nearly what one of forty costs. The
-    engine then guesses the next tokens of each (*draft tokens*) from the other completions of its
-    prompt and from its own text, computes all positions in one pass, and keeps the guesses up to
-    the first that is not the token that it draws there. The draw at a position follows from the
-    completion's own noise, so every token and log-prob is what it is without this callback, up to
-    the engine's batch noise; only the number of decode steps changes.
+    engine then guesses the next tokens of each (*draft tokens*) from its own text, the other
+    completions of its prompt, and those of other prompts. It computes all positions in one pass,
+    and keeps the guesses up to the first that is not the token that it draws there. The draw at a
+    position follows from the completion's own noise, so every token and log-prob is what it is
+    without this callback, up to the engine's batch noise; only the number of decode steps changes.
 
     It pays where few completions run and their text repeats: in the tail of a round, with few
     slots, late in training. A run in which it costs more than it saves is told so once, after ten

@@ -1,7 +1,7 @@
-"""Where draft tokens come from: the texts of a group, or a class of the user's.
+"""Where draft tokens come from: the texts of a rollout, or a class of the user's.
 
 The built-in way is prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) over all
-completions of a prompt.
+completions of a prompt, and over those of other prompts for what these do not know.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from typing import Protocol
 
 SHORTEST, LONGEST = 2, 8
 """Number of tokens at the end of a text that are looked up."""
+MOST_SEQUENCES = 1 << 20
+"""Most sequences of all groups that are known at once: 200 MB. Then they are learned anew."""
 LEAD = 1 << 32
 
 
@@ -77,16 +79,20 @@ def ask(
 
 
 class GroupIndex:
-    """Knows what mostly followed each sequence of 2 to 8 tokens, in all texts of a group.
+    """Knows what mostly followed each sequence of 2 to 8 tokens, in a group's texts and in all.
 
     Each text is learned from where it was left, so it is read once, however often it is used.
     Majorities are kept by the vote of Boyer and Moore ("MJRTY", 1981), one number per sequence:
     on recorded texts drafts are as often right as with all counts.
+
+    Args:
+        of_all: Votes of all groups, to which this one adds its own; by default those of this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_all: "dict[int, int] | None" = None) -> None:
         # hash of a sequence -> the token that leads, plus LEAD times its lead
         self._votes: dict[int, int] = {}
+        self._of_all = {} if of_all is None else of_all
         self._learned: dict[str, int] = {}
         self._first: Sequence[int] = ()
 
@@ -98,15 +104,19 @@ class GroupIndex:
         if start is None:  # the prompt is learned once for all texts
             start = _common(self._first, text)
             self._first = self._first or text
+        if len(self._of_all) > MOST_SEQUENCES:
+            self._of_all.clear()
+        both = self._votes, self._of_all
         for end in range(max(start, SHORTEST), len(text)):
             before, token = tuple(text[max(0, end - LONGEST) : end]), text[end]
             for at in range(len(before) - SHORTEST + 1):
                 key = hash(before[at:])
-                vote = self._votes.get(key, token)
-                if vote % LEAD == token:
-                    self._votes[key] = vote + LEAD
-                else:
-                    self._votes[key] = vote - LEAD if vote >= LEAD else token + LEAD
+                for votes in both:
+                    vote = votes.get(key, token)
+                    if vote % LEAD == token:
+                        votes[key] = vote + LEAD
+                    else:
+                        votes[key] = vote - LEAD if vote >= LEAD else token + LEAD
         self._learned[name] = len(text)
 
     def forget(self, name: str) -> None:
@@ -114,11 +124,15 @@ class GroupIndex:
         self._learned.pop(name, None)
 
     def propose(self, text: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens; each is what mostly followed the longest known end."""
+        """Return at most `most` tokens; each is what mostly followed the longest known end.
+
+        Of an end that both know, the group decides.
+        """
         end = tuple(text[-LONGEST:])
         drafted: list[int] = []
         while len(drafted) < most:
-            found = (self._votes.get(hash(end[at:])) for at in range(len(end) - SHORTEST + 1))
+            keys = (hash(end[at:]) for at in range(len(end) - SHORTEST + 1))
+            found = (self._votes.get(key, self._of_all.get(key)) for key in keys)
             vote = next((vote for vote in found if vote is not None), None)
             if vote is None:
                 break

@@ -70,9 +70,9 @@ def agreeing(draft: Sequence[int], drawn: Sequence[int]) -> int:
 @dataclass(slots=True)
 class _Group:
     name: str
+    index: GroupIndex
     texts: "dict[str, array[int]]" = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
-    index: GroupIndex = field(default_factory=GroupIndex)
 
     def __len__(self) -> int:
         return sum(map(len, self.texts.values()))
@@ -91,7 +91,7 @@ class DraftTokens:
 
     Texts of a group stay while one of its requests runs. After that they stay until `forget`, as
     further requests of the group may wait, but those idle for longest go when there are more than
-    `IDLE_TOKENS`.
+    `IDLE_TOKENS`. What one group has learned serves the others until no request runs.
 
     Args:
         settings: The settings.
@@ -106,6 +106,7 @@ class DraftTokens:
         self._busy: dict[str, _Group] = {}
         self._idle: dict[str, _Group] = {}
         self._idle_tokens = 0
+        self._votes: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Number of tokens that it keeps."""
@@ -115,12 +116,13 @@ class DraftTokens:
         """Note that a request runs, for the first time or after a pause."""
         name, group, prefix = request.id, request.group, request.prefix_ids
         if (found := self._busy.get(group)) is None:
-            found = self._busy[group] = self._idle.pop(group, _Group(group))
+            known = _Group(group, GroupIndex(self._votes))
+            found = self._busy[group] = self._idle.pop(group, known)
             self._idle_tokens -= len(found)
         text = array("i", [*request.prompt_ids, *prefix])
         self._rows[name] = _Row(found, text, request.limit - len(prefix))
-        known = found.texts.get(name)
-        if known is not None and text[: len(known)] != known:
+        before = found.texts.get(name)
+        if before is not None and text[: len(before)] != before:
             found.index.forget(name)  # it is drawn again
         found.texts[name] = text
         found.running.add(name)
@@ -139,11 +141,13 @@ class DraftTokens:
         group = row.group
         group.running.discard(name)
         if not group.running:
-            group.index = GroupIndex()  # it takes a hundred times the memory of the texts
+            group.index = GroupIndex(self._votes)  # a hundred times the memory of the texts
             self._idle[group.name] = self._busy.pop(group.name)
             self._idle_tokens += len(group)
             while self._idle_tokens > IDLE_TOKENS:
                 self._idle_tokens -= len(self._idle.pop(next(iter(self._idle))))
+        if not self._busy:  # so that each rollout takes the same steps in a resumed run
+            self._votes.clear()
 
     def forget(self) -> None:
         """Drop the texts of groups of which no request runs, as after the end of a rollout."""

@@ -91,7 +91,7 @@ def test_in_a_process_that_runs_ahead(fit, exact_model):
     assert after.drawn == before.drawn
     # an engine of its own computes in float32, and its log-probs weigh the tokens
     for name, weight in plain.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(module.state_dict()[name], weight, rtol=0, atol=2e-5)
     assert all(m["speculation/acceptance"] > 0 for m in after.metrics)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling import speculation
+from lit_rlsched.scheduling import drafters, speculation
 from lit_rlsched.scheduling.drafters import LONGEST, SHORTEST, GroupIndex
 from lit_rlsched.scheduling.speculation import DraftCounts, Drafting, DraftTokens
 from lit_rlsched.types import Request, Sampling
@@ -108,8 +108,39 @@ def test_a_sibling_s_text_is_proposed_in_full():
     drafts = DraftTokens(Drafting(tokens=3))
     begin(drafts, "g/0", [1, 2, 3, 4, 5, 6], 10)
     begin(drafts, "g/1", [9, 2, 3], 10)
-    begin(drafts, "h/0", [9, 2, 3], 10)  # knows nothing of the other group
-    assert drafts.propose(["g/0", "g/1", "h/0"]) == {"g/1": [4, 5, 6]}
+    assert drafts.propose(["g/0", "g/1"]) == {"g/1": [4, 5, 6]}
+
+
+def test_other_groups_say_what_a_group_does_not_know():
+    drafts = DraftTokens(Drafting(tokens=3))
+    begin(drafts, "g/0", [1, 2, 3, 4, 5, 6], 10)
+    begin(drafts, "h/0", [8, 3, 4, 7, 9, 3, 4], 10)
+    assert drafts.propose(["g/0", "h/0"]) == {"h/0": [7, 9, 3]}  # its own text is preferred
+    drafts.take("h/0", [2, 3, 4])
+    assert drafts.propose(["g/0", "h/0"]) == {"h/0": [5, 6]}  # a longer end is known there
+    drafts.leave("h/0")
+    drafts.take("g/0", [2, 3])
+    assert drafts.propose(["g/0"]) == {"g/0": [4, 5, 6]}
+
+
+def test_what_groups_have_learned_of_each_other_ends_with_the_rollout():
+    """Else a resumed run, which has not seen the last one, would take other steps."""
+    drafts = DraftTokens(Drafting(tokens=3))
+    begin(drafts, "g/0", [1, 2, 3, 4, 5, 6], 10)
+    assert drafts.propose(["g/0"]) == {}
+    drafts.leave("g/0")
+    begin(drafts, "h/0", [9, 2, 3], 10)
+    assert drafts.propose(["h/0"]) == {}
+
+
+def test_too_many_sequences_are_learned_anew(monkeypatch):
+    monkeypatch.setattr(drafters, "MOST_SEQUENCES", 100)
+    of_all: dict[int, int] = {}
+    for i in range(50):
+        index = GroupIndex(of_all)
+        index.learn("0", range(20 * i, 20 * i + 20))
+        assert index.propose([20 * i, 20 * i + 1], 2) == [20 * i + 2, 20 * i + 3]
+        assert len(of_all) <= 100 + 7 * 20
 
 
 def test_what_is_drawn_after_a_proposal_is_learned():
