@@ -13,7 +13,7 @@ from typing import Protocol
 SHORTEST, LONGEST = 2, 8
 """Number of tokens at the end of a text that are looked up."""
 MOST_SEQUENCES = 1 << 20
-"""Most sequences of all groups that are known at once: 200 MB. Then they are learned anew."""
+"""Most sequences of all groups that are known at once: 0.1 GB. Then they are learned anew."""
 LEAD = 1 << 32
 
 

@@ -298,6 +298,7 @@ def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
 
 
 def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
+    torch.manual_seed(0)  # adapters are random, and some keep all drafts whole
     recorder = Recorder()
     module = GRPOModule(tiny_model, learning_rate=1e-3, lora_rank=2)
     callbacks = [recorder, TailBatching(1.5, reuse_drafts=True)]
