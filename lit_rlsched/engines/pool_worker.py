@@ -164,6 +164,9 @@ class PoolWorker(Worker):
         now = max((engine.now() for engine in self._clocks), default=0.0)
         for engine in self._clocks:
             engine.wait_until(now)
+        if self._ahead:
+            for worker in self.workers:
+                worker.allow(0)  # one that was idle must not begin by itself what moves to it
         waits = False
         if len(self._requests) > sum(len(worker.running) for worker in self.workers):
             waits = self._move()

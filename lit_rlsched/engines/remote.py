@@ -201,6 +201,12 @@ class RemoteWorker(EngineWorker):
     def allow(self, steps: int | None) -> None:
         taken = self._taken if self._going else 0
         self._limit = None if steps is None else taken + steps
+        if self._going and self._limit is not None and self._granted > self._limit:
+            try:  # it had no requests for the steps that were allowed before
+                self.engine.child.tell("allow", self._limit - self._granted)
+                self._granted = self._limit
+            except EngineDied:
+                self._revive()
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         """Drop these requests, or all that run or wait.

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, remote
@@ -286,6 +286,7 @@ def test_timing_changes_nothing(name, round, slots, engines, admission, data):
     st.integers(0, 999),
     st.integers(0, 2),
 )
+@example(Round(129, 7, 4), 1, 3, 7, False, 0, 0)  # an idle engine had steps left of a window
 def test_new_weights_between_two_turns(round, slots, engines, every, keep, seed, deaths):
     """At a turn that was fixed before they are there for its first token, on every engine."""
     drawn = round.draw_over_switches(round.simulated(engines, 1), slots, every, keep)
