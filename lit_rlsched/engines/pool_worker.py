@@ -164,11 +164,10 @@ class PoolWorker(Worker):
         now = max((engine.now() for engine in self._clocks), default=0.0)
         for engine in self._clocks:
             engine.wait_until(now)
-        if self._ahead:
-            for worker in self.workers:
-                worker.allow(0)  # one that was idle must not begin by itself what moves to it
         waits = False
         if len(self._requests) > sum(len(worker.running) for worker in self.workers):
+            for worker in self.workers if self._ahead else ():
+                worker.allow(0)  # one that was idle must not begin by itself what moves to it
             waits = self._move()
         if self._ahead:
             self._window = min(WINDOW, self._allowed or WINDOW) if waits else self._allowed

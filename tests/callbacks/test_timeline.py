@@ -1,6 +1,8 @@
 """`Timeline`: totals, file and picture of when trainer and engines work."""
 
 import json
+import threading
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -75,11 +77,27 @@ def test_a_synchronous_run_saves_nothing_and_nobody_waits_for_each_other(fit, tm
 
 
 class Held(RolloutCallback):
-    """Holds the first update up until the rollout beside it has ended."""
+    """Lets the rollout beside an update begin when it begins, and holds it up until it has ended.
+
+    Else a short rollout may have ended before the update begins.
+    """
+
+    def __init__(self):
+        self.begins = threading.Event()
+
+    def on_round_start(self, trainer, *args):
+        session = trainer.datamodule.session
+        if "in_background" not in vars(session):
+            session.in_background = partial(self.later, session.in_background)
+
+    def later(self, in_background, decode):
+        in_background(lambda: self.begins.wait(60) and decode())
 
     def on_train_batch_start(self, trainer, *args):
         if (background := trainer.datamodule.session._background) is not None:
+            self.begins.set()
             background.result(60)
+            self.begins.clear()
 
 
 @pytest.mark.parametrize(

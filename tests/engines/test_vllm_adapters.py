@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from lora_policy import with_lora
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
@@ -23,25 +24,6 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 PROMPTS = [Prompt(str(i), "", (5, 14, 6, 18, 33 + i)) for i in range(2)]
 TOKENS = 40
-
-
-def with_lora(model, dtype=torch.float32, seed=0, **settings):
-    """The model with random adapters, on which peft's `LoraConfig` has these settings."""
-    config = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **settings}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        policy = peft.get_peft_model(
-            load_policy(model, dtype), peft.LoraConfig(task_type="CAUSAL_LM", **config)
-        )
-        change(policy)
-    return policy.eval()
-
-
-def change(policy, size=0.05):
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter += size * torch.randn_like(parameter)
 
 
 class Synced:

@@ -22,6 +22,7 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.speculation import Drafting, DraftTokens
+from lit_rlsched.training.adapters import adapter_spec, named_adapters
 from lit_rlsched.types import Completion, Request, Sampling, stable_hash
 
 ENDS = (1, 30)
@@ -358,6 +359,29 @@ def test_half_precision(tiny_model: str) -> None:
     finally:
         for engine in engines:
             engine.close()
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_adapters(tiny_model: str) -> None:
+    """Draft tokens are drawn with the adapters of the last sync, and with no others."""
+    from lora_policy import with_lora  # skips the test without peft
+
+    policies = [with_lora(tiny_model, seed=seed) for seed in range(2)]
+    engines = Both(VLLMEngine(enable_lora=True), VLLMEngine(enable_lora=True))
+    drawn = []
+    try:
+        for engine, settings in zip(engines, (None, TOLD), strict=True):
+            engine.start(spec(tiny_model, drafting=settings, adapters=adapter_spec(policies[0])))
+        for version, policy in enumerate(policies, 1):
+            for engine in engines:
+                engine.sync_weights(named_adapters(policy), version)
+            drawn += [engines.check(requests(), mode) for mode in ("right", "mixed")]
+        assert engines.proposed > 200
+    finally:
+        for engine in engines:
+            engine.close()
+    assert drawn[0] != drawn[2]
 
 
 @needs_vllm
