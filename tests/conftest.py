@@ -88,6 +88,7 @@ LONGEST = (
     "test_examples",
     "test_metrics",
     "test_docs",
+    "test_wandb_runs",
 )
 """They begin first, so that none is left for a single worker at the end."""
 
