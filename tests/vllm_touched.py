@@ -102,6 +102,10 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "batched_count_greater_than(logprobs, values)",
         "Sampler.topk_topp_sampler",
     ),
+    "vllm.v1.sample.ops.topk_topp_sampler": (
+        "TopKTopPSampler.forward",  # replaced where draft tokens are verified
+        "apply_top_k_top_p(logits, k, p)",
+    ),
     "vllm.v1.sample.metadata": (
         "SamplingMetadata.generators",
         "SamplingMetadata.temperature",

@@ -46,7 +46,7 @@ CODE = (
 
 OURS = {"kept_noise", "kept_tensors", "received", "written", "lit_rlsched_noise"}
 PLAIN = {"clear", "get", "items", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
-PLAIN |= {"get_state"}
+PLAIN |= {"get_state", "set_state"}
 """Methods of dictionaries, strings, arrays and torch's generators."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
 """Of configurations of transformers."""
@@ -58,6 +58,7 @@ NAMESPACE = {
 }
 """Classes and modules on the way to what is touched."""
 BY_FRAME_OR_TYPE = {
+    "apply_top_k_top_p",  # imported by its name
     "MultiprocExecutor.workers",
     "MultiprocExecutor.shutdown",
     "VocabParallelEmbedding.quant_method",
