@@ -2,9 +2,10 @@
 
     python -m benchmarks run ahead_rollout --seeds 0 1 2
 
-Uses vLLM. The runs of a seed follow one another, and nothing else should run meanwhile. They have
-no validation but one at the end, as a rollout would go on during others. Seconds are wall-clock
-seconds from the start of the first round to the end of the last update.
+Uses vLLM. All seeds start from the same model. The runs of a seed follow one another, and nothing
+else should run meanwhile. They have no validation but one at the end, as a rollout would go on
+during others. Seconds are wall-clock seconds from the start of the first round to the end of the
+last update.
 
 - `synchronous`: engine and trainer take turns, each with one thread and with two.
 - `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
@@ -169,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 last = f"--trainer.check_val_every_n_epoch={options.rounds}"
                 settings = (*SETTINGS, last, *CASES[case], *variant.arguments)
                 with threads(2 if name == "2_threads" else 1):
-                    folder = train(f"{case}_{name}", settings, seed, options.rounds, options.out)
+                    name_of = f"{case}_{name}"
+                    folder = train(name_of, settings, seed, options.rounds, options.out, warm=False)
                 runs[name].append(run := read(folder))
                 results.add(f"{case}, {name}, seed {seed}", vars(run))
         print(f"\n{case}\n\n{table(runs)}", flush=True)

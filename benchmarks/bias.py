@@ -91,6 +91,9 @@ SCHEDULES = {
         ahead="importance", loss=(("importance_sampling_mode", "sequence_truncate"),)
     ),
     "`InFlightUpdates(turns=1)`": Schedule(lambda: WindowedRound(1, 2, 3, 1), "length", turns=1),
+    "`DrainFilling` (three slots)": _full(
+        1, sees="length", slots=3, fills_drain=True, runs=((0, 1), (1, 0))
+    ),
     '`DownSampling(rule="random")`': _selected("random", drop_uninformative=False),
     '`DownSampling(rule="max_variance")`': _selected("max_variance"),
     '... `advantage_scope="full"`': _selected("max_variance", full_scope=True),

@@ -97,6 +97,8 @@ class Schedule:
     generations: int = 2
     slots: int = 16
     ahead: Literal["verify", "importance"] | None = None
+    fills_drain: bool = False
+    """Whether free slots begin completions of the next round."""
     selection: Selection | None = None
     max_num_gen_batches: int = 1
     loss: tuple[tuple[str, Any], ...] = ()
@@ -198,6 +200,7 @@ class World:
             stop=Stop(selection, [1.0]) if selection and selection.reward_range else None,
             is_replaced=(lambda group: is_uninformative(group, [1.0])) if batches > 1 else None,
             max_num_gen_batches=batches,
+            drafts_next="cut" if how.fills_drain else None,
         )
         visits = [Visit(Prompt(f"{i}", "", (p,)), f"{i}") for i, p in enumerate(prompts)]
         planner = RoundPlanner(RolloutBuffer(), Sampling(LIMIT), how.generations)

@@ -11,10 +11,14 @@ with and without `DrainFilling`. All figures are counted:
 - `verified`: tokens that the trainer read in a forward pass, and the share that it kept;
 - `discarded`: tokens that were drawn and not trained on, rejected tokens of drafts included.
 
+Beside them CPU seconds: of the whole run from its first round on, per 1,000 completions, and the
+part of the verification (in wall-clock seconds). Both runs of a rule and a seed follow one another.
+
 The last round of a run begins no drafts. A decode step with more requests takes longer, on a CPU
 most of all, and a verification is a forward pass, so fewer steps need not be less time.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +60,14 @@ class Totals(RolloutCallback):
         self.of: defaultdict[str, float] = defaultdict(float)
         self.steps: list[int] = []
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self.of["cpu_seconds"] = -time.process_time()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self.of["cpu_seconds"] += time.process_time()
+
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Add a round."""
         self.of["completions"] += len(round.completions)
@@ -73,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.add_cases(parser, RULES)
     options = results.parse(parser, arguments)
     names = "completions | steps | per 1,000 completions | idle | begun | verified | kept |"
-    print(f"| | seed | {names} discarded |\n|{'---|' * 10}")
+    seconds = "CPU seconds per 1,000 completions | verification"
+    print(f"| | seed | {names} discarded | {seconds} |\n|{'---|' * 12}")
     for case in options.cases:
         for seed in options.seeds:
             for filled in (False, True):
@@ -93,7 +106,9 @@ def _row(name: str, seed: int, totals: Totals) -> None:
         f"| {name} | {seed} | {of['completions']:,.0f} | {of['steps']:,.0f} | "
         f"{1000 * of['steps'] / of['completions']:.0f} | "
         f"{of['idle_slot_steps'] / of['slot_steps']:.1%} | {of['begun']:,.0f} | "
-        f"{of['verified']:,.0f} | {kept} | {of['discarded']:,.0f} |  <!-- {totals.steps} -->",
+        f"{of['verified']:,.0f} | {kept} | {of['discarded']:,.0f} | "
+        f"{1000 * of['cpu_seconds'] / of['completions']:.2f} | {of['verification_seconds']:.1f} | "
+        f" <!-- {totals.steps} -->",
         flush=True,
     )
 

@@ -82,10 +82,13 @@ class Curve:
         return sum(r[name] for r in self.rounds)
 
 
-def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path) -> Path:
+def train(
+    name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path, warm: bool = True
+) -> Path:
     """Run the quick task with additional arguments and return the folder of the run.
 
-    A completed run is not repeated with the same commit and arguments.
+    A completed run is not repeated with the same commit and arguments. Each seed but 0 starts from
+    a `warm` start of its own, or all start from the same model.
     """
     folder = out / results.commit() / f"{name}_{rounds}_{seed}"
     arguments = [
@@ -96,12 +99,12 @@ def train(name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path
         *arguments,
     ]
     model = Path(f"runs/warm_start_{seed}")
-    if seed:
+    if seed and warm:
         arguments.append(f"--model.model={model}")
     done, ran = folder / "done", "\n".join(arguments)
     if done.exists() and done.read_text() == ran:
         return folder
-    if seed and not model.exists():
+    if seed and warm and not model.exists():
         script = [sys.executable, "examples/countdown/warm_start.py", "--seed", str(seed)]
         subprocess.run([*script, "--out", model], check=True)
     shutil.rmtree(folder, ignore_errors=True)  # left by a run that was stopped

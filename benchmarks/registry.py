@@ -118,6 +118,11 @@ BENCHMARKS = {
         10,
     ),
     "kept": Benchmark("share of drafts that later policies keep, on the quick task", 8),
+    "draft_law": Benchmark(
+        "whether verified drafts are draws of the newest policy, with vLLM; mistakes that it finds",
+        15,
+        RANDOM,
+    ),
     "bias": Benchmark(
         "bias of the expected gradient under each schedule, exactly; effect of a differing engine",
         1,

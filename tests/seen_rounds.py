@@ -1,8 +1,6 @@
-"""What tests keep of a run: its rounds, the hooks that were called, counts of completions."""
+"""What tests keep of a run: its rounds and the hooks that were called."""
 
-import copy
 import threading
-from collections import Counter
 
 import torch
 
@@ -42,37 +40,3 @@ class Rounds(RolloutCallback):
 
 def weights(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-class Second(RolloutCallback):
-    """Keeps the second round, and the policy that its update begins with."""
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.completions, self.policy = round.completions, copy.deepcopy(pl_module.model).eval()
-        self.prompt = round.groups[0].prompt.token_ids
-
-
-def cells(policy, prompt, eos, most=8):
-    """Probabilities of the likeliest first tokens, each with its likeliest second tokens."""
-
-    def likeliest(ids):
-        with torch.no_grad():
-            found = policy(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
-        return {int(token): float(found[token]) for token in found.topk(most).indices}
-
-    expected = {}
-    for first, chance in likeliest([*prompt]).items():
-        after = {} if first in eos else likeliest([*prompt, first])
-        expected |= {(first, second): chance * p for second, p in after.items()}
-        expected[first, None] = chance * (1 - sum(after.values()))
-    return expected | {(None, None): 1 - sum(expected.values())}
-
-
-def counted(completions, expected):
-    """Number of completions in each cell."""
-    counts = Counter()
-    for first, *more in (c.token_ids for c in completions):
-        pair = first, more[0] if more else None
-        pair = pair if pair in expected else (first, None)
-        counts[pair if pair in expected else (None, None)] += 1
-    return counts

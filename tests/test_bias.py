@@ -12,6 +12,7 @@ ALWAYS = [
     "full rounds",
     "`MicroGroupSampling` (one slot)",
     "`AheadRollout()`",
+    "`DrainFilling` (three slots)",
     '`DownSampling(rule="random")`',
 ]
 OVER_A_POOL = ['`SortedBatching(mode="verified")`', "`TailBatching(reuse_drafts=True)`"]

@@ -102,6 +102,8 @@ class RolloutSession:
             raise
         self.timeline = Timeline()
         """When the trainer and the engines work."""
+        self.rollout_ended = self.timeline.now()
+        """When the trainer last ceased to wait for a rollout that was not in the background."""
 
     @property
     def trace(self) -> RolloutTrace:
@@ -220,7 +222,8 @@ class RolloutSession:
                 timeline.add_trace(self.trace)
             if self._held is None:  # not in the background
                 waiting = TRAINER
-                timeline.add(TRAINER, "rollout", began, timeline.now(), ENGINES)
+                self.rollout_ended = timeline.now()
+                timeline.add(TRAINER, "rollout", began, self.rollout_ended, ENGINES)
             for start, end in self.scorer.waits:
                 timeline.add(waiting, "rewards", start, end, REWARDS)
 

@@ -114,13 +114,13 @@ class Timeline:
                 for start, end in union(spans, SHORT):
                     self.add(f"engine {engine}", what, origin + start, origin + end)
 
-    def mark(self) -> None:
-        """Let the current lap end here.
+    def mark(self, moment: float | None = None) -> None:
+        """Let the current lap end now, or at an earlier moment.
 
         What ended before the last mark is forgotten, in case that nobody asks for laps.
         """
         self._take(self._end)
-        self._end = self.now()
+        self._end = self.now() if moment is None else moment
 
     def _take(self, end: float) -> list[Interval]:
         """Return all intervals, and keep those that go on after `end`."""

@@ -27,7 +27,7 @@ from lit_rlsched.training.logprobs import (
 from lit_rlsched.training.micro_batches import split_by_tokens
 from lit_rlsched.training.speculative import acceptance, excess, num_accepted, prefix_weights
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
-from lit_rlsched.types import Draft, Group, Sample, stable_hash
+from lit_rlsched.types import Completion, Draft, Group, Sample, stable_hash
 
 
 @dataclass(slots=True)
@@ -92,12 +92,16 @@ class Drafts:
     def __init__(self) -> None:
         self.weights: dict[int, dict[str, Tensor]] = {}
         """Trainable parameters by policy version and name; part of checkpoints."""
+        self.kept_whole: list[Completion] = []
+        """Completions of the round that are finished drafts: their log-probs are the trainer's,
+        under the round's weights."""
 
     def keep(self, policy: nn.Module, version: int, pool: Iterable[Group]) -> None:
         """Keep the trainable weights of each version that has a draft in the pool after a round.
 
         `policy` has the weights of `version`, the round's policy version.
         """
+        self.kept_whole = []
         live = {c.draft.version for g in pool for c in g.completions if c.draft is not None}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
@@ -180,6 +184,8 @@ class Drafts:
                 completion.finish_reason = "stop"
             elif len(ids) >= one.sample.group.sampling.max_completion_length:
                 completion.finish_reason = "length"
+            if completion.finished and one.is_accepted:
+                self.kept_whole.append(completion)
         return audit
 
 

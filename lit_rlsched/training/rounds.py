@@ -99,6 +99,7 @@ class TrainingRounds:
         planner, stream = self.runner.planner, None
         sequences = how.rule.update_prompts * planner.num_generations
         drawn, ahead = self.next.take()
+        rollout_ended = None
         if drawn is None:
 
             def watchers(groups: list[Group]) -> Watchers:
@@ -117,13 +118,16 @@ class TrainingRounds:
                 return self._watchers(how, settings, stream)
 
             drawn = self.runner.run(how.session, how.rule, how.number, how.version, watchers)
+            rollout_ended = how.session.rollout_ended
         timeline = how.session.timeline
-        timeline.mark()
+        timeline.mark(rollout_ended)
         update, names = how.settings().update, how.session.scorer.names
         began = timeline.now()
         round = Round(how.number, how.version, drawn.harvest.trained, drawn.trace)
         check_rewards(round, update.weights, sequences)
         drop_stale(round, how.rule.max_staleness)
+        if update.needs_old_logprobs:
+            self._reuse_logprobs(round)
         streamed = stream.streamed if stream else set()
         rest = [group for group in round.groups if group.id not in streamed]
         update.assign_advantages(Round(how.number, how.version, rest))
@@ -203,6 +207,13 @@ class TrainingRounds:
             and stream is None
             and session.spec.device.type == "cpu",
         )
+
+    def _reuse_logprobs(self, round: Round) -> None:
+        """Let the forward pass that verified a draft be that of the old log-probs."""
+        whole = {id(completion) for completion in self.drafts.kept_whole}
+        for completion in round.completions:
+            if id(completion) in whole:
+                completion.old_logprobs = completion.logprobs
 
     def _blame(self, rewards: dict[str, float]) -> None:
         """Warn once about each reward function whose scores cannot be trained on."""

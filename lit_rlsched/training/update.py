@@ -56,6 +56,14 @@ class Update:
         """Optimizer steps of a round."""
         return self.steps_per_round * self.num_iterations
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a forward pass before the update has to compute `old_logprobs`.
+
+        For the only step of a round, the forward pass of the step does.
+        """
+        return self.num_steps > 1 and not self.learner.needs_engine_logprobs(self.off_policy)
+
     def assign_advantages(self, part: Round) -> None:
         """Select completions of a round or of a part of it, and assign their advantages."""
         learner, selection = self.learner, self.selection
@@ -64,10 +72,8 @@ class Update:
         drop_infinite_rewards(part, self.weights)
         if selection and not selection.full_scope:
             self._select(part, selection)
-        # For the only step of a round, the forward pass of the step gives the old log-probs.
-        several = self.num_steps > 1 and not learner.needs_engine_logprobs(self.off_policy)
         plain = isinstance(learner, PlainLearner) and self.off_policy
-        if several or plain or learner.needs_reference:
+        if self.needs_old_logprobs or plain or learner.needs_reference:
             self._score(part)
         set_advantages(part, learner, self.weights)
         if selection and selection.full_scope:
@@ -80,8 +86,12 @@ class Update:
     @torch.no_grad()
     def _score(self, part: Round) -> None:
         """Compute the log-probs that are needed under the weights at the start of the round."""
-        learner = self.learner
-        step = OptimizerStep(part.samples, self.micro_batch_tokens, row_cost=learner.row_cost)
+        learner, samples = self.learner, part.samples
+        if not learner.needs_reference:  # else both are computed together
+            samples = [s for s in samples if s.completion.old_logprobs is None]
+        if not samples:
+            return
+        step = OptimizerStep(samples, self.micro_batch_tokens, row_cost=learner.row_cost)
         with self.forward_context():  # around all, which casts the weights once
             scores = self.team.share("score", self.score, step)
             for samples, scored in zip(step.micro_batches, scores, strict=True):

@@ -3,15 +3,13 @@
 import random
 import threading
 import time
-from importlib.util import find_spec
 
 import pytest
 import torch
-from chi_square import p_value
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from seen_rounds import Rounds, Second, cells, counted, weights
+from seen_rounds import Rounds, weights
 from slow_parts import Sleepy, slowly
 
 from lit_rlsched import GRPOModule
@@ -31,6 +29,8 @@ from lit_rlsched.rollout import round_runner
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.training.rounds import TrainingRounds
+from lit_rlsched.training.weight_sync import PolicyReader
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
 SMALL = {"num_generations": 3, "steps_per_round": 2}
@@ -119,6 +119,40 @@ def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
         assert metrics["rollout/idle_slot_steps"] < metrics["rollout/slot_steps"] / 2
     assert "rollout/draft_tokens" not in last and last["rollout/idle_slot_steps"] > 0
     check_hooks(seen)
+
+
+def test_the_pass_that_verifies_gives_the_old_logprobs(fit, tiny_model, monkeypatch):
+    """Of drafts that are kept whole; `SMALL` has two optimizer steps a round."""
+    scored, whole = [], []
+    score, reuse = GRPOModule.score, TrainingRounds._reuse_logprobs
+
+    def note(self, batch):
+        scored.append(len(batch.completion_lengths))
+        return score(self, batch)
+
+    def compare(self, round):
+        reuse(self, round)
+        reused = [s for s in round.samples if s.completion.old_logprobs is not None]
+        whole.append(len(reused))
+        rows = PolicyReader(trained.model).logprobs(
+            [s.group.prompt for s in reused], [s.completion for s in reused], 1.0
+        )
+        for sample, again in zip(reused, rows, strict=True):
+            assert [*sample.completion.old_logprobs] == pytest.approx(again.tolist(), abs=1e-5)
+
+    monkeypatch.setattr(GRPOModule, "score", note)
+    monkeypatch.setattr(TrainingRounds, "_reuse_logprobs", compare)
+    seen, trained = Rounds(), GRPOModule(tiny_model, learning_rate=3e-4)
+    fit(
+        trained,
+        [seen, AheadRollout()],
+        {"max_epochs": 3},
+        engine=ProcessEngine(TransformersEngine()),
+        **SMALL,
+    )
+    assert whole[0] == 0 and min(whole[1:]) > 0
+    assert sum(scored) + sum(whole) == sum(len(r.completions) for r in seen.rounds)
+    assert all(len(c.old_logprobs) == len(c.token_ids) for r in seen.rounds for c in r.completions)
 
 
 def check_hooks(seen):
@@ -331,28 +365,3 @@ def test_refusals(fit, tiny_model):
         fit(callbacks=[AheadRollout()], engine=engine, top_p=0.9)
     with pytest.raises(MisconfigurationException, match="Use `correction='verify'`"):
         fit(callbacks=[AheadRollout("importance"), StreamedTraining()], engine=engine)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_verified_completions_are_draws_of_the_newest_policy(fit, tiny_model):
-    """4,096 completions after an update so large that stale ones are told from them."""
-
-    def drawn(correction):
-        second = Second()
-        fit(
-            GRPOModule(tiny_model, learning_rate=3e-3),
-            [second, AheadRollout(correction)],
-            engine=ProcessEngine(VLLMEngine()),
-            train_data=[{"prompt": "1+1=", "answer": "2", "uid": str(i)} for i in range(512)],
-            prompts_per_round=256,
-            num_generations=16,
-            max_completion_length=4,
-            micro_batch_tokens=16384,
-        )
-        eos = second.policy.generation_config.eos_token_id
-        expected = cells(second.policy, second.prompt, {eos} if isinstance(eos, int) else {*eos})
-        return p_value(counted(second.completions, expected), expected)
-
-    assert drawn("verify") > 1e-3
-    assert drawn("importance") < 1e-6

@@ -1,13 +1,11 @@
 """Slots that idle at the end of a round begin the next one; rounds do not depend on drafts."""
 
 import time
-from importlib.util import find_spec
 
 import pytest
 import torch
-from chi_square import p_value
 from lightning.pytorch.callbacks import ModelCheckpoint
-from seen_rounds import Rounds, Second, cells, counted, weights
+from seen_rounds import Rounds, weights
 from slow_parts import Sleepy, slowly
 
 from lit_rlsched import GRPOModule
@@ -24,7 +22,7 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
     TailBatching,
 )
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.sorted_batching import SortedSettings
 
@@ -269,30 +267,3 @@ def test_drafts_of_several_versions_are_refused(fit, settings, in_flight):
 
     with pytest.raises(ValueError, match="tokens of several policy versions"):
         fit(callbacks=[Own()])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_completions_are_draws_of_the_newest_policy(fit, tiny_model, monkeypatch):
-    """4,096 completions of which some were begun before an update so large that it shows."""
-
-    def drawn():
-        second, seen = Second(), Rounds()
-        fit(
-            GRPOModule(tiny_model, learning_rate=3e-3),
-            [second, seen, MicroGroupSampling(slots=2048), DrainFilling()],
-            engine=VLLMEngine(),
-            train_data=[{"prompt": "1+1=", "answer": "2", "uid": str(i)} for i in range(512)],
-            prompts_per_round=256,
-            num_generations=16,
-            max_completion_length=4,
-            micro_batch_tokens=16384,
-        )
-        eos = second.policy.generation_config.eos_token_id
-        expected = cells(second.policy, second.prompt, {eos} if isinstance(eos, int) else {*eos})
-        assert (
-            0 < seen.rounds[1].metrics["drafts/completed"] < seen.rounds[1].metrics["drafts/tokens"]
-        )
-        return p_value(counted(second.completions, expected), expected)
-
-    assert drawn() > 1e-3

@@ -116,7 +116,7 @@ def test_an_engine_decodes_beside_the_update(fit, tmp_path, ahead, held):
         steps_per_round=2,
     )
     last = seen.rounds[-1]
-    if held:  # all that was drawn ahead was drawn while the trainer was held up
+    if held:  # all that was drawn ahead was drawn beside the trainer's work
         assert last["timeline/saved"] > 0
     for who in ("trainer", "engines"):
         parts = [v for k, v in last.items() if k.startswith(f"timeline/{who}_")]

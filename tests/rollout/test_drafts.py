@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from chi_square import p_value
 from enumerated import EOS, LIMIT, PROMPT, SEED, make_policy, moved, verify
 
+from benchmarks.draft_law import p_value
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
