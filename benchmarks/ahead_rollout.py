@@ -13,7 +13,7 @@ last update.
 - `streamed`: `verify` with `StreamedTraining`, where a round has one optimizer step.
 
 Each is at best `bound` times as fast as the faster synchronous run: as if a round took the longer
-of rollout and update, with the verification counted as a part of the update.
+of rollout and update, each with one thread, with the verification counted as a part of the update.
 Cases: the `quick` task as it is; `rollout`, with half the completions trained on, and `update`,
 with each round trained on twice.
 """
@@ -127,6 +127,8 @@ def table(runs: dict[str, list[Run]]) -> str:
     """Return Markdown: a row for each variant, with means over the seeds."""
     synchronous = [runs[name] for name in ("1_thread", "2_threads") if name in runs]
     plain = min(synchronous, key=lambda of: fmean(run.seconds for run in of))
+    both = fmean(run.seconds for run in synchronous[0])
+    rollout = fmean(run.rollout for run in synchronous[0])
     lines = [
         "| | seconds, by seed | mean | times as fast, mean and standard error | bound | rollouts "
         "| verification | waited | drafts kept | accuracy |",
@@ -136,9 +138,8 @@ def table(runs: dict[str, list[Run]]) -> str:
         gains = [a.seconds / b.seconds for a, b in zip(plain, own, strict=True)]
         error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
         drafts = fmean(run.drafts for run in own)
-        rollout = fmean(run.rollout for run in plain)
-        both = fmean(run.seconds for run in plain)
-        bound = both / max(rollout, both - rollout + drafts) if "thread" not in name else 1.0
+        best = fmean(run.seconds for run in plain)
+        bound = best / max(rollout, both - rollout + drafts) if "thread" not in name else 1.0
         cells: list[Any] = [
             " / ".join(f"{run.seconds:.0f}" for run in own),
             f"{fmean(run.seconds for run in own):.1f}",

@@ -98,6 +98,8 @@ class Request:
     """Predicted number of tokens that it will still draw."""
     later: bool = False
     """Whether it takes a slot only if no other request waits for one."""
+    held_back: bool = False
+    """Of a `later` one: whether it also takes none while others than `later` ones run."""
 
     @property
     def group(self) -> str:

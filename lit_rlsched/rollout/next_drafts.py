@@ -24,7 +24,7 @@ class Following:
     """Whether the drafts are drawn to their end after the round, by `RolloutSession.go_on`, or cut
     where the round ends."""
     holds_back: bool = False
-    """Whether half of them begin only after the round."""
+    """Whether half of them begin only when no completion of the round runs in their engine."""
     samples: list[Sample] = field(init=False)
     """What is drawn."""
 
@@ -51,6 +51,7 @@ class Following:
 
     def requests(self, run_seed: int, version: int) -> list[tuple[Sample, Request]]:
         """Return each completion with its request under a policy version."""
+        first = len(self.samples) // 2 if self.holds_back else len(self.samples)
         return [
             (
                 sample,
@@ -62,9 +63,10 @@ class Following:
                     ),
                     sampling=sample.group.sampling,
                     later=True,
+                    held_back=number >= first,
                 ),
             )
-            for sample in self.samples
+            for number, sample in enumerate(self.samples)
         ]
 
 
@@ -83,18 +85,13 @@ class DraftingWorker(Worker):
     Args:
         worker: Decodes.
         drafts: Completions with their requests.
-        most: Maximum number of drafts that begin before the round is over. `None`: all.
     """
 
-    def __init__(
-        self, worker: Worker, drafts: Sequence[tuple[Sample, Request]], most: int | None = None
-    ) -> None:
+    def __init__(self, worker: Worker, drafts: Sequence[tuple[Sample, Request]]) -> None:
         super().__init__(worker.admission, worker.slots // worker.admission.slots)
         self.trace = worker.trace
         self._worker = worker
-        named = [(request.id, (sample, request)) for sample, request in drafts]
-        most = len(named) if most is None else most
-        self._drafts, self._held_back = dict(named[:most]), dict(named[most:])
+        self._drafts = {request.id: (sample, request) for sample, request in drafts}
         self._waiting = [request for _, request in self._drafts.values()]
         self._own: set[str] = set()
         self._ended: list[Sample] = []
@@ -127,11 +124,12 @@ class DraftingWorker(Worker):
         self._worker.resume(version)
 
     def during(self, work: Callable[[], None], positions: int) -> None:
-        turns, most = positions // self.slots, self.slots // 2
-        if not turns or not (first := self._waiting[:most]):
+        turns = positions // self.slots
+        first = [request for request in self._waiting if not request.held_back][: self.slots // 2]
+        if not turns or not first:
             work()
             return
-        self._waiting = self._waiting[most:]
+        self._waiting = self._waiting[len(first) :]
         self._worker.submit(first)
         self._worker.allow(turns)
         self._worker.begin()  # the engine's process goes on beside the work
@@ -197,14 +195,12 @@ class DraftingWorker(Worker):
         return self._worker.abort([*ids]) if ids else []
 
     def end_round(self) -> None:
-        """Begin the trace of the drafts, now that the round is over, and those held back."""
+        """Begin the trace of the drafts, now that the round is over."""
         tokens = {
             name: len(sample.completion.token_ids) - len(request.prefix_ids)
             for name, (sample, request) in self._drafts.items()
         }
         self.trace = self._worker.split_trace(tokens)
-        self._worker.submit(request for _, request in self._held_back.values())
-        self._drafts |= self._held_back
 
     def cut(self) -> None:
         """End the drafts with the tokens that they have, now that the round is over."""

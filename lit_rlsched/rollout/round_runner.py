@@ -47,7 +47,7 @@ class Watchers:
     drafts_next: AfterRound | None = None
     """What becomes of drafts of the next round, which free slots begin; `None`: there are none."""
     holds_back: bool = False
-    """Whether half of these drafts begin only after the round; they have to go on."""
+    """Whether half of these drafts wait until the round's completions have ended; they go on."""
 
 
 Prepare = Callable[[list[Group]], Watchers]

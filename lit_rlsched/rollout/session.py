@@ -189,8 +189,7 @@ class RolloutSession:
                 self._synced = self._sync(version)
             if following is not None:
                 drafts = following.requests(controller.seed, version)
-                most = len(drafts) // 2 if following.holds_back else None
-                controller.worker = DraftingWorker(worker, drafts, most)
+                controller.worker = DraftingWorker(worker, drafts)
             controller.worker.start_trace()
             with self._on_timeline():
                 yield None

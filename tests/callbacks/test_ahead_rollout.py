@@ -25,8 +25,6 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.rollout import round_runner
-from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.training.rounds import TrainingRounds
@@ -262,12 +260,7 @@ def test_rewards_of_drafts_that_were_cut_are_computed_again(fit, tiny_model, mon
 
 
 @pytest.mark.slow
-def test_verified_rounds_stream_their_gradients(fit, tiny_model, monkeypatch):
-    def all_at_once(groups, salt, goes_on, holds_back):
-        return Following(groups, salt, goes_on)
-
-    # else the engine's log-probs, in float32, are rounded as others decode beside them
-    monkeypatch.setattr(round_runner, "Following", all_at_once)
+def test_verified_rounds_stream_their_gradients(fit, tiny_model):
     settings = {"steps_per_round": 1, "trainer": {"precision": "64-true", "max_epochs": 3}}
     settings["micro_batch_tokens"] = 64
     seen, plain, _ = run(fit, tiny_model, "verify", **settings)
