@@ -35,6 +35,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from benchmarks import results
+from benchmarks.models import make_model
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.types import Draft, Group
@@ -124,9 +125,10 @@ def reward(completions: Sequence[str], **columns: Any) -> list[float]:
 def write_model(folder: Path) -> None:
     """Write a random model of eight tokens and its tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    config = Qwen3Config(
+    make_model(
+        folder,
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
@@ -136,12 +138,11 @@ def write_model(folder: Path) -> None:
         head_dim=32,
         max_position_embeddings=64,
         initializer_range=0.2,
+        tie_word_embeddings=False,
         pad_token_id=0,
         eos_token_id=EOS,
         bos_token_id=2,
     )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
     words = models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>")
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -8,11 +8,13 @@ alternate. Every setting draws the same tokens, or the benchmark fails. A seed i
 recording, with its own prompts. Seconds are of the rollout alone.
 
 `whole`: the same for every third round (`--every`) of the recorded run, drawn by the policy that
-drew it then.
+drew it then. It takes long and is not run by default; the recording needs the run's policies
+(`--trainer.callbacks.policies=true`).
 
-`--schedules` of these two: `fifo` (slots are refilled at once, as `MicroGroupSampling` does),
-`least_attained` and `rounds` (its `order` and `refill`), and `tail` (`TailBatching`: of the prompts
-of a round three quarters win, and at the end one long round draws all that lost).
+Both can use several `--schedules`: `fifo`, which refills slots at once; `least_attained`, which is
+`MicroGroupSampling(order="least_attained")`; `rounds`, which is
+`MicroGroupSampling(refill="rounds")`; and `tail`, which is `TailBatching`: three quarters of the
+prompts of a round win, and at the end one long round draws all that lost.
 
 `replay`: decode steps of recorded completions with and without draft tokens, counted without a
 model. `--recording` may be that of any run: `lit-rlsched fit` writes it with
@@ -42,7 +44,7 @@ os.environ.update(ENVIRONMENT)
 from transformers import AutoConfig
 
 from benchmarks import results
-from benchmarks.record import read_recording, record
+from benchmarks.record import policy_path, read_recording, record
 from benchmarks.replay import Schedule, replay, replayed_rounds
 from benchmarks.speculation_seconds import (
     GENERATIONS,
@@ -222,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = results.parser("speculation", __doc__)
     results.add_cases(parser, CASES)
+    parser.set_defaults(cases=[case for case in CASES if case != "whole"])
     parser.add_argument(
         "--recording", default="runs/recording", help="folder of the recording; made if missing"
     )
@@ -251,6 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = [Setting.read(text) for text in options.settings]
     if {*CASES[:-1]} & {*options.cases} and not Path(options.recording).exists():
         record(options.recording, "--trainer.callbacks.policies=true")
+    if "whole" in options.cases and not policy_path(options.recording, 0).exists():
+        raise SystemExit(
+            f"`--cases whole`: {options.recording} has no policies. Record the run again with "
+            "`--trainer.callbacks.policies=true`, or give another `--recording`."
+        )
     keep_heap()
     if "seconds" in options.cases:
         time_settings(options, settings)

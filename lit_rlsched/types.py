@@ -96,10 +96,9 @@ class Request:
     and all tokens so far as its prefix, it draws what it would have drawn without the pause."""
     expected: float | None = None
     """Predicted number of tokens that it will still draw."""
-    later: bool = False
-    """Whether it takes a slot only if no other request waits for one."""
-    held_back: bool = False
-    """Of a `later` one: whether it also takes none while others than `later` ones run."""
+    later: int = 0
+    """1: it takes a slot only if no other request waits for one. 2: and only if no request with 0
+    runs."""
 
     @property
     def group(self) -> str:

@@ -122,7 +122,7 @@ class Server:
         self._ahead, self._allowed = self._asked, steps
 
     def allow(self, steps: int) -> None:
-        """Let it make more steps or, if negative, fewer."""
+        """Change the number of steps that it may make; a negative number takes some back."""
         self._allowed += steps
 
     def suspend(self, keep: bool) -> None:

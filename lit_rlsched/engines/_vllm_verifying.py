@@ -103,7 +103,11 @@ class Verifier:
 
 
 def spread(sampling: Any, counts: list[int], widths: Tensor) -> Any:
-    """Settings of requests as settings of their positions, with seeds for `choose`."""
+    """Return settings of requests as settings of their positions.
+
+    `generators` are then the seeds of all positions, int64 `[positions]`, for `choose`. Only greedy
+    requests have no generator; their seeds are 0, and their draws are not used.
+    """
     generators = sampling.generators
     seeds = [
         draw_seeds(generators[i], count + 1) if i in generators else torch.zeros(count + 1).long()
@@ -123,7 +127,7 @@ def repeated(values: Tensor | None, widths: Tensor) -> Tensor | None:
 
 
 def draw_seeds(generator: torch.Generator, tokens: int) -> Tensor:
-    """Draw the seeds of tokens as vLLM's sampler on CPU does, one after the other."""
+    """Return seeds, int64 `[tokens]`: the integers that vLLM's sampler on CPU draws one by one."""
     return torch.randint(0, 2**31, (tokens,), generator=generator, device=generator.device)
 
 
@@ -136,15 +140,15 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Draw a token per row of logits, as vLLM does on CPU.
 
-    It takes the seed of a row from its generator, one after the other, which takes longer than the
-    draw. Here they may be given.
+    vLLM takes the seed of each row from its generator, one at a time, which takes longer than the
+    draw itself. This function also accepts the seeds.
 
     Args:
         forward: vLLM's own way, for rows with generators.
         logits: `[rows, vocabulary]`.
         generators: Generators by row, or seeds `[rows]`.
-        k: Numbers of tokens to choose from `[rows]`; None: all.
-        p: Their least probability together `[rows]`; None: 1.
+        k: Top-k of each row `[rows]`; None: all tokens.
+        p: Top-p of each row `[rows]`; None: 1.
 
     Returns:
         Tokens `[rows]` and log-probs `[rows, vocabulary]`.
@@ -166,7 +170,8 @@ def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.dev
         device: The device it runs on.
 
     Raises:
-        ValueError: it does not.
+        ValueError: tokens, log-probs or the generator's state differ, or this vLLM lacks the
+            functions.
     """
     rows = 3
     ours, theirs = (torch.Generator(device).manual_seed(1) for _ in range(2))

@@ -121,6 +121,7 @@ class PoolWorker(Worker):
 
     def allow(self, steps: int | None) -> None:
         self._allowed, self._window = steps, 0
+        self._take_back()
 
     def suspend(self, keep: bool = False) -> None:
         for worker in self.workers:
@@ -166,13 +167,17 @@ class PoolWorker(Worker):
             engine.wait_until(now)
         waits = False
         if len(self._requests) > sum(len(worker.running) for worker in self.workers):
-            for worker in self.workers if self._ahead else ():
-                worker.allow(0)  # one that was idle must not begin by itself what moves to it
+            self._take_back()
             waits = self._move()
         if self._ahead:
             self._window = min(WINDOW, self._allowed or WINDOW) if waits else self._allowed
             for worker in self.workers:
                 worker.allow(self._window)
+
+    def _take_back(self) -> None:
+        """Let no engine that was idle begin by itself what it gets until all are allowed steps."""
+        for worker in self.workers if self._ahead else ():
+            worker.allow(0)
 
     def _move(self) -> bool:
         """Move waiting requests to free slots; return whether requests still wait."""

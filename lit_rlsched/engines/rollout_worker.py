@@ -104,7 +104,8 @@ class Worker(ABC):
     def allow(self, steps: int | None) -> None:
         """Let the engines make so many decode steps each before the next call; None: any number.
 
-        Several engines have all made as many of those that were allowed before, or had no requests.
+        Several engines have all made as many of those that were allowed before, or had no requests:
+        an engine without requests loses what it was allowed and has not made.
         """
 
     @abstractmethod

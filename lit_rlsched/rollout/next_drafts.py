@@ -62,8 +62,7 @@ class Following:
                         run_seed, sample.group, sample.completion, version, self.salt
                     ),
                     sampling=sample.group.sampling,
-                    later=True,
-                    held_back=number >= first,
+                    later=1 if number < first else 2,
                 ),
             )
             for number, sample in enumerate(self.samples)
@@ -125,7 +124,7 @@ class DraftingWorker(Worker):
 
     def during(self, work: Callable[[], None], positions: int) -> None:
         turns = positions // self.slots
-        first = [request for request in self._waiting if not request.held_back][: self.slots // 2]
+        first = [request for request in self._waiting if request.later == 1][: self.slots // 2]
         if not turns or not first:
             work()
             return

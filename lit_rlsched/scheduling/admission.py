@@ -46,8 +46,6 @@ class CacheBudget:
 class Admission:
     """Decides which waiting requests an engine of `slots` slots starts in each step.
 
-    Requests that are `held_back` wait while others than `later` ones run.
-
     Requests that resume after a lease go first. Then come requests with a `pause_at`: they probe,
     so they are short, and a length predictor needs their tokens. The others follow in `order`.
 
@@ -131,11 +129,10 @@ class Admission:
             self._waiting.plan(self._loads(running))
         room = self._room(running, kv_tokens)
         admitted: list[Request] = []
-        others = any(not request.later for request, _ in self._running.values())
         while self._free and len(self):
             slot = self._free[0]
             whole = self._first[0] if self._first else self._waiting.peek(slot)
-            if whole.held_back and others:
+            if whole.later > 1 and any(not r.later for r, _ in self._running.values()):
                 break
             request = self._lease(whole, room)
             if self.budget is not None:
@@ -148,7 +145,6 @@ class Admission:
                 self._waiting.pop(slot)
             if request.limit < whole.limit:
                 self._leased.add(request.id)
-            others = others or not request.later
             self._running[request.id] = request, heapq.heappop(self._free)
             admitted.append(request)
         return admitted

@@ -33,7 +33,7 @@ class _Entry(NamedTuple):
 class WaitingQueue:
     """Requests sorted by the key of an order, and by arrival where keys are equal.
 
-    Requests that are `later` come after all others, and `held_back` ones last.
+    Requests that are `later` come after all others.
 
     Args:
         order: One of `KEYS`.
@@ -81,9 +81,7 @@ class WaitingQueue:
         self._requests, self._entries, self._heap, self.later = {}, {}, [], 0
 
     def _enter(self, request: Request, arrival: int) -> None:
-        entry = _Entry(
-            request.later + request.held_back, KEYS[self._order](request), arrival, request.id
-        )
+        entry = _Entry(request.later, KEYS[self._order](request), arrival, request.id)
         self._requests[request.id] = request
         if self._entries.get(request.id) != entry:
             self._entries[request.id] = entry

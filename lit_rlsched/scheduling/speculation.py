@@ -141,7 +141,7 @@ class DraftTokens:
         group = row.group
         group.running.discard(name)
         if not group.running:
-            group.index = GroupIndex(self._votes)  # a hundred times the memory of the texts
+            group.index = GroupIndex(self._votes)  # many times the memory of the texts
             self._idle[group.name] = self._busy.pop(group.name)
             self._idle_tokens += len(group)
             while self._idle_tokens > IDLE_TOKENS:

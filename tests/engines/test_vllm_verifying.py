@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from vllm_build import REASON, for_cpu
 
 from lit_rlsched.engines import _vllm_verifying as verifying
 
@@ -139,7 +140,7 @@ def test_a_sampler_that_draws_otherwise_is_refused() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(find_spec("vllm") is None or not for_cpu(), reason=REASON)
 def test_draws_with_seeds_are_those_with_generators() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler

@@ -388,8 +388,8 @@ def test_a_discarded_lease_is_forgotten():
 
 def test_requests_that_are_held_back_wait_until_only_later_ones_run():
     own, first, second = requests(3)
-    first = dataclasses.replace(first, later=True)
-    second = dataclasses.replace(second, later=True, held_back=True)
+    first = dataclasses.replace(first, later=1)
+    second = dataclasses.replace(second, later=2)
     admission = Admission(slots=3)
     admission.push([second, first, own])
     assert admission.pop({}) == [own, first]
