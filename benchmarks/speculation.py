@@ -11,8 +11,12 @@ recording, with its own prompts. Seconds are of the rollout alone.
 drew it then. It takes long and is not run by default; the recording needs the run's policies
 (`--trainer.callbacks.policies=true`).
 
-Both can use several `--schedules`: `fifo`, which refills slots at once; `least_attained`, which is
-`MicroGroupSampling(order="least_attained")`; `rounds`, which is
+`parts`: the CPU seconds of the engine in the same rounds, by part of a step: forward passes, logits
+and draws, guesses of draft tokens, and the rest. They say why a rollout does not gain as much as
+its steps are fewer. Timing itself costs a few per cent.
+
+All three can use several `--schedules`: `fifo`, which refills slots at once; `least_attained`,
+which is `MicroGroupSampling(order="least_attained")`; `rounds`, which is
 `MicroGroupSampling(refill="rounds")`; and `tail`, which is `TailBatching`: three quarters of the
 prompts of a round win, and at the end one long round draws all that lost.
 
@@ -64,7 +68,9 @@ from lit_rlsched.training.round_metrics import speculation_metrics
 from lit_rlsched.types import Group, Request, Sample, Sampling
 
 SETTINGS = ["2:8", "4:4", "4:8", "4:16", "4:64", "8:8"]
-CASES = ("seconds", "whole", "replay", "races", "steps")
+CASES = ("seconds", "whole", "parts", "replay", "races", "steps")
+POLICIES = {"whole", "parts"}
+"""Cases that need the policies of the recorded run."""
 
 
 def replay_recording(options: Any, settings: Sequence[Setting]) -> None:
@@ -224,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = results.parser("speculation", __doc__)
     results.add_cases(parser, CASES)
-    parser.set_defaults(cases=[case for case in CASES if case != "whole"])
+    parser.set_defaults(cases=[case for case in CASES if case not in POLICIES])
     parser.add_argument(
         "--recording", default="runs/recording", help="folder of the recording; made if missing"
     )
@@ -241,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--every",
         type=int,
         default=3,
-        help="distance of the rounds of `whole` and of the whole run in `replay`",
+        help="distance of the rounds of `whole`, `parts` and of the whole run in `replay`",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="recorded rounds")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a round")
@@ -254,16 +260,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = [Setting.read(text) for text in options.settings]
     if {*CASES[:-1]} & {*options.cases} and not Path(options.recording).exists():
         record(options.recording, "--trainer.callbacks.policies=true")
-    if "whole" in options.cases and not policy_path(options.recording, 0).exists():
+    of_policies = POLICIES & {*options.cases}
+    if of_policies and not policy_path(options.recording, 0).exists():
         raise SystemExit(
-            f"`--cases whole`: {options.recording} has no policies. Record the run again with "
-            "`--trainer.callbacks.policies=true`, or give another `--recording`."
+            f"`--cases {' '.join(of_policies)}`: {options.recording} has no policies. Record the "
+            "run again with `--trainer.callbacks.policies=true`, or give another `--recording`."
         )
     keep_heap()
     if "seconds" in options.cases:
         time_settings(options, settings)
     if "whole" in options.cases:
         time_whole_run(options, settings)
+    if "parts" in options.cases:
+        time_whole_run(options, settings, parts=True)
     if "replay" in options.cases:
         replay_recording(options, settings)
     if "races" in options.cases:

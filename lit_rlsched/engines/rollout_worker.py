@@ -1,7 +1,7 @@
 """The worker between the round loop and an engine: refills free slots and records each step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,14 +75,22 @@ class Worker(ABC):
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests for a slot."""
 
-    def during(self, work: Callable[[], None], positions: int) -> None:
-        """Do some work before the round's requests are submitted.
+    def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
+        """Do some work before all of the round's requests are known; `begin_drafts` follows.
 
         Args:
             work: A forward pass of the trainer.
             positions: Number of tokens in it.
+
+        Yields:
+            What those that are known draw beside it.
         """
         work()
+        yield from ()
+
+    def begin_drafts(self) -> None:
+        """Let drafts take free slots, now that all of the round's requests are submitted."""
+        self.allow(None)
 
     @abstractmethod
     def step(self) -> list[Event]:

@@ -6,10 +6,12 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.scheduling.ahead_rollout import draft_positions, has_drafts, verified_together
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
@@ -117,7 +119,7 @@ class RolloutController:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[Sequence[Group]], None] | None = None,
     ) -> Iterator[Group]:
         """Decode and score the groups, and yield each group as it completes.
 
@@ -133,8 +135,9 @@ class RolloutController:
             feedback: How scores affect the running round; by default they do not.
             same_noise: Whether every version draws with the same random numbers, so that two
                 validations differ by their policies alone.
-            verify: Turns the drafts of the groups into completions; called once drafts of other
-                groups decode, if nothing that this loop does changes what they draw.
+            verify: Turns the drafts of groups into completions. If nothing that this loop does
+                changes what other completions draw, it is called with a part of the groups after
+                the other, and what remains of a part decodes while the next one is verified.
         """
         self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
@@ -150,10 +153,11 @@ class RolloutController:
         self._places = {g.id: i for i, g in enumerate(groups)}
         self._decoded_at: dict[str, tuple[int, int]] = {}
         try:
-            beside = None if self._intervenes(len(samples)) else verify
-            if beside is None:
+            beside = verify
+            if not has_drafts(groups) or self._intervenes(len(samples)):
+                beside = None
                 if verify is not None:
-                    verify()
+                    verify(groups)
                 samples = self._unfinished(samples)
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
@@ -162,14 +166,13 @@ class RolloutController:
                 ahead=not self._intervenes(len(samples)),
                 version=version,
             )
+            finished: list[Sample] = []
             if beside is not None:
-                drafts = ((s, s.completion.draft) for s in samples)
-                tokens = (len(s.group.prompt.token_ids) + len(d.token_ids) for s, d in drafts if d)
-                self.worker.during(beside, sum(tokens))
-                samples = self._unfinished(samples)
-            samples.sort(key=lambda sample: not sample.completion.token_ids)
-            self._submit(samples)
-            yield from self._react([])  # drafts that were accepted whole may already be enough
+                finished = self._verify_in_parts(beside, groups)
+            else:
+                self._submit_begun_first(samples)
+            self.state.final = len(self.state.decoded)
+            yield from self._react(finished)  # drafts accepted whole may already be enough
             while self._live and not rule.done(self.state):
                 self._heed()
                 if self.before_step is not None:
@@ -207,6 +210,22 @@ class RolloutController:
         stops = self._feedback.stop is not None or self._rule.stops_groups
         crowded = worker.may_wait(completions + worker.drafts)
         return crowded and (stops or worker.admission.pauses)
+
+    def _verify_in_parts(
+        self, verify: Callable[[Sequence[Group]], None], groups: Sequence[Group]
+    ) -> list[Sample]:
+        """Submit what remains of each part once it is verified; return what has finished since."""
+        finished: list[Sample] = []
+        for part in verified_together(groups):
+            for events in self.worker.during(partial(verify, part), draft_positions(part)):
+                finished += self._take(events)
+            samples = [Sample(g, c) for g in part for c in g.completions]
+            self._submit_begun_first(self._unfinished(samples))
+        self.worker.begin_drafts()
+        return finished
+
+    def _submit_begun_first(self, samples: list[Sample]) -> None:
+        self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return unfinished samples; submit finished but unscored ones to the scorer."""

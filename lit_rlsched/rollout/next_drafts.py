@@ -1,6 +1,6 @@
 """Slots that a round leaves free begin the next round's completions, as drafts."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lit_rlsched.engines.rollout_worker import Worker
@@ -77,9 +77,10 @@ class DraftingWorker(Worker):
     when it decodes. Once the round is over, `go_on` decodes the drafts that remain, or `cut` ends
     them.
 
-    While the trainer verifies the round's own drafts (`during`), its requests are not known yet.
-    Drafts have half the slots then, for a number of steps that is known beforehand: as many as it
-    takes all slots to process the positions that the trainer does.
+    While the trainer verifies the round's own drafts part by part (`during`), its requests become
+    known part by part. Drafts have half the slots then. Engine and trainer wait for each other
+    after each part: the engine makes as many steps as it takes all slots to process the positions
+    that the trainer does.
 
     Args:
         worker: Decodes.
@@ -92,6 +93,7 @@ class DraftingWorker(Worker):
         self._worker = worker
         self._drafts = {request.id: (sample, request) for sample, request in drafts}
         self._waiting = [request for _, request in self._drafts.values()]
+        self._verifying = False
         self._own: set[str] = set()
         self._ended: list[Sample] = []
 
@@ -122,26 +124,38 @@ class DraftingWorker(Worker):
     def resume(self, version: int) -> None:
         self._worker.resume(version)
 
-    def during(self, work: Callable[[], None], positions: int) -> None:
+    def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
+        if not self._verifying:
+            self._verifying = True
+            first = [request for request in self._waiting if request.later == 1]
+            first = first[: self.slots // 2]
+            self._waiting = self._waiting[len(first) :]
+            self._worker.submit(first)
         turns = positions // self.slots
-        first = [request for request in self._waiting if request.later == 1][: self.slots // 2]
-        if not turns or not first:
-            work()
-            return
-        self._waiting = self._waiting[len(first) :]
-        self._worker.submit(first)
+        until = self.trace.decode_steps + turns
         self._worker.allow(turns)
-        self._worker.begin()  # the engine's process goes on beside the work
+        if turns and self._worker.busy:
+            self._worker.begin()  # the engine's process goes on beside the work
         work()
-        while self._worker.busy and self.trace.decode_steps < turns:
-            self.step()
-        self._worker.allow(None)
+        while self._worker.busy and self.trace.decode_steps < until:
+            yield self.step()
+        self._worker.allow(0)  # what is submitted next begins with the next part
+
+    def begin_drafts(self) -> None:
+        if self._verifying:
+            self._verifying = False
+            self._worker.allow(None)
+            self.submit([])
 
     def begin(self) -> int:
         return self._worker.begin()
 
     def submit(self, requests: Iterable[Request]) -> None:
         own = [*requests]
+        if self._verifying:
+            self._own.update(request.id for request in own)
+            self._worker.submit(own)
+            return
         if not self._waiting and any(request.id not in self._own for request in own):
             self._make_way()
         self._own.update(request.id for request in own)

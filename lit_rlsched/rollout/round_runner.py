@@ -113,7 +113,7 @@ class RoundInProgress:
         feedback = Feedback(self._watch.stop, self._another if self._watch.is_replaced else None)
         self._following, how = None, self._watch.drafts_next
         if how != "go_on":
-            self._verify_all()
+            self._verify_begun(self.groups)
         if how is not None:
             following = planner.plan_following(rule, self.groups)
             self._following = Following(
@@ -127,15 +127,16 @@ class RoundInProgress:
             predict=True,
             feedback=feedback,
             following=self._following,
-            verify=self._verify_all if how == "go_on" else None,
+            verify=self._verify_begun if how == "go_on" else None,
         )
         self._seconds = time.perf_counter() - began
 
-    def _verify_all(self) -> None:
-        self._verify(self.groups)
-        samples = [Sample(g, c) for g in self.groups for c in g.completions]
-        self._begun = {sample.id: len(sample.completion.token_ids) for sample in samples}
-        self._session.scorer.forget_ahead({s.id for s in samples if s.completion.finished})
+    def _verify_begun(self, groups: Sequence[Group]) -> None:
+        """Verify the drafts of groups, before anything is drawn for them in this round."""
+        self._verify(groups)
+        samples = [Sample(g, c) for g in groups for c in g.completions]
+        self._begun |= {sample.id: len(sample.completion.token_ids) for sample in samples}
+        self._session.scorer.forget_ahead({s.id for s in samples if not s.completion.finished})
 
     def _verify(self, groups: Sequence[Group]) -> None:
         verified = time.perf_counter()

@@ -112,9 +112,9 @@ class Scorer:
         """Whether scores of drafts are missing."""
         return any(ahead.job is None for ahead in self._ahead.values())
 
-    def forget_ahead(self, besides: Collection[Hashable] = ()) -> None:
-        """Forget drafts, once they are verified, besides those of whole completions, by id."""
-        gone = self._ahead.keys() - set(besides)
+    def forget_ahead(self, ids: Collection[Hashable] | None = None) -> None:
+        """Forget drafts that were verified and not kept whole, by id; by default all."""
+        gone = self._ahead.keys() & (self._ahead.keys() if ids is None else set(ids))
         self.scheduler.cancel(gone)
         for job_id in gone:
             del self._ahead[job_id]
@@ -209,7 +209,7 @@ class Unscored:
     def submit_ahead(self, group: Group, completion: Completion) -> None:
         pass
 
-    def forget_ahead(self, besides: Collection[Hashable] = ()) -> None:
+    def forget_ahead(self, ids: Collection[Hashable] | None = None) -> None:
         pass
 
     def turn(self, seconds: float = 0.0) -> None:

@@ -137,7 +137,7 @@ class RolloutSession:
         same_noise: bool = False,
         hooks: bool = True,
         following: Following | None = None,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[Sequence[Group]], None] | None = None,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 

@@ -1,6 +1,42 @@
 """Rounds that are drawn while the round before them is trained on."""
 
+from collections.abc import Sequence
 from typing import Literal
+
+from lit_rlsched.types import Group
 
 Correction = Literal["verify", "importance"]
 """How tokens are used that an earlier policy drew: as drafts, or with importance sampling."""
+
+PARTS = 4
+"""Parts in which the drafts of a round are verified. What is cut of one decodes beside the next."""
+
+
+def has_drafts(groups: Sequence[Group]) -> bool:
+    """Return whether any completion of the groups has a draft."""
+    return any(completion.draft for group in groups for completion in group.completions)
+
+
+def draft_positions(groups: Sequence[Group]) -> int:
+    """Return the number of tokens in a forward pass over the groups' drafts, with prompts."""
+    drafts = [(group, c.draft) for group in groups for c in group.completions]
+    return sum(len(g.prompt.token_ids) + len(d.token_ids) for g, d in drafts if d is not None)
+
+
+def verified_together(groups: Sequence[Group]) -> list[list[Group]]:
+    """Split groups into `PARTS` of about equal positions, those with the longest drafts first.
+
+    The longer a draft is, the more may be left to decode of its completion. Groups without a draft
+    come first. Which part a group is in changes nothing of what is kept of its drafts.
+    """
+
+    def longest(group: Group) -> float:
+        drafts = [c.draft for c in group.completions]
+        return max((len(d.token_ids) if d else float("inf") for d in drafts), default=0)
+
+    parts: list[list[Group]] = [[] for _ in range(PARTS)]
+    total, before = draft_positions(groups), 0
+    for group in sorted(groups, key=longest, reverse=True):
+        parts[before * PARTS // total if total else 0].append(group)
+        before += draft_positions([group])
+    return [part for part in parts if part]

@@ -6,7 +6,7 @@ completions of a prompt, and over those of other prompts for what these do not k
 
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import islice
+from itertools import islice, pairwise
 from operator import index
 from typing import Protocol
 
@@ -111,12 +111,12 @@ class GroupIndex:
         if len(self._of_all) > MOST_SEQUENCES:
             self._of_all.clear()
         both = self._votes, self._of_all
-        for end in range(max(start, ENDS[-1]), len(text)):
-            before, token = tuple(text[max(0, end - ENDS[0]) : end]), text[end]
-            for length in ENDS:
-                if length > end:
-                    continue
-                key = hash(before[-length:])
+        begin = max(start, ENDS[-1])
+        pairs = _pairs(text[max(0, begin - ENDS[0]) : len(text) - 1])
+        first = len(pairs) - (len(text) - begin)
+        for i in range(first, len(pairs)):  # hot loop: once for each token that is drawn
+            token = text[begin - first + i]
+            for key in _keys(pairs, i):
                 for votes in both:
                     vote = votes.get(key, token)
                     if vote % LEAD == token:
@@ -134,17 +134,40 @@ class GroupIndex:
 
         Of an end that both know, the group decides.
         """
-        end = tuple(text[-ENDS[0] :])
+        pairs = _pairs(text[-ENDS[0] :])
         drafted: list[int] = []
+        if not pairs:
+            return drafted
+        last, votes, of_all = text[-1], self._votes, self._of_all
         while len(drafted) < most:
-            keys = (hash(end[-length:]) for length in ENDS if length <= len(end))
-            found = (self._votes.get(key, self._of_all.get(key)) for key in keys)
-            vote = next((vote for vote in found if vote is not None), None)
-            if vote is None:
+            for key in _keys(pairs, len(pairs) - 1):
+                vote = votes.get(key)
+                if vote is None:
+                    vote = of_all.get(key)
+                if vote is not None:
+                    break
+            else:
                 break
-            drafted.append(vote % LEAD)
-            end = (*end, vote % LEAD)[-ENDS[0] :]
+            token = vote % LEAD
+            drafted.append(token)
+            pairs.append(hash((last, token)))
+            last = token
         return drafted
+
+
+def _pairs(text: Sequence[int]) -> list[int]:
+    """Hashes of a text's tokens with the token behind each, of which `_keys` are made."""
+    return [hash(pair) for pair in pairwise(text)]
+
+
+def _keys(pairs: Sequence[int], at: int) -> tuple[int, ...]:
+    """Keys of the ends of a text, of `ENDS` tokens each, whose last pair is that at `at`."""
+    if at >= 4:
+        a, b, c = pairs[at - 4], pairs[at - 2], pairs[at]
+        return hash((a, b, c)), hash((b, c)), c
+    if at >= 2:
+        return hash((pairs[at - 2], pairs[at])), pairs[at]
+    return (pairs[at],)
 
 
 def _common(first: Sequence[int], text: Sequence[int]) -> int:

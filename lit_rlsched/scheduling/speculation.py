@@ -73,6 +73,8 @@ class _Group:
     index: GroupIndex
     texts: "dict[str, array[int]]" = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
+    unread: dict[str, None] = field(default_factory=dict)
+    """Names of texts that the index has not read to their end."""
 
     def __len__(self) -> int:
         return sum(map(len, self.texts.values()))
@@ -125,12 +127,14 @@ class DraftTokens:
         if before is not None and text[: len(before)] != before:
             found.index.forget(name)  # it is drawn again
         found.texts[name] = text
+        found.unread[name] = None
         found.running.add(name)
 
     def take(self, name: str, tokens: Sequence[int]) -> None:
         """Note the tokens that a request has drawn in a step; none of an unknown request."""
         if (row := self._rows.get(name)) is not None:
             row.text.extend(tokens)
+            row.group.unread[name] = None
             row.left -= len(tokens)
             self.counts.accepted += len(tokens) - 1
 
@@ -142,6 +146,7 @@ class DraftTokens:
         group.running.discard(name)
         if not group.running:
             group.index = GroupIndex(self._votes)  # many times the memory of the texts
+            group.unread = dict.fromkeys(group.texts)
             self._idle[group.name] = self._busy.pop(group.name)
             self._idle_tokens += len(group)
             while self._idle_tokens > IDLE_TOKENS:
@@ -177,8 +182,9 @@ class DraftTokens:
     def _draft(self, name: str, row: _Row, most: int) -> list[int]:
         texts, index = row.group.texts, row.group.index
         if self._drafter is None:
-            for other, text in texts.items():
-                index.learn(other, text)
+            for other in row.group.unread:
+                index.learn(other, texts[other])
+            row.group.unread.clear()
             return index.propose(row.text, most)
         siblings = [text for other, text in texts.items() if other != name]
         try:

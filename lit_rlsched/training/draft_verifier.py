@@ -95,13 +95,15 @@ class Drafts:
         self.kept_whole: list[Completion] = []
         """Completions of the round that are finished drafts: their log-probs are the trainer's,
         under the round's weights."""
+        self._audit = DraftAudit()
+        """Of the round so far."""
 
     def keep(self, policy: nn.Module, version: int, pool: Iterable[Group]) -> None:
         """Keep the trainable weights of each version that has a draft in the pool after a round.
 
         `policy` has the weights of `version`, the round's policy version.
         """
-        self.kept_whole = []
+        self.kept_whole, self._audit = [], DraftAudit()
         live = {c.draft.version for g in pool for c in g.completions if c.draft is not None}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
@@ -173,8 +175,9 @@ class Drafts:
                 for batch in split_by_tokens(members, micro_batch_tokens):
                     audit.gap += _cut(policy, weights, batch)
         audit.compared = sum(t.tokens for t in cut)
-        if audit.compared >= REDRAWN and not audit.mean_gap <= allowed_gap:
-            raise RuntimeError(_differs(audit, allowed_gap))
+        self._audit += audit
+        if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
+            raise RuntimeError(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
         audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - len(cut)
         for one in finite:

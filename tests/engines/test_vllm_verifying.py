@@ -103,7 +103,7 @@ def test_a_draft_token_is_kept_if_it_is_the_draw(right: int) -> None:
 def test_settings_are_those_of_the_request_at_each_position() -> None:
     one, two = generator(1), generator(2)
     settings = Settings({0: one, 2: two}, top_k=torch.tensor([3, 4, 5]), other=["kept"])
-    spread = verifying.spread(settings, [2, 0, 1], torch.tensor([3, 1, 2]))
+    spread = verifying.spread(settings, [2, 0, 1])
     assert spread.top_k.tolist() == [3, 3, 3, 4, 5, 5]
     assert spread.temperature is spread.top_p is None
     seeds = [verifying.draw_seeds(generator(i), n).tolist() for i, n in ((1, 3), (2, 2))]
@@ -169,3 +169,11 @@ def test_only_steps_with_draft_tokens_are_prepared_otherwise(drafts: dict[str, l
     with pytest.raises(RuntimeError):
         verifying.prepare_inputs(runner, fail, scheduled)
     assert runner.speculative_config is None
+
+
+def test_a_random_request_needs_a_generator() -> None:
+    logits, drafts = [[torch.randn(VOCABULARY)] * 2] * 2, [[1], [2]]
+    greedy_or_seeded = Settings({0: generator(1)}, temperature=torch.tensor([1.0, 0.0]))
+    verify(logits, drafts, greedy_or_seeded)
+    with pytest.raises(RuntimeError, match="has no seed"):
+        verify(logits, drafts, Settings({0: generator(1)}, temperature=torch.tensor([1.0, 0.5])))

@@ -20,6 +20,7 @@ from lit_rlsched.engines.base import EngineDied, EngineSpec
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -29,7 +30,7 @@ from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
-from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
+from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
 
 LIMIT = 24
 RULES = {
@@ -211,6 +212,48 @@ class Round:
         assert left == {name: len(tokens) for name, (tokens, _) in drawn.items()}
         return drawn
 
+    def draw_in_parts(self, engines, slots, holds_back):
+        """Verify drafts of it part by part, while drafts of the next round and the rests decode."""
+        pool = engines[0] if len(engines) == 1 else EnginePool(engines)
+        pool.start(EngineSpec("", slots * len(engines), 64, (1,)))
+        groups, later = self.groups(), self.groups()
+        kept = random.Random(self.prompts)
+        for group in groups:
+            for c in group.completions:
+                length = min(self.lengths[f"{group.id}/{c.index}"], LIMIT)
+                c.draft = Draft([7] * length, [0.0] * length, 0)
+
+        def verify(part):
+            for c in (c for group in part for c in group.completions):
+                length = len(c.draft.token_ids)
+                most = kept.randint(1, length)
+                c.draft, c.version_spans = None, [(1, most)]
+                c.token_ids.extend([7] * most)
+                c.logprobs.extend([0.0] * most)
+                c.finish_reason = "stop" if most == length else None
+
+        following = Following(
+            [replace(g, id=f"later {g.id}") for g in later], "later", holds_back=holds_back
+        )
+        try:
+            worker = pool.make_worker(Admission(slots))
+            controller = RolloutController(worker, Unscored(), seed=3)
+            controller.worker = drafting = DraftingWorker(worker, following.requests(3, 1))
+            trace = drafting.start_trace()
+            done = controller.run(groups, FullRound(self.prompts), 1, verify=verify)
+            order = [group.id for group in done]
+            drafting.end_round()
+            drafting.go_on(lambda: None, Unscored())
+            assert not worker.busy
+        finally:
+            pool.close()
+        columns = ("request", "slot", "start_step", "end_step", "tokens")
+        spans = [
+            sorted(zip(*(of.spans[name] for name in columns), strict=True))
+            for of in (trace, worker.trace)
+        ]
+        return order, spans, trace.decode_steps, groups, following.groups
+
     def simulated(self, engines, max_jump=None):
         return [self.engine(max_jump) for _ in range(engines)]
 
@@ -300,6 +343,16 @@ def test_new_weights_between_two_turns(round, slots, engines, every, keep, seed,
             name: ids for name, (ids, _) in drawn.items()
         }
         assert all(versions == sorted(versions) for _, versions in same.values())
+
+
+@given(rounds, st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(0, 999))
+def test_what_decodes_beside_a_verification_does_not_depend_on_timing(
+    round, slots, engines, holds_back, seed
+):
+    drawn = round.draw_in_parts(round.simulated(engines, 1), slots, holds_back)
+    assert all(c.finished for group in drawn[-2] for c in group.completions)
+    assert all(len(c.token_ids) == LIMIT for group in drawn[-1] for c in group.completions)
+    assert round.draw_in_parts(round.played(engines, seed, 0, 1), slots, holds_back) == drawn
 
 
 def test_what_was_aborted_runs_no_more():
