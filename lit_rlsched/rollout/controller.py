@@ -5,11 +5,11 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from lit_rlsched.engines.rollout_worker import Worker
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.ahead_rollout import draft_positions, has_drafts, verified_together
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -27,30 +27,6 @@ def completion_seed(
     return stable_hash(
         run_seed, salt, group.prompt.uid, completion.index, version, len(completion.token_ids)
     )
-
-
-class EarlyStop(Protocol):
-    """Decides when a group needs no more completions."""
-
-    def waits(self, group: Group) -> bool:
-        """Return whether the group might stop once its pending scores are there."""
-
-    def stops(self, group: Group) -> bool:
-        """Return whether the scored completions are enough, so that the others are aborted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Feedback:
-    """Hooks through which scores affect a running round.
-
-    The loop blocks for scores that could change the next decode step, so the speed of reward
-    functions changes nothing that is drawn.
-    """
-
-    stop: EarlyStop | None = None
-    """Asked about a group that still decodes each time some of its completions finish."""
-    more: Callable[[Group], Group | None] | None = None
-    """Called with each complete group; may return another group to run in this round."""
 
 
 class RolloutController:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rlsched.rollout.audit import DraftAudit, Harvest, PoolAudit, restart_stale, settle
-from lit_rlsched.rollout.controller import EarlyStop, Feedback
+from lit_rlsched.rollout.feedback import EarlyStop, Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.session import RolloutSession

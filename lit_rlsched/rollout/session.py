@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import give_back
-from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.meetings import Meetings
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Scorer

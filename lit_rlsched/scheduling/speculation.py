@@ -73,8 +73,7 @@ class _Group:
     index: GroupIndex
     texts: "dict[str, array[int]]" = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
-    unread: dict[str, None] = field(default_factory=dict)
-    """Names of texts that the index has not read to their end."""
+    unread: dict[str, None] = field(default_factory=dict)  # texts not indexed to their end
 
     def __len__(self) -> int:
         return sum(map(len, self.texts.values()))

@@ -46,7 +46,7 @@ CODE = (
 
 OURS = {"kept_noise", "kept_tensors", "received", "written", "lit_rlsched_noise"}
 PLAIN = {"clear", "get", "items", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
-PLAIN |= {"get_state", "set_state"}
+PLAIN |= {"any", "get_state", "set_state"}
 """Methods of dictionaries, strings, arrays and torch's generators."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
 """Of configurations of transformers."""

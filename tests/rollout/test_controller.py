@@ -10,7 +10,8 @@ from lit_rlsched.engines import SimulatedEngine, TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.controller import Feedback, RolloutController, completion_seed
+from lit_rlsched.rollout.controller import RolloutController, completion_seed
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.calibration import CalibratedPredictor

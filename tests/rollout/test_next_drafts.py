@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.rollout.controller import Feedback
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.queues import KEYS

@@ -19,7 +19,8 @@ from lit_rlsched.engines._engine_server import Server
 from lit_rlsched.engines.base import EngineDied, EngineSpec
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission, CacheBudget

@@ -21,7 +21,8 @@ from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor

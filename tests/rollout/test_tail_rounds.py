@@ -16,7 +16,8 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
 from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.controller import Feedback, RolloutController
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.domains import quotas
