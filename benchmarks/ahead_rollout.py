@@ -11,16 +11,23 @@ last update.
 - `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
   trainer.
 - `streamed`: `verify` with `StreamedTraining`, where a round has one optimizer step.
+- `in_flight`: `InFlightUpdates(turns=16)`, whose rounds end when an update's prompts are ready.
 
 Each is at best `bound` times as fast as the faster synchronous run: as if a round took the longer
 of rollout and update, each with one thread, with the verification counted as a part of the update.
+Two processes slow each other down (memory, caches, clock rate), which this bound leaves out. So two
+synchronous runs with one thread each are also run at the same time: `beside` is the bound with
+their seconds of rollout and update in place of those of a run alone.
+
 Cases: the `quick` task as it is; `rollout`, with half the completions trained on, and `update`,
 with each round trained on twice.
 """
 
 import os
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +57,10 @@ VARIANTS = {
     ),
     "importance": Variant(
         "importance", (*OWN_PROCESS, AHEAD, "--trainer.callbacks.correction=importance")
+    ),
+    "in_flight": Variant(
+        "in-flight updates",
+        (*OWN_PROCESS, "--trainer.callbacks+=InFlightUpdates", "--trainer.callbacks.turns=16"),
     ),
 }
 SETTINGS = (
@@ -88,6 +99,11 @@ class Run:
     kept: float
     """Share of the drafts' tokens that were accepted."""
 
+    @property
+    def update(self) -> float:
+        """Of a synchronous run: all but the rollouts."""
+        return self.seconds - self.rollout
+
 
 def read(folder: Path) -> Run:
     """Read what a run logged."""
@@ -123,40 +139,83 @@ def threads(number: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def table(runs: dict[str, list[Run]]) -> str:
-    """Return Markdown: a row for each variant, with means over the seeds."""
-    synchronous = [runs[name] for name in ("1_thread", "2_threads") if name in runs]
-    plain = min(synchronous, key=lambda of: fmean(run.seconds for run in of))
-    both = fmean(run.seconds for run in synchronous[0])
-    rollout = fmean(run.rollout for run in synchronous[0])
+def mean(runs: Sequence[Run], name: str) -> float:
+    """Mean of a figure over runs."""
+    return fmean(getattr(run, name) for run in runs)
+
+
+def phases(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
+    """Return Markdown: seconds of the synchronous runs, by phase and by what else computes."""
     lines = [
-        "| | seconds, by seed | mean | times as fast, mean and standard error | bound | rollouts "
-        "| verification | waited | drafts kept | accuracy |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | 1 thread | 2 threads | gain of the second | beside another run | slower |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("rollout", "update"):
+        one, two = (mean(runs[threads], name) for threads in ("1_thread", "2_threads"))
+        other = mean(beside, name)
+        cells = f"{one:.1f} | {two:.1f} | {one / two:.2f} | {other:.1f} | {other / one:.2f}"
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def table(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
+    """Return Markdown: a row for each variant, with means over the seeds."""
+    alone = runs["1_thread"]
+    plain = min(alone, runs["2_threads"], key=lambda of: mean(of, "seconds"))
+    best = mean(plain, "seconds")
+    lines = [
+        "| | seconds, by seed | mean | times as fast, mean and standard error | bound | beside "
+        "| rollouts | verification | waited | drafts kept | accuracy |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, own in runs.items():
         gains = [a.seconds / b.seconds for a, b in zip(plain, own, strict=True)]
         error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
-        drafts = fmean(run.drafts for run in own)
-        best = fmean(run.seconds for run in plain)
-        bound = best / max(rollout, both - rollout + drafts) if "thread" not in name else 1.0
+        drafts = mean(own, "drafts")
+        bounds = [
+            best / max(mean(of, "rollout"), mean(of, "update") + drafts) for of in (alone, beside)
+        ]
+        if "thread" in name:
+            bounds = [1.0, 1.0]
         cells: list[Any] = [
-            " / ".join(f"{run.seconds:.0f}" for run in own),
-            f"{fmean(run.seconds for run in own):.1f}",
+            " / ".join(f"{run.seconds:.1f}" for run in own),
+            f"{mean(own, 'seconds'):.1f}",
             f"{fmean(gains):.2f} ± {error:.2f}",
-            f"{bound:.2f}",
-            f"{fmean(run.rollout for run in own):.1f}",
+            *(f"{bound:.2f} ({fmean(gains) / bound:.0%})" for bound in bounds),
+            f"{mean(own, 'rollout'):.1f}",
             f"{drafts:.1f}",
-            f"{fmean(run.waited for run in own):.1f}",
-            f"{fmean(run.kept for run in own):.2f}",
-            f"{fmean(run.accuracy for run in own):.3f}",
+            f"{mean(own, 'waited'):.1f}",
+            f"{mean(own, 'kept'):.2f}",
+            f"{mean(own, 'accuracy'):.3f}",
         ]
         lines.append(f"| {VARIANTS[name].name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def measured(case: str, options: Namespace) -> str:
+    """Train the runs of a case that are missing, and return its tables."""
+    last = f"--trainer.check_val_every_n_epoch={options.rounds}"
+    shared = (*SETTINGS, last, *CASES[case])
+
+    def fit(name: str, seed: int = 0, arguments: Sequence[str] = ()) -> Run:
+        settings = (*shared, *arguments)
+        folder = train(f"{case}_{name}", settings, seed, options.rounds, options.out, warm=False)
+        results.add(f"{case}, {name}, seed {seed}", vars(run := read(folder)))
+        return run
+
+    runs: dict[str, list[Run]] = {}
+    for seed in options.seeds:
+        for name, variant in VARIANTS.items():
+            if name != "streamed" or case != "update":
+                with threads(2 if name == "2_threads" else 1):
+                    runs.setdefault(name, []).append(fit(name, seed, variant.arguments))
+    with threads(1), ThreadPoolExecutor(2) as pool:
+        beside = [*pool.map(fit, ("beside_1", "beside_2"))]
+    return f"{phases(runs, beside)}\n\n{table(runs, beside)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train the runs that are missing and print a table for each case."""
+    """Train the runs that are missing and print tables for each case."""
     parser = results.parser("ahead_rollout", __doc__)
     parser.add_argument("--rounds", type=int, default=20, help="rounds per run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
@@ -164,18 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/ahead_rollout"), help="runs' folder")
     options = results.parse(parser, arguments)
     for case in options.cases:
-        variants = {n: v for n, v in VARIANTS.items() if n != "streamed" or case != "update"}
-        runs: dict[str, list[Run]] = {name: [] for name in variants}
-        for seed in options.seeds:
-            for name, variant in variants.items():
-                last = f"--trainer.check_val_every_n_epoch={options.rounds}"
-                settings = (*SETTINGS, last, *CASES[case], *variant.arguments)
-                with threads(2 if name == "2_threads" else 1):
-                    name_of = f"{case}_{name}"
-                    folder = train(name_of, settings, seed, options.rounds, options.out, warm=False)
-                runs[name].append(run := read(folder))
-                results.add(f"{case}, {name}, seed {seed}", vars(run))
-        print(f"\n{case}\n\n{table(runs)}", flush=True)
+        print(f"\n{case}\n\n{measured(case, options)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ After each weight sync the run checks that the engine's log-probs are the traine
 `tests/engines/test_contract.py` run with this engine, too; add yours there.
 """
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -113,10 +112,6 @@ class PlainEngine(RolloutEngine):
             decode_steps=self.decode_steps,
             prefill_tokens=self.computed_tokens,
         )
-
-    def now(self):
-        """Return the time."""
-        return time.perf_counter()
 
     def close(self):
         """Forget everything."""

@@ -1,9 +1,11 @@
 """The contract between the rollout loop and the engines that decode tokens."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
 
 from lit_rlsched.engines.placement import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
@@ -25,13 +27,6 @@ class EngineBroken(RuntimeError):
 
 class EngineDied(RuntimeError):
     """An engine's process has died: another one replaces it, its requests are lost."""
-
-
-def _torch() -> Any:
-    """Import torch only when it is needed: a simulation runs without it."""
-    import torch
-
-    return torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +53,9 @@ class EngineSpec:
     """Maximum number of tokens of a prompt and its completion together."""
     eos_token_ids: tuple[int, ...]
     """All tokens that end a completion."""
-    dtype: "torch.dtype" = field(default_factory=lambda: _torch().float32)
-    device: "torch.device" = field(default_factory=lambda: _torch().device("cpu"))
+    # a simulation runs without torch
+    dtype: "torch.dtype" = field(default_factory=lambda: import_module("torch").float32)
+    device: "torch.device" = field(default_factory=lambda: import_module("torch").device("cpu"))
     policy: "torch.nn.Module | None" = None
     """The trainer's Hugging Face model. An engine that decodes with it needs no second copy."""
     seed: int = 0
@@ -195,6 +191,8 @@ class RolloutEngine(RemembersInit, ABC):
     """Tokens of key-value cache the started engine has room for; `None`: the cache grows."""
     virtual_clock = False
     """Whether `now` advances only with the engine's steps."""
+    clock_offset = 0.0
+    """Seconds by which the trainer's `time.monotonic` is ahead of this process's."""
     keeps_cache = False
     """Whether it has `update_weights`."""
     speculates = False
@@ -332,9 +330,9 @@ class RolloutEngine(RemembersInit, ABC):
     def stats(self) -> EngineStats:
         """What the engine holds, and its counters."""
 
-    @abstractmethod
     def now(self) -> float:
-        """Seconds on the engine's clock: wall time, or virtual time in a simulation."""
+        """Seconds of the trainer's `time.monotonic`, or virtual time in a simulation."""
+        return time.monotonic() + self.clock_offset
 
     def wait_until(self, now: float) -> None:
         """Let a `virtual_clock` advance to `now` without a step; other clocks do so themselves."""

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from lit_rlsched import __version__
 from lit_rlsched.engines import _ray_actor
 from lit_rlsched.engines._ray_cluster import Reservation
-from lit_rlsched.engines.base import EngineSpec, Footprint, RolloutEngine, Sizes
+from lit_rlsched.engines.base import EngineDied, EngineSpec, Footprint, RolloutEngine, Sizes
 from lit_rlsched.engines.child import LAUNCHER
 from lit_rlsched.engines.placement import available_cores, cores_of
 from lit_rlsched.engines.process_engine import ProcessEngine
@@ -31,6 +31,8 @@ LOST_NODE = 60.0
 """Seconds for which Ray may take a node for alive that is not, and place new actors there."""
 STARTUP = 300.0
 """Seconds for an actor to start, which imports the package and torch."""
+CLOCK_ANSWERS = 9
+"""Number of times that an engine on another node is asked for its clock."""
 THREADS = 3
 """Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
 
@@ -132,6 +134,32 @@ class RayEngine(ProcessEngine):
             spec = replace(spec, device=torch.device("cuda", 0))
         super().start(spec)
 
+    def _launch(self) -> None:
+        super()._launch()
+        self._compare_clocks()
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        super().sync_weights(named_tensors, version)
+        try:
+            self._compare_clocks()  # two clocks drift apart
+        except EngineDied:
+            self.revive()
+
+    def _compare_clocks(self) -> None:
+        """Tell an engine on another node by how much the trainer's clock differs from its own.
+
+        Of several answers the quickest counts; the error is at most half the time that it took.
+        """
+        assert isinstance(self.child.link, ActorLink)
+        if self.engine.virtual_clock or self.child.link.is_here:
+            return
+        call, differences = self.child.call, list[tuple[float, float]]()
+        call("engine", "__setattr__", "clock_offset", 0.0)
+        for _ in range(CLOCK_ANSWERS):
+            asked, theirs, answered = time.monotonic(), call("engine", "now"), time.monotonic()
+            differences.append((answered - asked, (asked + answered) / 2 - theirs))
+        call("engine", "__setattr__", "clock_offset", min(differences)[1])
+
     @property
     def trainer_address(self) -> str:
         import ray
@@ -203,6 +231,11 @@ class ActorLink:
         self._create = partial(actor_class.remote, __version__, environment, path, cores)
         self._actor = self._create()
         self._hello = self._actor.hello.remote()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the actor, which runs, is on the trainer's node."""
+        return self._node == self._here
 
     def send(self, message: tuple[Any, ...]) -> None:
         if self._hello is not None:
@@ -300,7 +333,7 @@ class ActorLink:
         self._killed = True
         if ray.is_initialized():
             ray.kill(self._actor)
-        if self.pid is not None and self._node == self._here:  # Ray asks a stopped process in vain
+        if self.pid is not None and self.is_here:  # Ray asks a stopped process in vain
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 

@@ -1,6 +1,5 @@
 """Decodes with the trainer's own Hugging Face model: no second copy and no weight sync."""
 
-import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,9 +221,6 @@ class TransformersEngine(RolloutEngine):
             accepted=counts.accepted,
             drafter_failures=counts.failures,
         )
-
-    def now(self) -> float:
-        return time.perf_counter()
 
     def sleep(self) -> None:
         """Drop the cache, which grows again with the next requests."""

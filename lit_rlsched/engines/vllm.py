@@ -1,7 +1,6 @@
 """Decodes with vLLM, whose scheduler runs inside the trainer's process."""
 
 import os
-import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -334,9 +333,6 @@ class VLLMEngine(RolloutEngine):
             accepted=counts.accepted,
             drafter_failures=counts.failures,
         )
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def sleep(self) -> None:
         self._refuse_when_running("sleep")

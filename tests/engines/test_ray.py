@@ -30,7 +30,7 @@ from lit_rlsched.engines import (
 )
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.ray_engine import UNREAD
+from lit_rlsched.engines.ray_engine import UNREAD, ActorLink
 from lit_rlsched.refusals import is_refusal
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.types import Request, Sampling
@@ -262,3 +262,38 @@ def test_a_run_with_two_actors_is_the_run_with_two_child_processes(fit, tiny_mod
         assert all(isinstance(engine, placement) for engine in data.engine.engines)
         weights.append({name: weight.clone() for name, weight in module.state_dict().items()})
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+class Later(TransformersEngine):
+    """Its node has been up for less time than the trainer's, as its clock says."""
+
+    def now(self):
+        return super().now() - 5000
+
+
+@in_cluster
+def test_an_engine_on_another_node_tells_times_of_the_trainers_clock(
+    monkeypatch, tiny_model, tiny_policy
+):
+    monkeypatch.setattr(ActorLink, "is_here", False)
+    engine = RayEngine(Later())
+    began = time.monotonic()
+    engine.start(EngineSpec(tiny_model, 2, 64, (1,), policy=tiny_policy))
+
+    def trace_of_a_round(version):
+        engine.sync_weights(tiny_policy.named_parameters(), version)
+        worker = engine.make_worker(Admission(2))
+        trace = worker.start_trace()
+        worker.start_round(take_turns=True, ahead=False)
+        worker.submit([Request("r", range(4, 24), 0, Sampling(8))])
+        while worker.busy:
+            worker.step()
+        return trace
+
+    for version in (1, 2):
+        trace = trace_of_a_round(version)
+        assert began < trace.origin < trace.origin + max(trace.steps["end"]) < time.monotonic()
+        began = trace.origin
+        if version == 1:  # the one that takes its place knows the difference too
+            os.kill(engine.pid, signal.SIGKILL)
+    engine.close()
