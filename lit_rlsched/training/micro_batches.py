@@ -345,16 +345,19 @@ def _row_costs(
         yield cost(length, True), start
 
 
-def split_by_tokens(rows: Sequence[T], micro_batch_tokens: int) -> list[list[T]]:
+def split_by_tokens(
+    rows: Sequence[T], micro_batch_tokens: int, least_price: int = 0
+) -> list[list[T]]:
     """Sort rows by length and split them into runs of at most `micro_batch_tokens` positions.
 
     The split minimises padded positions plus a price per micro-batch; rows of equal length keep
     their order. A pass costs about as much as 1/256 of all positions on the quick task; with this
-    price padding stays below 5 % there and hardly depends on `micro_batch_tokens`.
+    price padding stays below 5 % there and hardly depends on `micro_batch_tokens`. Of few rows, which
+    are not all that is to be computed, it is `least_price` positions or more.
     """
     rows = sorted(rows, key=len)
     lengths = [len(row) for row in rows]
-    price = sum(lengths) // 256
+    price = max(sum(lengths) // 256, least_price)
 
     def costs(end: int) -> Iterator[tuple[float, int]]:
         widest = lengths[end - 1]
