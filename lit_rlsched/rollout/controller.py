@@ -147,7 +147,9 @@ class RolloutController:
                 finished = self._verify_in_parts(beside, groups)
             else:
                 self._submit_begun_first(samples)
-            self.state.final = len(self.state.decoded)
+            # others may still end in this step: by an early stop
+            now = self.worker.trace.decode_steps
+            self.state.final = sum(at < now for at, _ in self._decoded_at.values())
             yield from self._react(finished)  # drafts accepted whole may already be enough
             while self._live and not rule.done(self.state):
                 self._heed()
@@ -193,8 +195,10 @@ class RolloutController:
         """Submit what remains of each part once it is verified; return what has finished since."""
         finished: list[Sample] = []
         for part in verified_together(groups):
+            self._heed()
             for events in self.worker.during(partial(verify, part), draft_positions(part)):
                 finished += self._take(events)
+                self.scorer.turn()
             samples = [Sample(g, c) for g in part for c in g.completions]
             self._submit_begun_first(self._unfinished(samples))
         self.worker.begin_drafts()

@@ -142,10 +142,9 @@ class DraftingWorker(Worker):
         self._worker.allow(0)  # what is submitted next begins with the next part
 
     def begin_drafts(self) -> None:
-        if self._verifying:
-            self._verifying = False
-            self._worker.allow(None)
-            self.submit([])
+        self._verifying = False
+        self._worker.allow(None)
+        self.submit([])
 
     def begin(self) -> int:
         return self._worker.begin()

@@ -26,8 +26,9 @@ def draft_positions(groups: Sequence[Group]) -> int:
 def verified_together(groups: Sequence[Group]) -> list[list[Group]]:
     """Split groups into `PARTS` of about equal positions, those with the longest drafts first.
 
-    The longer a draft is, the more may be left to decode of its completion. Groups without a draft
-    come first. Which part a group is in changes nothing of what is kept of its drafts.
+    The longer a draft is, the more may be left to decode of its completion. Groups with a
+    completion that has none come first. Which part a group is in changes nothing of what is kept
+    of its drafts.
     """
 
     def longest(group: Group) -> float:
@@ -37,6 +38,7 @@ def verified_together(groups: Sequence[Group]) -> list[list[Group]]:
     parts: list[list[Group]] = [[] for _ in range(PARTS)]
     total, before = draft_positions(groups), 0
     for group in sorted(groups, key=longest, reverse=True):
-        parts[before * PARTS // total if total else 0].append(group)
+        part = before * PARTS // total if total else 0
+        parts[min(part, PARTS - 1)].append(group)  # one without a draft may be the last
         before += draft_positions([group])
     return [part for part in parts if part]

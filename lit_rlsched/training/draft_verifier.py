@@ -30,8 +30,7 @@ from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import Completion, Draft, Group, Sample, stable_hash
 
 PASS = 128
-"""Positions that cost as much as one more forward pass. On the quick task verifying a round in four
-parts takes 30 % less time than with a 256th of each part's positions."""
+"""Positions that cost about as much as one more forward pass over the quick task's model."""
 
 
 @dataclass(slots=True)

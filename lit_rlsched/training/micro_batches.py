@@ -352,8 +352,8 @@ def split_by_tokens(
 
     The split minimises padded positions plus a price per micro-batch; rows of equal length keep
     their order. A pass costs about as much as 1/256 of all positions on the quick task; with this
-    price padding stays below 5 % there and hardly depends on `micro_batch_tokens`. Of few rows, which
-    are not all that is to be computed, it is `least_price` positions or more.
+    price padding stays below 5 % there and hardly depends on `micro_batch_tokens`. `least_price`
+    is a lower bound of it, for calls that compute only a part of a round.
     """
     rows = sorted(rows, key=len)
     lengths = [len(row) for row in rows]

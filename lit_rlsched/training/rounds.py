@@ -243,6 +243,7 @@ class TrainingRounds:
     ) -> None:
         """Restore the state; `prompt` finds a prompt by its uid."""
         self.runner.load_state_dict(state, prompt)
+        self.drafts = Drafts()
         self.drafts.weights = dict(state["drafts"])
         self.next.clear()
         if "next" in state:

@@ -239,6 +239,10 @@ def test_the_log_probs_of_the_engine_are_compared_with_the_trainers():
     later, twin, unchecked = moved(policy, by=0.3), *(copy.deepcopy(groups) for _ in range(2))
     few = verify(drafts, later, copy.deepcopy(groups[:20]), allowed_gap=0)  # too few to judge
     assert 0 < few.compared < 256
+    in_parts = copy.deepcopy(drafts), *(copy.deepcopy(groups[at : at + 20]) for at in (20, 40))
+    with pytest.raises(RuntimeError, match="were not drawn by the weights"):
+        for part in in_parts[1:]:
+            assert verify(in_parts[0], later, part, allowed_gap=0).compared < 256
     audit = verify(drafts, later, groups, allowed_gap=0.03)
     assert 256 <= audit.compared < audit.tokens
     assert 0.02 < audit.metrics()["drafts/logp_difference"] < 0.03
