@@ -28,6 +28,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "VllmConfig.cache_config",
         "VllmConfig.device_config",
         "VllmConfig.model_config",
+        "VllmConfig.use_v2_model_runner",
     ),
     "vllm.config.cache": ("CacheConfig.block_size",),
     "vllm.config.device": ("DeviceConfig.device",),
@@ -169,7 +170,27 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.model_runner": (
         "GPUModelRunner.req_states",
+        "GPUModelRunner.rejection_sampler",
+        "GPUModelRunner.decode_query_len",  # set while a step with draft tokens is prepared
+        "GPUModelRunner.prepare_inputs",  # replaced where draft tokens are verified
+        "GPUModelRunner.sample",  # replaced there
         "GPUModelRunner.reload_weights(weights_iterator=)",
+    ),
+    "vllm.v1.worker.gpu.states": (
+        "RequestState.draft_tokens",  # set
+        "RequestState.req_id_to_index",
+    ),
+    "vllm.v1.worker.gpu.input_batch": (
+        "InputBatch.num_draft_tokens",
+        "InputBatch.num_draft_tokens_per_req",
+        "InputBatch.input_ids",
+        "InputBatch.logits_indices",
+        "InputBatch.cu_num_logits",
+    ),
+    "vllm.v1.worker.gpu.sample.output": (
+        "SamplerOutput.sampled_token_ids",
+        "SamplerOutput.num_sampled",
+        "SamplerOutput.num_rejected",
     ),
     "vllm.v1.worker.gpu_input_batch": (
         "InputBatch.generators",

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_rlsched.engines._vllm_draft_tokens import check_device
 from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
 from lit_rlsched.sizes import kv_bytes_per_token
@@ -117,10 +116,9 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
 
     Raises:
-        ValueError: `engine_kwargs` allow fewer requests than there are slots, vLLM has no slot for
-            the adapters, or draft tokens are asked for on a GPU.
+        ValueError: `engine_kwargs` allow fewer requests than there are slots, or vLLM has no slot
+            for the adapters.
     """
-    check_device(spec)
     on_cpu = spec.device.type == "cpu"
     own = None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30)
     budget = spec.kv_cache_bytes
@@ -199,13 +197,16 @@ def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
 
 
 def batched_tokens(engine: "VLLMEngine", spec: EngineSpec) -> int:
-    """Maximum number of tokens per step: at least one for each running request."""
+    """Maximum number of tokens per step: at least one for each running request.
+
+    Draft tokens come on top: they delay no prefill.
+    """
     most = max(spec.slots, engine.engine_kwargs.get("max_num_seqs") or 0)
+    drafts = spec.drafting
+    drafted = 0 if drafts is None else drafts.tokens * min(drafts.while_running, spec.slots)
     if spec.device.type == "cpu":
-        drafts = spec.drafting  # draft tokens delay no prefill
-        drafted = 0 if drafts is None else drafts.tokens * min(drafts.while_running, spec.slots)
         return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len) + drafted
-    return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len))
+    return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len)) + drafted
 
 
 def full_cache(engine: "VLLMEngine", spec: EngineSpec) -> int:

@@ -1,4 +1,6 @@
-"""Gives vLLM's scheduler draft tokens; `_vllm_verifying` verifies them next to the model.
+"""Gives vLLM's scheduler draft tokens, which are verified next to the model.
+
+`_vllm_verifying` does it with vLLM's first model runner, `_vllm_second_runner` with the second.
 
 They are set before each step here, next to the scheduler, and not by a proposer next to the model:
 the texts, groups and limits of requests are known here, the worker processes of a split model need
@@ -9,7 +11,8 @@ resume with draft tokens of its own, and draft for every row near the end of the
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lit_rlsched.engines import _vllm_verifying as verifying
+from lit_rlsched.engines import _vllm_second_runner as second
+from lit_rlsched.engines import _vllm_verifying as first
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.scheduling.speculation import DraftTokens
 from lit_rlsched.types import Request
@@ -18,19 +21,6 @@ if TYPE_CHECKING:
     from lit_rlsched.engines.vllm import _Held
 
 INSTEAD = "Leave `Speculation` out, or choose `--data.engine=TransformersEngine`."
-
-
-def check_device(spec: EngineSpec) -> None:
-    """Refuse draft tokens on a GPU.
-
-    Raises:
-        ValueError: there are any, and the run is not on the CPU.
-    """
-    if spec.drafting is not None and spec.device.type != "cpu":
-        raise ValueError(
-            f"`Speculation` with `VLLMEngine` on `{spec.device}`: vLLM's model runner for GPUs "
-            f"would not draw the same tokens. {INSTEAD}"
-        )
 
 
 def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
@@ -42,7 +32,8 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
         config: vLLM's configuration.
 
     Raises:
-        ValueError: vLLM cannot verify them with this model, or this version draws otherwise.
+        ValueError: vLLM cannot verify them with this model or this model runner, or this version
+            draws otherwise.
     """
     if spec.drafting is None:
         return None
@@ -51,12 +42,22 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
             f"`Speculation` with `VLLMEngine` and the model {spec.model!r}: its recurrent layers "
             f"keep one state, which has already read the draft tokens that are wrong. {INSTEAD}"
         )
-    engine.collective_rpc(verifying.install)
+    if config.use_v2_model_runner:
+        engine.collective_rpc(second.install, args=(spec.drafting.tokens,))
+    elif spec.device.type == "cpu":
+        engine.collective_rpc(first.install)
+    else:
+        raise ValueError(
+            f"`Speculation` with `VLLMEngine` on `{spec.device}`: vLLM runs its first model runner "
+            "there, which would not draw the same tokens. Unset `VLLM_USE_V2_MODEL_RUNNER`, or "
+            "install Triton if it is missing: vLLM then runs its second one. Or leave "
+            "`Speculation` out, or choose `--data.engine=TransformersEngine`."
+        )
     return DraftTokens(spec.drafting, config.model_config.get_vocab_size())
 
 
 def check_sampling(requests: Sequence[Request]) -> None:
-    """Refuse `min_p`, which vLLM applies by the rows of requests and not by their positions.
+    """Refuse `min_p`: vLLM's first model runner applies it by requests and not by positions.
 
     Raises:
         ValueError: names the request.

@@ -7,9 +7,8 @@ acceptance keeps the distribution, but draws other tokens than it would without 
 and with the request's own noise, and a draft token is kept only if it is that draw. What the
 requests of a step draw is therefore what they would have drawn one token at a time.
 
-The second model runner (`vllm.v1.worker.gpu`, the default of recent CUDA builds) reads draft tokens
-from `req_states.draft_tokens` and draws by hashing seed and position. It would need its own
-acceptance, without generators to rewind. This is not written: `_vllm_draft_tokens` refuses GPUs.
+The second model runner (`vllm.v1.worker.gpu`, the default of recent CUDA builds) draws by hashing
+seed and position; `_vllm_second_runner` does this for it.
 """
 
 from collections.abc import Callable

@@ -39,6 +39,7 @@ CODE = (
     "_vllm_guest",
     "_vllm_noise",
     "_vllm_receiver",
+    "_vllm_second_runner",
     "_vllm_verifying",
     "_vllm_worker",
 )
@@ -46,7 +47,7 @@ CODE = (
 
 OURS = {"kept_noise", "kept_tensors", "received", "written", "lit_rlsched_noise"}
 PLAIN = {"clear", "get", "items", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
-PLAIN |= {"any", "get_state", "set_state"}
+PLAIN |= {"any", "max", "new_zeros", "get_state", "set_state"}
 """Methods of dictionaries, strings, arrays and torch's generators."""
 MODEL = {"head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank"}
 """Of configurations of transformers."""

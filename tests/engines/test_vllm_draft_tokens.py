@@ -390,16 +390,11 @@ def test_min_p_is_refused_by_name(both: Both) -> None:
         both.drafting.submit(requests(count=2, min_p=0.1))
 
 
-def test_a_gpu_is_refused_by_name() -> None:
-    gpu = spec("nowhere", drafting=TOLD, device=torch.device("cuda", 0))
-    with pytest.raises(ValueError, match="`Speculation` with `VLLMEngine` on `cuda:0`"):
-        engine_args(VLLMEngine(), gpu)
-    assert engine_args(VLLMEngine(), replace(gpu, drafting=None))["model"] == "nowhere"
-
-
-def test_draft_tokens_take_no_place_of_a_prefill(tiny_model: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_draft_tokens_take_no_place_of_a_prefill(tiny_model: str, device: str) -> None:
+    of = spec(tiny_model, device=torch.device(device))
     plain, drafted = (
-        engine_args(VLLMEngine(), spec(tiny_model, drafting=settings))
+        engine_args(VLLMEngine(), replace(of, drafting=settings))
         for settings in (None, Drafting(tokens=5, while_running=64))
     )
     assert drafted.pop("max_num_batched_tokens") == plain.pop("max_num_batched_tokens") + 12 * 5

@@ -1,6 +1,7 @@
 """A check that cannot fail is worth nothing: each is shown something broken, and fails."""
 
 import copy
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from benchmarks.gpu_check import (
     decoding,
+    drafting,
     environment,
     processes,
     real,
@@ -22,6 +24,7 @@ from benchmarks.gpu_check.setting import Setting
 from benchmarks.gpu_check.training import Rounds, judge_rounds
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request
 
 ASKED = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
@@ -32,7 +35,7 @@ class Copying(TransformersEngine):
 
     def start(self, spec):
         self.own = copy.deepcopy(spec.policy)
-        super().start(EngineSpec(spec.model, spec.slots, spec.max_model_len, (), policy=self.own))
+        super().start(dataclasses.replace(spec, eos_token_ids=(), policy=self.own))
         self.turn = 0
 
     def sync_weights(self, named_tensors, version):
@@ -93,6 +96,41 @@ def test_draws(tiny_policy, kind, wrong):
     # the tightest limits let what is right pass, the loosest let nothing pass that is broken
     limits = (decoding.MEAN_GAP_BF16, 0.4) if wrong else (5e-3, 0.9)
     decoding.judge_draws(found, engine, tiny_policy, ASKED, *limits)
+    assert broken(found) == wrong
+
+
+class Hasty(Copying):
+    """Keeps other tokens than it draws."""
+
+    def step(self):
+        events = super().step()
+        for event in events:
+            event.token_ids[0] ^= event.request_id.endswith("/again")
+        return events
+
+
+class Blind(Copying):
+    """Has no draft tokens."""
+
+    def start(self, spec):
+        super().start(dataclasses.replace(spec, drafting=None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (Copying, []),
+        (Hasty, ["tokens with draft tokens as without"]),
+        (Blind, ["draft tokens that are right where a completion is drawn again"]),
+    ],
+)
+def test_draft_tokens(tiny_policy, kind, wrong):
+    found, plain = Findings(), started(Copying, tiny_policy)
+    expected, _ = drafting.draw_twice(plain, ASKED)
+    engine = kind()
+    spec = EngineSpec("", len(ASKED), 128, (), policy=tiny_policy, drafting=Drafting(4, 8))
+    engine.start(spec)
+    drafting.judge_drafts(found, engine, expected, ASKED, 0.9)
     assert broken(found) == wrong
 
 
