@@ -99,22 +99,29 @@ class Mistaken(Drafts):
 
 @contextmanager
 def same_noise() -> Iterator[None]:
-    """Give a completion the same seed whatever has been drawn of it, and by which policy."""
+    """Give a completion the same seed whatever has been drawn of it, and by which policy.
+
+    `VLLMEngine` takes other noise for a request that has tokens; this is left out, too.
+    """
+    from lit_rlsched.engines import _vllm_noise
     from lit_rlsched.rollout import controller, next_drafts
     from lit_rlsched.types import Completion, stable_hash
 
     def seed(run: int, group: Group, completion: Completion, version: int, salt: str = "") -> int:
         return stable_hash(run, group.prompt.uid, completion.index)
 
-    before = controller.completion_seed
+    noise: Any = _vllm_noise.Noise
     modules: list[Any] = [controller, next_drafts]
+    before = controller.completion_seed, noise.seed
     for module in modules:
         module.completion_seed = seed
+    noise.seed = lambda self, request: request.seed
     try:
         yield
     finally:
         for module in modules:
-            module.completion_seed = before
+            module.completion_seed = before[0]
+        noise.seed = before[1]
 
 
 def reward(completions: Sequence[str], **columns: Any) -> list[float]:
