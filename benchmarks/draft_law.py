@@ -11,7 +11,7 @@ three tokens, against the newest policy, which is the trainer's. Cells with fewe
 completions count as one.
 
 `right` runs must have p-values that are uniform: ten seeds are combined by Fisher's method. Each
-other case makes one mistake that the package does not make, and must be found in every seed:
+other case makes one mistake that the package does not make:
 
 - `stale`: drafts are trained on as they are;
 - `ended drafts are not verified`, but cut ones are;
@@ -20,6 +20,11 @@ other case makes one mistake that the package does not make, and must be found i
 - `another version's weights`: what follows a cut is drawn as if the newest policy had drawn the
   draft;
 - `noise comes again`: a completion goes on with the noise that its draft was drawn with.
+
+Which of them are found depends on how far apart the policies are. Drafts that are used wrongly show
+where they differ (`--learning-rate 3e-3`, with which a fifth of the tokens is kept). Drafts that
+are drawn again show where most is kept (`--learning-rate 2e-4`), as hardly anything depends on a
+draft of which nothing is kept.
 """
 
 import copy
@@ -159,7 +164,7 @@ def write_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def second_round(case: str, model: str, seed: int) -> tuple[Any, Any]:
+def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, Any]:
     """Train on one round and draw another; return it and the policy that it was drawn by."""
     from lightning import Trainer, seed_everything
 
@@ -205,7 +210,7 @@ def second_round(case: str, model: str, seed: int) -> tuple[Any, Any]:
         num_sanity_val_steps=0,
         callbacks=[second, *([AheadRollout()] if beside else fills)],
     )
-    trainer.fit(GRPOModule(model, learning_rate=3e-3), datamodule=data)
+    trainer.fit(GRPOModule(model, learning_rate=rate), datamodule=data)
     return second.round, second.policy
 
 
@@ -265,13 +270,13 @@ def _tail(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(*halves))
 
 
-def measure(case: str, model: str, seed: int) -> dict[str, float]:
+def measure(case: str, model: str, seed: int, rate: float = 3e-3) -> dict[str, float]:
     """Return the p-value of a run, and how much it verified."""
     if case == NOISE:
         with same_noise():
-            round, policy = second_round(case, model, seed)
+            round, policy = second_round(case, model, seed, rate)
     else:
-        round, policy = second_round(case, model, seed)
+        round, policy = second_round(case, model, seed, rate)
     expected = law(policy, round.groups[0].prompt.token_ids)
     counts = Counter(cell(completion.token_ids) for completion in round.completions)
     drafts = {n: round.metrics.get(f"drafts/{n}", 0.0) for n in ("tokens", "accepted_share")}
@@ -282,13 +287,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for each case."""
     parser = results.parser("draft_law", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)), help="of the runs")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the update")
     results.add_cases(parser, CASES)
     options = results.parse(parser, arguments)
     print("| | p, by seed | by Fisher's method | drafts' tokens | kept |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         for case in options.cases:
-            rows = [measure(case, folder, seed) for seed in options.seeds]
+            rows = [measure(case, folder, seed, options.learning_rate) for seed in options.seeds]
             for seed, row in zip(options.seeds, rows, strict=True):
                 results.add(f"{case}, seed {seed}", row)
             values = [row["p"] for row in rows]
