@@ -11,7 +11,7 @@ three tokens, against the newest policy, which is the trainer's. Cells with fewe
 completions count as one.
 
 `right` runs must have p-values that are uniform: ten seeds are combined by Fisher's method. Each
-other case makes one mistake that the package does not make:
+other case makes one mistake that the package does not make, and must be found in every seed:
 
 - `stale`: drafts are trained on as they are;
 - `ended drafts are not verified`, but cut ones are;
@@ -21,10 +21,10 @@ other case makes one mistake that the package does not make:
   draft;
 - `noise comes again`: a completion goes on with the noise that its draft was drawn with.
 
-Which of them are found depends on how far apart the policies are. Drafts that are used wrongly show
-where they differ (`--learning-rate 3e-3`, with which a fifth of the tokens is kept). Drafts that
-are drawn again show where most is kept (`--learning-rate 2e-4`), as hardly anything depends on a
-draft of which nothing is kept.
+With the default learning rate three of them are not found in every seed: cut drafts or those with
+low rewards that are drawn again, and noise that comes again (`docs/explanation/ahead_rollout.md`).
+A fifth of the tokens is kept with it, and hardly anything depends on a draft of which nothing is
+kept: drafts that are drawn again show where more is kept (`--learning-rate 3e-4`).
 """
 
 import copy

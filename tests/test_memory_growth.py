@@ -14,6 +14,7 @@ import pytest
 def test_resident_memory_stays_where_every_step_has_another_number_of_tokens(tiny_model):
     """As rounds have whose requests go on from a prefix."""
     script = f"""
+        import ctypes
         import psutil
         from transformers import AutoModelForCausalLM
         from lit_rlsched.engines import VLLMEngine
@@ -32,6 +33,7 @@ def test_resident_memory_stays_where_every_step_has_another_number_of_tokens(tin
             for _ in range(3):
                 engine.step()
             engine.abort([f"{{n}}/{{i}}" for i in range(3)])
+            ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later is no growth
             resident.append(psutil.Process().memory_info().rss / 2**20)
         engine.close()
         # what malloc gives back to the system meanwhile is no shrinking
@@ -39,5 +41,4 @@ def test_resident_memory_stays_where_every_step_has_another_number_of_tokens(tin
     """
     process = forked.run(exec, textwrap.dedent(script), {}, timeout=280)
     assert process.returncode == 0, process.stderr
-    # without the bound it is 147; with it 0.1, 0.1, 4.9 and 8.3 in four runs, as malloc has it
-    assert float(process.stdout.rpartition("grew by")[2]) < 20, "MB in a hundred rounds"
+    assert float(process.stdout.rpartition("grew by")[2]) < 5, "MB in a hundred rounds"
