@@ -3,9 +3,10 @@
     python -m benchmarks run ahead_rollout --seeds 0 1 2
 
 Uses vLLM. All seeds start from the same model. The runs of a seed follow one another, and nothing
-else should run meanwhile. They have no validation but one at the end, as a rollout would go on
-during others. Seconds are wall-clock seconds from the start of the first round to the end of the
-last update.
+else should run meanwhile. They have no validation but at the start and the end, as a rollout would
+go on during others. Seconds are wall-clock seconds, from the end of the first update to the end of
+the last but one: nothing can be drawn beside the first rollout, and beside the last update nothing
+is. `seconds in all` has these, too.
 
 - `synchronous`: engine and trainer take turns, each with one thread and with two.
 - `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
@@ -19,6 +20,8 @@ of rollout and update, each with one thread, with the verification counted as a 
 Two processes slow each other down (memory, caches, clock rate), which this bound leaves out. So two
 synchronous runs with one thread each are also run at the same time: `beside` is the bound with
 their seconds of rollout and update in place of those of a run alone.
+
+Time to accuracy is the time until the mean reward of five rounds is 0.5 or more.
 
 Cases: the `quick` task as it is; `rollout`, with half the completions trained on, and `update`,
 with each round trained on twice.
@@ -65,10 +68,13 @@ VARIANTS = {
         (*OWN_PROCESS, "--trainer.callbacks+=InFlightUpdates", "--trainer.callbacks.turns=16"),
     ),
 }
+REWARD, ROUNDS = 0.5, 5
+"""A run has reached an accuracy when the mean of so many rounds is this."""
 BOUNDED = ("verify", "streamed", "importance")
 """Variants that draw whole rounds beside the update."""
 SETTINGS = (
     "--data.val_greedy=false",
+    "--data.val_num_generations=1",
     "--trainer.callbacks+=benchmarks.ahead_rollout.WallClock",
 )
 
@@ -90,9 +96,16 @@ class WallClock(RolloutCallback):
 
 @dataclass(frozen=True)
 class Run:
-    """Totals of a run, in seconds."""
+    """What a run took, in seconds, without its first and last round but where stated."""
 
+    reward: float
+    """Mean of the last `ROUNDS` rounds."""
     accuracy: float
+    whole: float
+    """With the first and the last round."""
+    reached: float
+    """Since the first round began, until the accuracy was reached; NaN if it was not."""
+    rounds: int
     seconds: float
     rollout: float
     """Of the engine: the rounds, and what was drawn ahead of them."""
@@ -108,27 +121,48 @@ class Run:
         """Of a synchronous run: all but the rollouts."""
         return self.seconds - self.rollout
 
+    @property
+    def round(self) -> float:
+        """Seconds of a round."""
+        return self.seconds / self.rounds
+
 
 def read(folder: Path) -> Run:
     """Read what a run logged."""
-    totals: dict[str, float] = {}
-    last: dict[str, float] = {}
+    rounds: list[dict[str, float]] = [{}]
+    accuracy = float("nan")
     for row in logged(folder):
-        for name, value in row.items():
-            if value:
-                last[name] = float(value)
-                totals[name] = totals.get(name, 0.0) + last[name]
-    tokens = totals.get("drafts/tokens", 0.0)
-    drafts = totals.get("time/drafts", 0.0)
-    beside = totals.get("ahead_rollout/rollout_seconds", 0.0) if tokens else 0.0
+        accuracy = float(row.get("val/accuracy") or accuracy)
+        rounds[-1] |= {name: float(value) for name, value in row.items() if value}
+        if row.get("wall_seconds"):
+            rounds.append({})
+    rounds.pop()  # what was logged after the last update
+    rewards = [fmean(r["reward"] for r in rounds[i - ROUNDS : i]) for i in _ends(rounds)]
+    reached = [i for i, reward in zip(_ends(rounds), rewards, strict=True) if reward >= REWARD]
+    counted = rounds[1:-1]
+
+    def total(name: str) -> float:
+        return sum(r.get(name, 0.0) for r in counted)
+
+    tokens, drafts = total("drafts/tokens"), total("time/drafts")
+    beside = total("ahead_rollout/rollout_seconds") if tokens else 0.0
     return Run(
-        last["val/accuracy"],
-        last["wall_seconds"],
-        totals["time/rollout"] - drafts + beside,
-        drafts,
-        totals.get("ahead_rollout/wait_seconds", 0.0),
-        totals["drafts/accepted_tokens"] / tokens if tokens else 0.0,
+        reward=rewards[-1],
+        accuracy=accuracy,
+        whole=rounds[-1]["wall_seconds"],
+        reached=rounds[reached[0] - 1]["wall_seconds"] if reached else float("nan"),
+        rounds=len(counted),
+        seconds=counted[-1]["wall_seconds"] - rounds[0]["wall_seconds"],
+        rollout=total("time/rollout") - drafts + beside,
+        drafts=drafts,
+        waited=total("ahead_rollout/wait_seconds"),
+        kept=total("drafts/accepted_tokens") / tokens if tokens else 0.0,
     )
+
+
+def _ends(rounds: Sequence[object]) -> range:
+    """Numbers of rounds after which a mean of `ROUNDS` is known."""
+    return range(ROUNDS, len(rounds) + 1)
 
 
 @contextmanager
@@ -148,16 +182,22 @@ def mean(runs: Sequence[Run], name: str) -> float:
     return fmean(getattr(run, name) for run in runs)
 
 
+def a_round(runs: Sequence[Run], name: str) -> float:
+    """Mean seconds of a phase in a round."""
+    return fmean(getattr(run, name) / run.rounds for run in runs)
+
+
 def phases(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
-    """Return Markdown: seconds of the synchronous runs, by phase and by what else computes."""
+    """Return Markdown: seconds a round of the synchronous runs, by phase and what else computes."""
     lines = [
         "| | 1 thread | 2 threads | gain of the second | beside another run | slower |",
         "|---|---|---|---|---|---|",
     ]
     for name in ("rollout", "update"):
-        one, two = (mean(runs[threads], name) for threads in ("1_thread", "2_threads"))
-        other = mean(beside, name)
-        cells = f"{one:.1f} | {two:.1f} | {one / two:.2f} | {other:.1f} | {other / one:.2f}"
+        one, two, other = (
+            a_round(of, name) for of in (runs["1_thread"], runs["2_threads"], beside)
+        )
+        cells = f"{one:.2f} | {two:.2f} | {one / two:.2f} | {other:.2f} | {other / one:.2f}"
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
 
@@ -165,31 +205,36 @@ def phases(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
 def table(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
     """Return Markdown: a row for each variant, with means over the seeds."""
     alone = runs["1_thread"]
-    plain = min(alone, runs["2_threads"], key=lambda of: mean(of, "seconds"))
-    best = mean(plain, "seconds")
+    plain = min(alone, runs["2_threads"], key=lambda of: mean(of, "round"))
+    best = mean(plain, "round")
     lines = [
-        "| | seconds, by seed | mean | times as fast, mean and standard error | bound | beside "
-        "| rollouts | verification | waited | drafts kept | accuracy |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| | seconds a round, by seed | mean | times as fast, mean and standard error | bound "
+        "| beside | rollouts | verification | waited | drafts kept | reward | accuracy "
+        "| seconds to accuracy | seconds in all |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, own in runs.items():
-        gains = [a.seconds / b.seconds for a, b in zip(plain, own, strict=True)]
+        gains = [a.round / b.round for a, b in zip(plain, own, strict=True)]
         error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
-        drafts = mean(own, "drafts")
+        drafts = a_round(own, "drafts")
         bounds = [
-            best / max(mean(of, "rollout"), mean(of, "update") + drafts) for of in (alone, beside)
+            best / max(a_round(of, "rollout"), a_round(of, "update") + drafts)
+            for of in (alone, beside)
         ]
         cells: list[Any] = [
-            " / ".join(f"{run.seconds:.1f}" for run in own),
-            f"{mean(own, 'seconds'):.1f}",
+            " / ".join(f"{run.round:.2f}" for run in own),
+            f"{mean(own, 'round'):.2f}",
             f"{fmean(gains):.2f} ± {error:.2f}",
             *(f"{bound:.2f} ({fmean(gains) / bound:.0%})" for bound in bounds if name in BOUNDED),
             *("" for _ in bounds if name not in BOUNDED),
-            f"{mean(own, 'rollout'):.1f}",
-            f"{drafts:.1f}",
-            f"{mean(own, 'waited'):.1f}",
+            f"{a_round(own, 'rollout'):.2f}",
+            f"{drafts:.2f}",
+            f"{a_round(own, 'waited'):.2f}",
             f"{mean(own, 'kept'):.2f}",
-            f"{mean(own, 'accuracy'):.3f}",
+            f"{mean(own, 'reward'):.3f}",
+            f"{mean(own, 'accuracy'):.2f}",
+            " / ".join(f"{run.reached:.0f}" for run in own),
+            " / ".join(f"{run.whole:.0f}" for run in own),
         ]
         lines.append(f"| {VARIANTS[name].name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -222,7 +267,7 @@ def measured(case: str, options: Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the runs that are missing and print tables for each case."""
     parser = results.parser("ahead_rollout", __doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="rounds per run")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds per run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
     results.add_cases(parser, CASES)
     parser.add_argument("--out", type=Path, default=Path("runs/ahead_rollout"), help="runs' folder")

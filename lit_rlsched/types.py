@@ -96,9 +96,8 @@ class Request:
     and all tokens so far as its prefix, it draws what it would have drawn without the pause."""
     expected: float | None = None
     """Predicted number of tokens that it will still draw."""
-    later: int = 0
-    """1: it takes a slot only if no other request waits for one. 2: and only if no request with 0
-    runs."""
+    later: bool = False
+    """Whether it takes a slot only if no other request waits for one."""
 
     @property
     def group(self) -> str:

@@ -1,15 +1,21 @@
 """Verified completions of real runs on vLLM are draws of the newest policy: one seed of many.
 
-`python -m benchmarks run draft_law` has all cases and ten seeds.
+`python -m benchmarks run draft_law` has all cases, ten seeds and four times the completions.
 """
 
 from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.draft_law import RIGHT, cell, fisher, measure, p_value, write_model
+from benchmarks import draft_law
+from benchmarks.draft_law import LARGE, RIGHT, cell, fisher, measure, p_value, write_model
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(autouse=True)
+def fewer_completions(monkeypatch):
+    monkeypatch.setattr(draft_law, "GENERATIONS", 16)
 
 
 @pytest.mark.slow
@@ -17,7 +23,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 @pytest.mark.parametrize("case", RIGHT)
 def test_verified_completions_are_draws_of_the_newest_policy(tmp_path, case):
     write_model(tmp_path)
-    figures = measure(case, str(tmp_path), 0)
+    figures = measure(case, str(tmp_path), 0, LARGE)
     assert figures["p"] > 1e-3 and figures["completions"] == 4096
     assert 0 < figures["accepted_share"] < 1
 
@@ -26,7 +32,7 @@ def test_verified_completions_are_draws_of_the_newest_policy(tmp_path, case):
 @needs_vllm
 def test_stale_completions_are_not(tmp_path):
     write_model(tmp_path)
-    assert measure("stale", str(tmp_path), 0)["p"] < 1e-6
+    assert measure("stale", str(tmp_path), 0, LARGE)["p"] < 1e-6
 
 
 def test_what_a_cell_is():

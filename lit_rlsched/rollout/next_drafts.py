@@ -23,8 +23,6 @@ class Following:
     goes_on: bool = True
     """Whether the drafts are drawn to their end after the round, by `RolloutSession.go_on`, or cut
     where the round ends."""
-    holds_back: bool = False
-    """Whether half of them begin only when no completion of the round runs in their engine."""
     samples: list[Sample] = field(init=False)
     """What is drawn."""
 
@@ -51,7 +49,6 @@ class Following:
 
     def requests(self, run_seed: int, version: int) -> list[tuple[Sample, Request]]:
         """Return each completion with its request under a policy version."""
-        first = len(self.samples) // 2 if self.holds_back else len(self.samples)
         return [
             (
                 sample,
@@ -62,10 +59,10 @@ class Following:
                         run_seed, sample.group, sample.completion, version, self.salt
                     ),
                     sampling=sample.group.sampling,
-                    later=1 if number < first else 2,
+                    later=True,
                 ),
             )
-            for number, sample in enumerate(self.samples)
+            for sample in self.samples
         ]
 
 
@@ -127,9 +124,8 @@ class DraftingWorker(Worker):
     def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
         if not self._verifying:
             self._verifying = True
-            first = [request for request in self._waiting if request.later == 1]
-            first = first[: self.slots // 2]
-            self._waiting = self._waiting[len(first) :]
+            most = self.slots // 2
+            first, self._waiting = self._waiting[:most], self._waiting[most:]
             self._worker.submit(first)
         turns = positions // self.slots
         until = self.trace.decode_steps + turns

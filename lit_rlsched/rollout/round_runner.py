@@ -46,8 +46,6 @@ class Watchers:
     """Called each time a group completes."""
     drafts_next: AfterRound | None = None
     """What becomes of drafts of the next round, which free slots begin; `None`: there are none."""
-    holds_back: bool = False
-    """Whether half of these drafts wait until the round's completions have ended; they go on."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
@@ -116,9 +114,7 @@ class RoundInProgress:
             self._verify_begun(self.groups)
         if how is not None:
             following = planner.plan_following(rule, self.groups)
-            self._following = Following(
-                following, runner.salt_with(AHEAD), how == "go_on", self._watch.holds_back
-            )
+            self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")
         self._rollout = session.rollout(
             self.groups,
             version,

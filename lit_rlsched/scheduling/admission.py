@@ -132,8 +132,6 @@ class Admission:
         while self._free and len(self):
             slot = self._free[0]
             whole = self._first[0] if self._first else self._waiting.peek(slot)
-            if whole.later > 1 and any(not r.later for r, _ in self._running.values()):
-                break
             request = self._lease(whole, room)
             if self.budget is not None:
                 room -= self.budget.cost(request)

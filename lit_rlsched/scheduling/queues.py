@@ -24,7 +24,7 @@ KEYS: dict[Order, Callable[[Request], float]] = {
 
 
 class _Entry(NamedTuple):
-    later: int
+    later: bool
     key: float
     arrival: int
     request_id: str

@@ -202,8 +202,6 @@ class TrainingRounds:
             max_num_gen_batches=batches,
             advanced=stream.advance if stream else lambda state, trace: None,
             drafts_next=settings.drafts_next,
-            # on a CPU each request makes a decode step longer, and the trainer waits for the round
-            holds_back=settings.drafts_next == "go_on" and session.spec.device.type == "cpu",
         )
 
     def _reuse_logprobs(self, round: Round) -> None:

@@ -48,10 +48,10 @@ def started(own, later, slots, engines=1, order="fifo", budget=None, stream=True
     return session, groups_of(own, "a"), groups_of(later, "b")
 
 
-def draw(own, later, *settings, holds_back=False, **more):
+def draw(own, later, *settings, **more):
     """A round and drafts of the next; returns what was drawn and the traces of both parts."""
     session, groups, drafts = started(own, later, *settings, **more)
-    following = Following(drafts, "later", holds_back=holds_back) if later else None
+    following = Following(drafts, "later") if later else None
     rollout = session.rollout(groups, 0, following=following)
     during = session.trace
     assert len(list(rollout)) == len(groups)
@@ -74,16 +74,6 @@ def test_drafts_change_nothing_of_the_round(own, later, slots, engines, order):
     assert during.tokens == sum(own) + begun
     assert after.tokens == sum(later) - begun
     assert all(name.startswith("b") for name in after.spans["request"])
-
-
-@given(LENGTHS, LENGTHS, st.integers(1, 6))
-def test_half_of_the_drafts_may_be_held_back(own, later, slots):
-    groups, drafts, during, after, _ = draw(own, later, slots, holds_back=True)
-    assert [len(ids) for ids in tokens(groups)] == own
-    assert [len(ids) for ids in tokens(drafts)] == later
-    started_early = {name for name in during.spans["request"] if name.startswith("b")}
-    assert len(started_early) <= len(later) // 2
-    assert started_early | set(after.spans["request"]) == {f"b{i}/0" for i in range(len(later))}
 
 
 @given(LENGTHS, LENGTHS)

@@ -213,7 +213,7 @@ class Round:
         assert left == {name: len(tokens) for name, (tokens, _) in drawn.items()}
         return drawn
 
-    def draw_in_parts(self, engines, slots, holds_back):
+    def draw_in_parts(self, engines, slots):
         """Verify drafts of it part by part, while drafts of the next round and the rests decode."""
         pool = engines[0] if len(engines) == 1 else EnginePool(engines)
         pool.start(EngineSpec("", slots * len(engines), 64, (1,)))
@@ -233,9 +233,7 @@ class Round:
                 c.logprobs.extend([0.0] * most)
                 c.finish_reason = "stop" if most == length else None
 
-        following = Following(
-            [replace(g, id=f"later {g.id}") for g in later], "later", holds_back=holds_back
-        )
+        following = Following([replace(g, id=f"later {g.id}") for g in later], "later")
         try:
             worker = pool.make_worker(Admission(slots))
             controller = RolloutController(worker, Unscored(), seed=3)
@@ -346,14 +344,12 @@ def test_new_weights_between_two_turns(round, slots, engines, every, keep, seed,
         assert all(versions == sorted(versions) for _, versions in same.values())
 
 
-@given(rounds, st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(0, 999))
-def test_what_decodes_beside_a_verification_does_not_depend_on_timing(
-    round, slots, engines, holds_back, seed
-):
-    drawn = round.draw_in_parts(round.simulated(engines, 1), slots, holds_back)
+@given(rounds, st.integers(1, 4), st.integers(1, 3), st.integers(0, 999))
+def test_what_decodes_beside_a_verification_does_not_depend_on_timing(round, slots, engines, seed):
+    drawn = round.draw_in_parts(round.simulated(engines, 1), slots)
     assert all(c.finished for group in drawn[-2] for c in group.completions)
     assert all(len(c.token_ids) == LIMIT for group in drawn[-1] for c in group.completions)
-    assert round.draw_in_parts(round.played(engines, seed, 0, 1), slots, holds_back) == drawn
+    assert round.draw_in_parts(round.played(engines, seed, 0, 1), slots) == drawn
 
 
 def test_what_was_aborted_runs_no_more():

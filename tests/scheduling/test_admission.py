@@ -384,14 +384,3 @@ def test_a_discarded_lease_is_forgotten():
     assert not admission._first
     admission.push([dataclasses.replace(first, pause_at=None)])
     assert not admission._first
-
-
-def test_requests_that_are_held_back_wait_until_only_later_ones_run():
-    own, first, second = requests(3)
-    first = dataclasses.replace(first, later=1)
-    second = dataclasses.replace(second, later=2)
-    admission = Admission(slots=3)
-    admission.push([second, first, own])
-    assert admission.pop({}) == [own, first]
-    assert admission.pop({own.id: 1, first.id: 1}) == []
-    assert admission.pop({first.id: 2}) == [second]
