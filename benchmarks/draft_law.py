@@ -3,12 +3,11 @@
     python -m benchmarks run draft_law
 
 A policy with eight tokens and at most five per completion, so the probability of every completion
-is known. A run draws two rounds of 256 times the same prompt, 64 completions each (16,384), with an
-update between them that is so large that the two policies are told apart. Completions of the second
-round that were begun before the update are drafts, which are verified. The statistic is Pearson's
-chi-square of the second round's completions by length, end (EOS or cut at the limit) and first
-three tokens, against the newest policy, which is the trainer's. Cells with fewer than five expected
-completions count as one.
+is known. A run draws two rounds of 256 times the same prompt, 16 completions each (4,096), with an
+update between them. Completions of the second round that were begun before the update are drafts,
+which are verified. The statistic is Pearson's chi-square of the second round's completions by
+length, end (EOS or cut at the limit) and first three tokens, against the newest policy, which is
+the trainer's. Cells with less than 0.5 % of the expected completions count as one.
 
 `right` runs must have p-values that are uniform: ten seeds are combined by Fisher's method. Each
 other case makes one mistake that the package does not make, and must be found in every seed, with
@@ -20,11 +19,13 @@ p < 1e-6:
 - `low rewards are drawn again`: ended drafts without a reward are not verified but replaced;
 - `another version's weights`: what follows a cut is drawn as if the newest policy had drawn the
   draft;
-- `noise comes again`: a completion goes on with the noise that its draft was drawn with.
+- `noise comes again`: a completion goes on with the noise that its draft was drawn with. This
+  changes little, so a run has four times the completions.
 
-There are two learning rates. With the large one a fifth of the drafts' tokens is kept. Drafts that
-are drawn again do not show there, because hardly anything depends on a draft of which nothing is
-kept; they show with the small one, with which most is kept. `right` runs are made with both.
+There are two learning rates. With the large one the two policies differ much, and a fifth of the
+drafts' tokens is kept. Drafts that are drawn again do not show there, because hardly anything
+depends on a draft of which nothing is kept; they show with the small one, with which nearly all is
+kept. `right` runs are made with both.
 """
 
 import copy
@@ -48,6 +49,10 @@ from lit_rlsched.types import Draft, Group
 EOS, VOCAB, LIMIT = 1, 8, 5
 TOKENS = ["<pad>", "<eos>", "<bos>", *"01234"]
 PROMPTS, GENERATIONS = 256, 16
+MORE = 4
+"""Times as many completions per prompt where noise comes again."""
+SMALLEST = 0.005
+"""Share of the completions below which cells are taken together."""
 SMALL, LARGE = 2e-5, 3e-3
 """Learning rates."""
 Fate = Literal["verified", "kept", "drawn again"]
@@ -194,14 +199,15 @@ def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, An
             self.round, self.policy = round, copy.deepcopy(pl_module.model).eval()
 
     seed_everything(seed, verbose=False)
-    beside = case == RIGHT[0]
-    fills = [MicroGroupSampling(slots=PROMPTS * GENERATIONS * 7 // 8), DrainFilling()]
+    beside, generations = case == RIGHT[0], GENERATIONS * (MORE if case == NOISE else 1)
+    # the last eighth of a round waits, so that most slots begin drafts when it gets the first ones
+    fills = [MicroGroupSampling(slots=PROMPTS * generations * 7 // 8), DrainFilling()]
     data = RolloutDataModule(
         [{"prompt": "0123", "uid": str(i)} for i in range(2 * PROMPTS)],
         [reward],
         engine=ProcessEngine(VLLMEngine()) if beside else VLLMEngine(),
         prompts_per_round=PROMPTS,
-        num_generations=GENERATIONS,
+        num_generations=generations,
         max_completion_length=LIMIT,
         micro_batch_tokens=16384,
         verify_sync=case in RIGHT,
@@ -252,14 +258,15 @@ def law(policy: Any, prompt: Sequence[int]) -> dict[Cell, float]:
 def p_value(counts: Mapping[T, int], probabilities: Mapping[T, float]) -> float:
     """Return how likely counts as far from the probabilities as these are, or farther.
 
-    By Pearson's chi-square. Cells with fewer than five expected counts are taken together.
+    By Pearson's chi-square. Cells with less than `SMALLEST` of the expected counts are taken
+    together.
     """
     assert counts.keys() <= probabilities.keys()
     total = sum(counts.values())
     cells, rest = [], (0.0, 0.0)
     for name, probability in probabilities.items():
         count, mean = counts.get(name, 0), total * probability
-        if mean >= 5:
+        if mean >= SMALLEST * total:
             cells.append((float(count), mean))
         else:
             rest = rest[0] + count, rest[1] + mean

@@ -1,21 +1,15 @@
 """Verified completions of real runs on vLLM are draws of the newest policy: one seed of many.
 
-`python -m benchmarks run draft_law` has all cases, ten seeds and four times the completions.
+`python -m benchmarks run draft_law` has all cases and ten seeds.
 """
 
 from importlib.util import find_spec
 
 import pytest
 
-from benchmarks import draft_law
 from benchmarks.draft_law import LARGE, RIGHT, cell, fisher, measure, p_value, write_model
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-
-
-@pytest.fixture(autouse=True)
-def fewer_completions(monkeypatch):
-    monkeypatch.setattr(draft_law, "GENERATIONS", 16)
 
 
 @pytest.mark.slow
@@ -45,8 +39,8 @@ def test_p_values():
     assert p_value({0: 50, 1: 50}, fair) == 1
     assert p_value({0: 60, 1: 40}, fair) == pytest.approx(0.0455, abs=1e-4)  # two sigma
     assert p_value({0: 100}, fair) < 1e-22
-    # the rare ones are one cell: expected 4 + 4 of 100
-    rare = {0: 0.92, 1: 0.04, 2: 0.04}
-    assert p_value({0: 92, 1: 8}, rare) == 1
+    # the rare ones are one cell: expected 4 + 4 of 1,000
+    rare = {0: 0.992, 1: 0.004, 2: 0.004}
+    assert p_value({0: 992, 1: 8}, rare) == 1
     assert fisher([0.5]) == pytest.approx(0.5)
     assert fisher([0.01, 0.01]) == pytest.approx(0.0010, abs=1e-4)

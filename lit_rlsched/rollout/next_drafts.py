@@ -141,6 +141,8 @@ class DraftingWorker(Worker):
         self._verifying = False
         self._worker.allow(None)
         self.submit([])
+        if self._worker.busy:
+            self._worker.begin()  # whatever the trainer does with what is whole already
 
     def begin(self) -> int:
         return self._worker.begin()
