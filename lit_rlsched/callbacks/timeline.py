@@ -26,8 +26,9 @@ class Timeline(RolloutCallback):
 
     The run's folder gets `timeline.json`, with all intervals, which https://ui.perfetto.dev and
     `chrome://tracing` show, and the picture `waits.png` of the latest rounds, with the ages of the
-    tokens that the last one trains on. A resumed run continues the file. Where an engine runs on
-    another node, whose clock is another one, its intervals are not where they belong.
+    tokens that the last one trains on. A resumed run continues the file. Engines on other nodes
+    tell the time of the trainer's clock. What an engine decodes while the trainer ends a round,
+    beyond the steps that were taken of it, counts as waiting.
 
     Args:
         pictures_every_n_rounds: Rounds between two pictures; the end of training always gets one.

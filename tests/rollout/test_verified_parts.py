@@ -11,12 +11,13 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.next_drafts import DraftingWorker
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.ahead_rollout import draft_positions, verified_together
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
 
 
 def group(name, completions, draft=None):
@@ -114,6 +115,40 @@ def test_early_stops_beside_a_verification_do_not_depend_on_the_order_of_scores(
 
     assert streamed("ABC") == streamed("BCA") == streamed("CBA")
     assert streamed("ABC")[1] == [2, 2, 2], "both groups with a third completion are stopped"
+
+
+def test_what_is_cut_decodes_while_the_trainer_uses_what_is_whole():
+    """Else the engine would wait until the gradients of all groups that are whole are computed."""
+    engine = SimulatedEngine(lambda request: 8, max_jump=1)
+    engine.start(EngineSpec("", 32, 64, (1,)))
+    worker = engine.make_worker(Admission(32))
+    loop = RolloutController(worker, Unscored(), seed=1)
+    loop.worker = DraftingWorker(worker, [])
+    loop.worker.start_trace()
+    groups = [group("whole", 1, 8), group("cut", 1, 8)]
+
+    def verify(part):
+        for each in part:
+            keep(each.completions[0], 8 if each.id == "whole" else 4)
+
+    drawn = loop.run(groups, FullRound(2), 1, verify=verify)
+    assert next(drawn).id == "whole"
+    assert [*worker.running] == ["cut/0"]
+    assert next(drawn).id == "cut"
+
+
+def test_what_is_aborted_in_a_step_that_has_begun_has_never_run():
+    engine = SimulatedEngine(lambda request: 8, max_jump=1)
+    engine.start(EngineSpec("", 32, 64, (1,)))
+    worker = engine.make_worker(Admission(32))
+    worker.start_trace()
+    worker.submit(Request(name, (2, 3), 1, Sampling(16)) for name in ("aborted", "other"))
+    worker.begin()
+    assert not worker.abort(["aborted"])
+    while worker.busy:
+        worker.step()
+    assert worker.trace.spans["request"] == ["other"]
+    assert worker.trace.spans["slot"] == [0]
 
 
 @example([[0, 1], [0]])
