@@ -24,13 +24,10 @@ from lit_rlsched.training.logprobs import (
     default_chunk,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.micro_batches import split_by_tokens
+from lit_rlsched.training.micro_batches import PASS, split_by_tokens
 from lit_rlsched.training.speculative import acceptance, excess, num_accepted, prefix_weights
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import Completion, Draft, Group, Sample, stable_hash
-
-PASS = 128
-"""Positions that cost about as much as one more forward pass over the quick task's model."""
 
 
 @dataclass(slots=True)

@@ -20,6 +20,9 @@ WORTHWHILE = 0.8
 """Completions share a prompt only if that costs at most this fraction of separate rows: sharing
 changes the rounding and gives more and smaller micro-batches."""
 
+PASS = 128
+"""Positions that cost about as much as one more forward pass over the quick task's model."""
+
 T = TypeVar("T", bound=Sized)
 
 
@@ -255,6 +258,7 @@ class OptimizerStep:
             if s.id not in done and (s.completion.advantage or not skip_zero_advantage)
         ]
         self._micro_batch_tokens = micro_batch_tokens
+        self._least_price = PASS if divisor or accumulated else 0
         self._row_cost = row_cost
 
     @cached_property
@@ -265,11 +269,10 @@ class OptimizerStep:
         longest = max(map(len, rows), default=0)
         while True:
             # Shared rows are kept apart because the other micro-batches need no mask.
+            split = partial(split_by_tokens, least_price=self._least_price)
             batches = [
-                *split_by_tokens([row for row in rows if not row.shared], tokens),
-                *split_by_tokens(
-                    [row for row in rows if row.shared], min(tokens, MASKED_POSITIONS)
-                ),
+                *split([row for row in rows if not row.shared], tokens),
+                *split([row for row in rows if row.shared], min(tokens, MASKED_POSITIONS)),
             ]
             if len(batches) >= min(self._ranks, len(rows)) or tokens <= longest:
                 return batches

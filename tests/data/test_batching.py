@@ -81,6 +81,16 @@ def test_a_step_may_be_empty():
     assert step.padding().positions == 0
 
 
+def test_a_part_of_a_step_has_no_smaller_micro_batches_than_pay():
+    """A pass over a few rows costs more than their padding, however small the part is."""
+    rows = [row(3, length, uid=str(length)) for length in range(1, 61)]
+    others = [row(3, length, uid=f"b{length}") for length in range(1, 61)]
+    whole, part = OptimizerStep(rows, 4096), OptimizerStep(rows, 4096, divisor=(256, 9999))
+    rest = OptimizerStep([*rows, *others], 4096, accumulated=[part])
+    assert (len(whole), len(part), len(rest)) == (15, 4, 4)
+    assert part.padding().padding < whole.padding().padding + 128 * (15 - 4)
+
+
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9))
 def test_steps_share_the_groups_out(size, steps, seed):
     dealt = split_steps(size * steps, steps, seed)
