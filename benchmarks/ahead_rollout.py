@@ -96,16 +96,15 @@ class WallClock(RolloutCallback):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run took, in seconds, without its first and last round but where stated."""
+    """What a run took, in seconds a round, the first and the last left out, where not stated."""
 
     reward: float
     """Mean of the last `ROUNDS` rounds."""
     accuracy: float
     whole: float
-    """With the first and the last round."""
+    """Seconds of the run, with the first and the last round."""
     reached: float
-    """Since the first round began, until the accuracy was reached; NaN if it was not."""
-    rounds: int
+    """Seconds until the accuracy was reached; NaN if it was not."""
     seconds: float
     rollout: float
     """Of the engine: the rounds, and what was drawn ahead of them."""
@@ -121,11 +120,6 @@ class Run:
         """Of a synchronous run: all but the rollouts."""
         return self.seconds - self.rollout
 
-    @property
-    def round(self) -> float:
-        """Seconds of a round."""
-        return self.seconds / self.rounds
-
 
 def read(folder: Path) -> Run:
     """Read what a run logged."""
@@ -137,32 +131,29 @@ def read(folder: Path) -> Run:
         if row.get("wall_seconds"):
             rounds.append({})
     rounds.pop()  # what was logged after the last update
-    rewards = [fmean(r["reward"] for r in rounds[i - ROUNDS : i]) for i in _ends(rounds)]
-    reached = [i for i, reward in zip(_ends(rounds), rewards, strict=True) if reward >= REWARD]
+    reached = [
+        last["wall_seconds"]
+        for i, last in enumerate(rounds)
+        if i + 1 >= ROUNDS and fmean(r["reward"] for r in rounds[i + 1 - ROUNDS : i + 1]) >= REWARD
+    ]
     counted = rounds[1:-1]
 
-    def total(name: str) -> float:
-        return sum(r.get(name, 0.0) for r in counted)
+    def a_round(name: str) -> float:
+        return fmean(r.get(name, 0.0) for r in counted)
 
-    tokens, drafts = total("drafts/tokens"), total("time/drafts")
-    beside = total("ahead_rollout/rollout_seconds") if tokens else 0.0
+    tokens, drafts = a_round("drafts/tokens"), a_round("time/drafts")
+    beside = a_round("ahead_rollout/rollout_seconds") if tokens else 0.0
     return Run(
-        reward=rewards[-1],
+        reward=fmean(r["reward"] for r in rounds[-ROUNDS:]),
         accuracy=accuracy,
         whole=rounds[-1]["wall_seconds"],
-        reached=rounds[reached[0] - 1]["wall_seconds"] if reached else float("nan"),
-        rounds=len(counted),
-        seconds=counted[-1]["wall_seconds"] - rounds[0]["wall_seconds"],
-        rollout=total("time/rollout") - drafts + beside,
+        reached=reached[0] if reached else float("nan"),
+        seconds=(counted[-1]["wall_seconds"] - rounds[0]["wall_seconds"]) / len(counted),
+        rollout=a_round("time/rollout") - drafts + beside,
         drafts=drafts,
-        waited=total("ahead_rollout/wait_seconds"),
-        kept=total("drafts/accepted_tokens") / tokens if tokens else 0.0,
+        waited=a_round("ahead_rollout/wait_seconds"),
+        kept=a_round("drafts/accepted_tokens") / tokens if tokens else 0.0,
     )
-
-
-def _ends(rounds: Sequence[object]) -> range:
-    """Numbers of rounds after which a mean of `ROUNDS` is known."""
-    return range(ROUNDS, len(rounds) + 1)
 
 
 @contextmanager
@@ -182,11 +173,6 @@ def mean(runs: Sequence[Run], name: str) -> float:
     return fmean(getattr(run, name) for run in runs)
 
 
-def a_round(runs: Sequence[Run], name: str) -> float:
-    """Mean seconds of a phase in a round."""
-    return fmean(getattr(run, name) / run.rounds for run in runs)
-
-
 def phases(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
     """Return Markdown: seconds a round of the synchronous runs, by phase and what else computes."""
     lines = [
@@ -194,9 +180,7 @@ def phases(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in ("rollout", "update"):
-        one, two, other = (
-            a_round(of, name) for of in (runs["1_thread"], runs["2_threads"], beside)
-        )
+        one, two, other = (mean(of, name) for of in (runs["1_thread"], runs["2_threads"], beside))
         cells = f"{one:.2f} | {two:.2f} | {one / two:.2f} | {other:.2f} | {other / one:.2f}"
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
@@ -205,8 +189,8 @@ def phases(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
 def table(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
     """Return Markdown: a row for each variant, with means over the seeds."""
     alone = runs["1_thread"]
-    plain = min(alone, runs["2_threads"], key=lambda of: mean(of, "round"))
-    best = mean(plain, "round")
+    plain = min(alone, runs["2_threads"], key=lambda of: mean(of, "seconds"))
+    best = mean(plain, "seconds")
     lines = [
         "| | seconds a round, by seed | mean | times as fast, mean and standard error | bound "
         "| beside | rollouts | verification | waited | drafts kept | reward | accuracy "
@@ -214,22 +198,21 @@ def table(runs: dict[str, list[Run]], beside: Sequence[Run]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, own in runs.items():
-        gains = [a.round / b.round for a, b in zip(plain, own, strict=True)]
+        gains = [a.seconds / b.seconds for a, b in zip(plain, own, strict=True)]
         error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
-        drafts = a_round(own, "drafts")
+        drafts = mean(own, "drafts")
         bounds = [
-            best / max(a_round(of, "rollout"), a_round(of, "update") + drafts)
-            for of in (alone, beside)
+            best / max(mean(of, "rollout"), mean(of, "update") + drafts) for of in (alone, beside)
         ]
         cells: list[Any] = [
-            " / ".join(f"{run.round:.2f}" for run in own),
-            f"{mean(own, 'round'):.2f}",
+            " / ".join(f"{run.seconds:.2f}" for run in own),
+            f"{mean(own, 'seconds'):.2f}",
             f"{fmean(gains):.2f} ± {error:.2f}",
             *(f"{bound:.2f} ({fmean(gains) / bound:.0%})" for bound in bounds if name in BOUNDED),
             *("" for _ in bounds if name not in BOUNDED),
-            f"{a_round(own, 'rollout'):.2f}",
+            f"{mean(own, 'rollout'):.2f}",
             f"{drafts:.2f}",
-            f"{a_round(own, 'waited'):.2f}",
+            f"{mean(own, 'waited'):.2f}",
             f"{mean(own, 'kept'):.2f}",
             f"{mean(own, 'reward'):.3f}",
             f"{mean(own, 'accuracy'):.2f}",
@@ -272,6 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.add_cases(parser, CASES)
     parser.add_argument("--out", type=Path, default=Path("runs/ahead_rollout"), help="runs' folder")
     options = results.parse(parser, arguments)
+    if options.rounds < 3:
+        parser.error(
+            f"--rounds={options.rounds}: use 3 or more, as the first and last do not count"
+        )
     for case in options.cases:
         print(f"\n{case}\n\n{measured(case, options)}", flush=True)
 

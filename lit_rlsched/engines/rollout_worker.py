@@ -331,10 +331,9 @@ class RolloutWorker(EngineWorker):
             self.admission.discard(request_ids)
             running = [i for i in request_ids if i in self._drawn]
         ids = {*running}
-        admitted: set[str] = set()  # by `begin`, so no step has been taken of them
         if self._begun is not None:
-            start, names = self._begun
-            admitted, rest = ids & {*names}, [name for name in names if name not in ids]
+            start, admitted = self._begun
+            rest = [name for name in admitted if name not in ids]
             self._begun = None if request_ids is None else (start, rest)
         unreported = [event for event in self._unreported if event.request_id in ids]
         self._unreported = [event for event in self._unreported if event.request_id not in ids]
@@ -345,8 +344,7 @@ class RolloutWorker(EngineWorker):
             if partial := partials.get(name):  # otherwise it has left the engine in `suspend`
                 earlier += len(partial.token_ids)
                 unreported += self._event(name, partial, reported)
-            if name not in admitted:
-                self.trace.left(name, self.engine.now(), earlier)
+            self.trace.left(name, self.engine.now(), earlier)
         self._stats = self.engine.stats()  # aborted requests have freed their cache
         return unreported
 

@@ -267,9 +267,9 @@ class OptimizerStep:
         cost = self._row_cost(samples, tokens) if self._row_cost else None
         rows = share_prompts(samples, cost, tokens)
         longest = max(map(len, rows), default=0)
+        split = partial(split_by_tokens, least_price=self._least_price)
         while True:
             # Shared rows are kept apart because the other micro-batches need no mask.
-            split = partial(split_by_tokens, least_price=self._least_price)
             batches = [
                 *split([row for row in rows if not row.shared], tokens),
                 *split([row for row in rows if row.shared], min(tokens, MASKED_POSITIONS)),
