@@ -175,7 +175,7 @@ class World:
             draft, name = completion.draft, f"{group.id}/{completion.index}"
             assert draft is not None
             completion.draft, prompt = None, group.prompt.token_ids[0]
-            p, q = (self.policy(v).tables[prompt] for v in (version, draft.version))
+            p, q = (self.policy(v).tables[prompt] for v in (version, draft.versions[-1]))
             law: dict[tuple[Tokens, int], float] = defaultdict(float)
             for x, w in self.laws[name].items():
                 for result, share in _verified(p, q, x[: len(draft.token_ids)]).items():

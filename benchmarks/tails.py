@@ -135,7 +135,7 @@ class Verifier:
             draft, key = completion.draft, (group.id, completion.index, version)
             assert draft is not None
             completion.draft, n = None, len(draft.token_ids)
-            age = version - draft.version
+            age = version - draft.versions[-1]
             kept = self._kept(n, age, *key)
             self.ages[age] = self.ages.get(age, DraftAudit()) + DraftAudit(n, kept, kept == n)
             self.positions += n

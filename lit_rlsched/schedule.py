@@ -59,7 +59,8 @@ class Schedule:
     @property
     def verifies_drafts(self) -> bool:
         """Whether rounds may begin with drafts."""
-        return self.rule.keeps_drafts or self.ahead == "verify" or self.fills_drain
+        old = self.rule.verifies_from is not None
+        return self.rule.keeps_drafts or old or self.ahead == "verify" or self.fills_drain
 
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""

@@ -133,8 +133,8 @@ class Startup:
                 "Drafts are verified with weights of earlier policy versions, which "
                 f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
                 "`strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., max_deferrals=...)`, "
-                "`SortedBatching(mode='verified')`, `AheadRollout(correction='verify')` and "
-                "`DrainFilling` out."
+                "`SortedBatching(mode='verified')`, `AheadRollout(correction='verify')`, "
+                "`InFlightUpdates(too_old='verify')` and `DrainFilling` out."
             )
 
     def _check_drafts(self) -> None:
@@ -144,12 +144,12 @@ class Startup:
         """
         schedule, rule = self._data.schedule, self._data.schedule.rule
         mixed = rule.keeps_drafts and rule.max_staleness != 0
-        if mixed or (schedule.verifies_drafts and schedule.in_flight is not None):
+        if mixed or (rule.keeps_drafts and schedule.in_flight is not None):
             why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
             why = why if mixed else "has drafts, and `InFlightUpdates` changes weights meanwhile"
             raise ValueError(
                 f"`{type(rule).__name__}` {why}: a draft would have tokens of several policy "
-                "versions, and is verified with the weights of one. Use `max_staleness=0` without "
+                "versions, and the weights of one are kept. Use `max_staleness=0` without "
                 "`InFlightUpdates`, or `keeps_drafts=False`."
             )
         budget = schedule.slots.memory_budget

@@ -133,8 +133,22 @@ class Draft:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log-prob of each token under the policy that drew it."""
-    version: int
-    """Version of that policy."""
+    version_spans: Sequence[tuple[int, int]]
+    """`(policy version, number of tokens)` in order, as in `Completion`."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the policies that drew it, in order."""
+        return tuple(version for version, _ in self.version_spans)
+
+    def first(self, tokens: int) -> "Draft":
+        """Return the draft of its first tokens."""
+        spans, left = [], tokens
+        for version, drawn in self.version_spans:
+            if left > 0:
+                spans.append((version, min(drawn, left)))
+            left -= drawn
+        return Draft(self.token_ids[:tokens], self.logprobs[:tokens], spans)
 
 
 def no_ids() -> "array[int]":
@@ -214,19 +228,8 @@ class Completion:
             setattr(self, name, getattr(blank, name))
 
     def put_off(self) -> None:
-        """Move the drawn tokens into `draft` and reset.
-
-        Raises:
-            ValueError: they are of several policy versions, or there are none.
-        """
-        versions = [version for version, _ in self.version_spans]
-        if len(versions) != 1:
-            raise ValueError(
-                f"A draft has tokens of one policy version, and this completion of {versions}: "
-                "verification needs the weights that drew it. Rules with `keeps_drafts` have "
-                "`max_staleness=0`, and weights do not change during their rounds."
-            )
-        draft = Draft(self.token_ids, self.logprobs, versions[0])
+        """Move the drawn tokens into `draft` and reset."""
+        draft = Draft(self.token_ids, self.logprobs, self.version_spans)
         self.restart()
         self.draft = draft
 

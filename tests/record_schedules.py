@@ -381,7 +381,7 @@ def _drawn(completion: Any) -> str:
 def describe(completion: Any) -> dict[str, Any]:
     """All of a completion that is deterministic. JSON writes numbers so that they read back."""
     c = completion
-    draft = c.draft and [list(c.draft.token_ids), list(c.draft.logprobs), c.draft.version]
+    draft = c.draft and [list(c.draft.token_ids), list(c.draft.logprobs), c.draft.versions[0]]
     return {
         "index": c.index,
         "token_ids": list(c.token_ids),

@@ -32,7 +32,7 @@ def test_a_request_that_goes_on_is_longer_than_its_prefix():
 
 def drafted(n, tokens, ends):
     ids = (1,) * (tokens - 1) + (EOS if ends else 1,)
-    draft = Draft(ids, (-1.0,) * tokens, 0)
+    draft = Draft(ids, (-1.0,) * tokens, [(0, tokens)])
     prompt = Prompt("p", "", (1,))
     completions = [Completion(i, attempts=1, draft=draft) for i in range(n)]
     return [Group("p@0", prompt, Sampling(LIMIT), completions)]

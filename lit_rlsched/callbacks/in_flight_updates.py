@@ -8,7 +8,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
-from lit_rlsched.scheduling.in_flight_updates import OWNER, Cache, InFlight, Pace, WindowedRound
+from lit_rlsched.scheduling.in_flight_updates import (
+    OWNER,
+    Cache,
+    InFlight,
+    Pace,
+    TooOld,
+    WindowedRound,
+)
 from lit_rlsched.settings import check_count
 from lit_rlsched.training.cache_divergence import cache_divergence
 from lit_rlsched.training.round import Round
@@ -36,7 +43,10 @@ class InFlightUpdates(AheadRollout):
     the same time (AReaL's capacity), and none is overtaken by more later ones than `max_staleness`
     allows (windowed FIFO). A completion that is older all the same, such as after a change of the
     settings, is restarted at the start of a round or, if it is finished, dropped and counted in
-    `dropped/stale`.
+    `dropped/stale`. With `too_old="verify"` no prompt has to wait for its turn: before a round, the
+    trainer verifies all tokens of completions that would have one that is too old, each against
+    the policy that drew it (block verification, arXiv 2403.10444). What is kept counts as drawn by
+    the newest policy.
 
     With `pace="turns"` what is drawn follows from weights and seeds alone, and runs repeat bit for
     bit. A checkpoint, a validation and SIGTERM let the round that is being drawn end without more
@@ -56,9 +66,14 @@ class InFlightUpdates(AheadRollout):
             weights, which costs a prefill. `keep` goes on with the keys and values of the old ones.
         turns: See `pace`.
         max_staleness: Maximum age of a trained token in rounds (at the start of the update).
+        too_old: With `wait`, a round does not end before the prompts that would get too old are
+            ready. With `verify` it does, and they are verified, at the cost of a forward pass over
+            them, and of a copy of the trainable weights in CPU memory and in checkpoints of each
+            version that has tokens: `max_staleness` times the optimizer steps of a round, and one.
         prompts_in_flight: Prompts that decode at the same time; from `prompts_per_round` to
-            `max_staleness` times as many. More keep the engine fuller, fewer widen the window. By
-            default half a round less than the most.
+            `max_staleness` times as many, or more if what is too old is verified. More keep the
+            engine fuller, fewer widen the window. By default half a round less than
+            `max_staleness` (2, if that is 1) rounds of prompts.
         replay: Folder `traces` of a run with `pace="free"` and `RolloutLogger(save_trace=True)`:
             weights change at the turns at which they did there. With the same settings and
             checkpoints the run is the same, bit for bit.
@@ -80,11 +95,13 @@ class InFlightUpdates(AheadRollout):
         cache: Cache = "recompute",
         turns: int = 32,
         max_staleness: int = 2,
+        too_old: TooOld = "wait",
         prompts_in_flight: int | None = None,
         replay: str | None = None,
     ) -> None:
         super().__init__("importance")
-        self.settings = InFlight(pace, cache, turns, None if replay is None else recorded(replay))
+        turns_of = None if replay is None else recorded(replay)
+        self.settings = InFlight(pace, cache, turns, turns_of, too_old)
         check_count(OWNER, "max_staleness", max_staleness, 1, "At 0, leave the callback out.")
         self.max_staleness, self.prompts_in_flight = max_staleness, prompts_in_flight
         self._version = 0
@@ -94,6 +111,7 @@ class InFlightUpdates(AheadRollout):
         return (
             "rollouts go on during the update and get its weights after each optimizer step; "
             f"tokens are at most {self.max_staleness} rounds old"
+            + (" or are verified" if self.settings.too_old == "verify" else "")
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -106,10 +124,11 @@ class InFlightUpdates(AheadRollout):
                 f"`{OWNER}(cache='keep')`: `{run.engine.name}` cannot go on with what older "
                 "weights have cached, or would give it to other requests. Use `cache='recompute'`."
             )
-        size, most = run.prompts_per_round, self.max_staleness * run.prompts_per_round
-        prompts = self.prompts_in_flight or max(size, most - size // 2)
+        size, too_old = run.prompts_per_round, self.settings.too_old
+        rounds = max(2, self.max_staleness) if too_old == "verify" else self.max_staleness
+        prompts = self.prompts_in_flight or max(size, rounds * size - size // 2)
         steps = run.steps_per_round * run.num_iterations
-        schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps)
+        schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps, too_old)
         schedule.in_flight = self.settings
         super().setup(trainer, pl_module, stage)
 
@@ -133,7 +152,8 @@ class InFlightUpdates(AheadRollout):
 
         def update() -> None:
             assert data.session is not None
-            data.session.update(version)
+            if data.session.update(version) and self.settings.too_old == "verify":
+                data.run.rounds.drafts.keep_version(data.startup.policy, version)
 
         data.run.lead(update)
 

@@ -106,8 +106,11 @@ class Ledger:
         gathered = run.gathered
         how = "embedding, LM head and two layers, with the gradient of one"
         if run.datamodule.schedule.verifies_drafts:
+            rule = run.datamodule.schedule.rule
+            copies = 1 if rule.verifies_from is None else (rule.max_staleness or 0) + 1
             how = "the trained ones at the time the drafts were drawn"
-            kept = storage_bytes(run.trainable)
+            how = how if copies == 1 else f"{how}, {copies} copies"
+            kept = copies * storage_bytes(run.trainable)
             yield Item("weights of the drafts", kept, kept, how, host=True)
         yield Item("gathered weights", gathered * self._streams, gathered, how)
 

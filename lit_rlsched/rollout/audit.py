@@ -107,6 +107,36 @@ def restart_stale(groups: Iterable[Group], version: int, rule: RoundRule) -> lis
     return discarded
 
 
+def put_off_old(
+    groups: Iterable[Group], version: int, rule: RoundRule
+) -> list[tuple[Completion, Completion]]:
+    """Make drafts of completions that are as old as `rule.verifies_from`, finished or not.
+
+    Returns:
+        Each of them, with a copy of what it was.
+    """
+    if (age := rule.verifies_from) is None:
+        return []
+    old = [c for g in groups for c in g.completions if c.staleness(version) >= age]
+    before = [(completion, completion.copy()) for completion in old]
+    for completion in old:
+        completion.put_off()
+        completion.attempts -= 1  # verified and drawn on, it is the same draw
+    return before
+
+
+def give_scores_back(before: Iterable[tuple[Completion, Completion]]) -> None:
+    """Give completions the scores that they had, where verification has kept all their tokens.
+
+    Args:
+        before: What `put_off_old` returned.
+    """
+    for completion, was in before:
+        if was.scored and completion.token_ids == was.token_ids:
+            for name in ("text", "scores", "extra", "logged", "dropped"):
+                setattr(completion, name, getattr(was, name))
+
+
 def settle(
     groups: Sequence[Group], rule: RoundRule, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:

@@ -40,7 +40,7 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
         "logprobs": _joined((c.logprobs for c in completions), np.float64),
         "span_offsets": _offsets(c.version_spans for c in completions),
         "spans": torch.tensor(spans, dtype=torch.int64).reshape(-1, 2),
-        "draft_versions": [d and d.version for d in drafts],
+        "draft_spans": [d and [*d.version_spans] for d in drafts],
         "draft_offsets": _offsets(d.token_ids if d else () for d in drafts),
         "draft_ids": _joined((d.token_ids for d in drafts if d), np.int32),
         "draft_logprobs": _joined((d.logprobs for d in drafts if d), np.float64),
@@ -84,8 +84,14 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
 def _drafts(state: dict[str, Any]) -> list[Draft | None]:
     tokens = _arrays("i", state["draft_ids"], state["draft_offsets"])
     logprobs = _arrays("d", state["draft_logprobs"], state["draft_offsets"])
-    drafts = zip(tokens, logprobs, state["draft_versions"], strict=True)
-    return [None if v is None else Draft(t, p, v) for t, p, v in drafts]
+    if "draft_spans" not in state:  # earlier checkpoints have drafts of one version each
+        versions = zip(state["draft_versions"], tokens, strict=True)
+        state = {
+            **state,
+            "draft_spans": [None if v is None else [(v, len(t))] for v, t in versions],
+        }
+    drafts = zip(tokens, logprobs, state["draft_spans"], strict=True)
+    return [None if spans is None else Draft(t, p, spans) for t, p, spans in drafts]
 
 
 def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rlsched.rollout.audit import DraftAudit, Harvest, PoolAudit, restart_stale, settle
+from lit_rlsched.rollout.audit import (
+    DraftAudit,
+    Harvest,
+    PoolAudit,
+    give_scores_back,
+    put_off_old,
+    restart_stale,
+    settle,
+)
 from lit_rlsched.rollout.feedback import EarlyStop, Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
@@ -102,6 +110,7 @@ class RoundInProgress:
         self._session = session
         self.rule, self.number, self.version = rule, number, version
         self.groups = planner.plan(rule)
+        before = put_off_old(self.groups, version, rule)
         self._stale = restart_stale(self.groups, version, rule)
         self._watch = prepare(self.groups)
         self._drafts, self._verifying = DraftAudit(), 0.0
@@ -112,6 +121,7 @@ class RoundInProgress:
         self._following, how = None, self._watch.drafts_next
         if how != "go_on":
             self._verify_begun(self.groups)
+        give_scores_back(before)
         if how is not None:
             following = planner.plan_following(rule, self.groups)
             self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")

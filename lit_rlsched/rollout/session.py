@@ -242,11 +242,15 @@ class RolloutSession:
             decode = partial(_with_end, decode, meetings.end)
         self._background = self._threads.submit(decode)
 
-    def update(self, version: int) -> None:
-        """Give a rollout in the background the weights of a new version where they meet."""
+    def update(self, version: int) -> bool:
+        """Give a rollout in the background the weights of a new version where they meet.
+
+        Returns:
+            Whether they met: not if the rollout is over.
+        """
         how, meetings = self._in_flight, self._meetings
         if self._background is None or how is None or meetings is None:
-            return
+            return False
         worker, keep = self.controller.worker, how.cache == "keep"
         doing = self.timeline.doing
         with doing("meeting", TRAINER, waits_for=ENGINES), meetings.trainer() as met:
@@ -257,6 +261,7 @@ class RolloutSession:
                 worker.resume(version)
                 self.trace.updates.append((self._began, self.trace.decode_steps, version))
                 self.engine.policy_changes()
+        return met
 
     def wait(self) -> None:
         """Wait for the rollout in the background, if there is one; its exception is raised here."""

@@ -1,5 +1,6 @@
 """In-flight updates: new weights between two turns of a rollout, and how old tokens may get."""
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -12,6 +13,9 @@ Pace = Literal["turns", "free"]
 """Whether rollout and trainer wait for each other at the turns at which weights change."""
 Cache = Literal["recompute", "keep"]
 """What becomes of the keys and values that older weights have computed."""
+TooOld = Literal["wait", "verify"]
+"""What becomes of prompts that would have tokens of more than `max_staleness` rounds: the round
+waits for them before, or their tokens are verified under the newest policy."""
 OWNER = "InFlightUpdates"
 
 
@@ -25,11 +29,18 @@ class InFlight:
     """Weights change at multiples of this number of turns."""
     replay: Mapping[int, Collection[int]] | None = None
     """Turns of an earlier run with `pace="free"`, by the version that a rollout began with."""
+    too_old: TooOld = "wait"
 
     def __post_init__(self) -> None:
         check_choice(OWNER, "pace", self.pace, get_args(Pace))
         check_choice(OWNER, "cache", self.cache, get_args(Cache))
+        check_choice(OWNER, "too_old", self.too_old, get_args(TooOld))
         check_count(OWNER, "turns", self.turns, 1)
+        if self.too_old == "verify" and self.cache == "keep":
+            raise ValueError(
+                f"`{OWNER}(too_old='verify', cache='keep')`: with kept caches no policy has drawn "
+                "the tokens that were to be verified. Use `cache='recompute'` or `too_old='wait'`."
+            )
         if self.replay is None:
             return
         if self.pace != "free":
@@ -104,30 +115,43 @@ class WindowedRound(RoundRule):
     overtake others that still decode, but none is overtaken `window` times. What is not ready goes
     on in the next round.
 
+    With `too_old="verify"` nothing waits: any prompts that are ready may overtake. A round begins
+    with a draft of each completion that would have too old tokens when the next update begins.
+
     Args:
         update_prompts: Prompts of an update.
         prompts: Prompts that decode at the same time.
         max_staleness: Maximum age of a token in rounds; see `window_of`.
         steps_per_round: Optimizer steps of a round.
+        too_old: What becomes of prompts with tokens that would be older.
 
     Raises:
-        ValueError: `prompts` is less than an update or more than the `capacity`.
+        ValueError: `prompts` is less than an update or, unless what is too old is verified, more
+            than the `capacity`.
     """
 
     def __init__(
-        self, update_prompts: int, prompts: int, max_staleness: int, steps_per_round: int
+        self,
+        update_prompts: int,
+        prompts: int,
+        max_staleness: int,
+        steps_per_round: int,
+        too_old: TooOld = "wait",
     ) -> None:
         check_count(OWNER, "max_staleness", max_staleness, 1, "0 is a run without this callback.")
-        most = capacity(max_staleness, update_prompts, 0)
-        if not update_prompts <= prompts <= most:
+        verifies, most = too_old == "verify", capacity(max_staleness, update_prompts, 0)
+        if prompts < update_prompts or (prompts > most and not verifies):
+            upwards = "or more" if verifies else f"to {most}, or a larger `max_staleness`"
             raise ValueError(
                 f"`{OWNER}(prompts_in_flight={prompts}, {max_staleness=})`: with an update of "
-                f"{update_prompts} prompts use {update_prompts} to {most}, or a larger "
-                "`max_staleness`."
+                f"{update_prompts} prompts use {update_prompts} {upwards}."
             )
         self.update_prompts, self.prompts = update_prompts, prompts
         self.window = window_of(max_staleness, update_prompts, prompts)
         self.max_staleness = max_staleness * steps_per_round
+        if verifies:
+            self.window = sys.maxsize
+            self.verifies_from = (max_staleness - 1) * steps_per_round + 1
         self.ends_early = prompts > update_prompts
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:

@@ -45,6 +45,9 @@ class RoundRule(ABC):
     max_staleness: int | None = 0
     """Maximum number of policy versions between a completion's first token and the round. An older
     completion is restarted. 0: all tokens of a round have one version; `None`: no limit."""
+    verifies_from: int | None = None
+    """Number of policy versions between a completion's first token and the round from which on the
+    round begins with its tokens as a draft, to be verified. `None`: however old they are, not."""
     most_deferred = 0
     """Maximum number of prompts that wait in the pool beside those of a round."""
     ends_early = False

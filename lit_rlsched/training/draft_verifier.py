@@ -5,7 +5,7 @@ The method, its cost and its exactness are described in `docs/explanation/rollpa
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,13 +98,19 @@ class Drafts:
         self._audit = DraftAudit()
         """Of the round so far."""
 
-    def keep(self, policy: nn.Module, version: int, pool: Iterable[Group]) -> None:
+    def keep(
+        self, policy: nn.Module, version: int, pool: Iterable[Group], ages: bool = False
+    ) -> None:
         """Keep the trainable weights of each version that has a draft in the pool after a round.
 
-        `policy` has the weights of `version`, the round's policy version.
+        `policy` has the weights of `version`, the round's policy version. If tokens `ages`, any of
+        the pool may become a draft later, and the versions that drew them are kept, too.
         """
         self.kept_whole, self._audit = [], DraftAudit()
-        live = {c.draft.version for g in pool for c in g.completions if c.draft is not None}
+        completions = [c for group in pool for c in group.completions]
+        live = {v for c in completions if c.draft for v in c.draft.versions}
+        if ages:
+            live |= {v for c in completions for v, _ in c.version_spans}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
             self.keep_version(policy, version)
@@ -132,8 +138,9 @@ class Drafts:
 
         A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
         token drawn after it. It is finished if these tokens end it. Of a draft beyond the limit
-        its first tokens are verified. `policy` has the weights of `version`; the noise depends on
-        `seed`, `salt`, prompt, index and version alone.
+        its first tokens are verified. Each token is compared with the policy that drew it; a draft
+        whose weights are not kept is discarded. `policy` has the weights of `version`; the noise
+        depends on `seed`, `salt`, prompt, index and version alone.
 
         Raises:
             RuntimeError: If the engine's log-probs differ from those that the trainer computes with
@@ -145,8 +152,7 @@ class Drafts:
             name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)
-            most = sample.group.sampling.max_completion_length
-            draft = Draft(draft.token_ids[:most], draft.logprobs[:most], draft.version)
+            draft = draft.first(sample.group.sampling.max_completion_length)
             counters = torch.arange(len(draft.token_ids))
             noise = float(counter_uniform(after, counters[:1]))
             return _Trial(sample, draft, counter_uniform(accept, counters), noise)
@@ -155,8 +161,8 @@ class Drafts:
         drafts = [(s, d) for s in samples if (d := s.completion.draft) is not None]
         for sample, _ in drafts:
             sample.completion.draft = None
-        trials = [trial(s, d) for s, d in drafts if d.token_ids]
-        audit = DraftAudit(tokens=sum(t.tokens for t in trials))
+        audit = DraftAudit(tokens=sum(len(d.token_ids) for _, d in drafts))
+        trials = [trial(s, d) for s, d in drafts if d.token_ids and self._knows(d)]
         if not trials:
             return audit
         with evaluating(policy), forward_context():
@@ -169,11 +175,14 @@ class Drafts:
                 one.accept(one.tokens)
                 audit.completed += 1
             parameters = _trainable(policy).items()
-            for drew in sorted({t.draft.version for t in cut}):
-                weights = {name: self.weights[drew][name].to(p) for name, p in parameters}
-                members = [t for t in cut if t.draft.version == drew]
+            for versions in sorted({t.draft.versions for t in cut}):
+                drew = {
+                    version: {name: self.weights[version][name].to(p) for name, p in parameters}
+                    for version in versions
+                }
+                members = [t for t in cut if t.draft.versions == versions]
                 for batch in split_by_tokens(members, micro_batch_tokens, PASS):
-                    audit.gap += _cut(policy, weights, batch)
+                    audit.gap += _cut(policy, drew, batch)
         audit.compared = sum(t.tokens for t in cut)
         self._audit += audit
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
@@ -190,6 +199,10 @@ class Drafts:
             if completion.finished and one.is_accepted:
                 self.kept_whole.append(completion)
         return audit
+
+    def _knows(self, draft: Draft) -> bool:
+        """Whether the weights of all its versions are kept."""
+        return self.weights.keys() >= {*draft.versions}
 
 
 def _trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
@@ -232,8 +245,15 @@ def _differs(audit: DraftAudit, allowed: float) -> str:
     )
 
 
-def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial]) -> float:
+def _cut(
+    policy: nn.Module, drew: Mapping[int, dict[str, Tensor]], batch: Sequence[_Trial]
+) -> float:
     """Accept a prefix of each draft and draw a token after it.
+
+    Args:
+        policy: The verifying policy.
+        drew: Trainable weights by version. All drafts of the batch have tokens of each version.
+        batch: Drafts.
 
     Returns:
         The sum over tokens of the difference between the log-probs of the engine that drew them and
@@ -243,13 +263,22 @@ def _cut(policy: nn.Module, weights: dict[str, Tensor], batch: Sequence[_Trial])
     distributions = partial(vocabulary_logprobs, policy, temperature=temperature)
     tensors = _tensors(policy, batch)
     new = completion_states(policy, *tensors)
-    with _with(policy, weights):
-        old = completion_states(policy, *tensors)
+    old = {}
+    for version, weights in drew.items():
+        with _with(policy, weights):
+            old[version] = completion_states(policy, *tensors)
+    spans = [span for one in batch for span in one.draft.version_spans]
+    by = torch.tensor([version for version, tokens in spans for _ in range(tokens)])
 
     def both(positions: slice) -> tuple[Tensor, Tensor]:
         logp = distributions(new[positions])
-        with _with(policy, weights):
-            return logp, distributions(old[positions])
+        logq = torch.empty_like(logp)
+        for version, weights in drew.items():
+            at = (by[positions] == version).nonzero().squeeze(1).to(logp.device)
+            if len(at):
+                with _with(policy, weights):
+                    logq[at] = distributions(old[version][positions][at])
+        return logp, logq
 
     log_weights = torch.cat([t.log_weights[:-1] for t in batch]).to(new.device)
     config: Any = base_model(policy).config.get_text_config()

@@ -144,7 +144,8 @@ class TrainingRounds:
         self.next.clear()
         following = drawn.following
         self._following = following if following is not None and following.goes_on else None
-        self.drafts.keep(how.policy, how.version, planner.pool)
+        ages = how.rule.verifies_from is not None
+        self.drafts.keep(how.policy, how.version, planner.pool, ages)
         return round, _counts(round, drawn.harvest) + drawn.failures
 
     def draw_ahead(self, how: Drawing) -> None:
@@ -157,6 +158,8 @@ class TrainingRounds:
             self.drafts.keep_version(how.policy, how.version)
             self.next.go_on(how.session, self._following)
         elif correction == "importance":
+            if how.rule.verifies_from is not None:
+                self.drafts.keep_version(how.policy, how.version)
 
             def watchers(groups: list[Group]) -> Watchers:
                 how.start(groups)
@@ -208,7 +211,7 @@ class TrainingRounds:
         """Let the forward pass that verified a draft be that of the old log-probs."""
         whole = {id(completion) for completion in self.drafts.kept_whole}
         for completion in round.completions:
-            if id(completion) in whole:
+            if id(completion) in whole and completion.tokens_of(round.version):
                 completion.old_logprobs = completion.logprobs
 
     def _blame(self, rewards: dict[str, float]) -> None:

@@ -122,14 +122,55 @@ def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
     assert seen.rounds[-1].metrics["rollout/pool_prompts"] > 0, "others were still being drawn"
 
 
+@pytest.mark.mostly_slow("TransformersEngine")
+@pytest.mark.parametrize("decoder", [TransformersEngine, VLLMEngine])
+def test_what_would_be_too_old_is_verified(fit, tiny_model, decoder):
+    """Each token is then of the version that verified it, or was drawn since."""
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    how = {"max_staleness": 1, "too_old": "verify"}
+    seen, _ = run(fit, tiny_model, decoder=decoder(), how=how, reward_funcs=[length])
+    verified, several, gaps = 0, 0, []
+    for round in seen.rounds:
+        verified += round.metrics.get("drafts/tokens", 0)
+        assert "dropped/stale" not in round.metrics or not round.metrics["dropped/stale"]
+        for group in round.groups:
+            for completion in group.completions:
+                assert completion.scores == [float(len(completion.text))]
+                spans = completion.version_spans
+                assert sum(tokens for _, tokens in spans) == len(completion.token_ids)
+                assert 0 <= round.version - spans[0][0] <= STEPS
+                several += len(spans) > 1
+                versions = [version for version, tokens in spans for _ in range(tokens)]
+                expected = {v: logprobs(seen.policies[v], group, completion) for v, _ in spans}
+                gaps += [
+                    abs(drawn - float(expected[version][i]))
+                    for i, (drawn, version) in enumerate(
+                        zip(completion.logprobs, versions, strict=True)
+                    )
+                ]
+    assert max(gaps) < 1e-4
+    assert verified > 20 and several > 4
+    assert sum("time/drafts" in round.metrics for round in seen.rounds) >= 2
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"max_staleness": 1, "too_old": "verify"}])
 def test_a_run_does_not_depend_on_timing_and_a_resumed_run_is_the_same(
-    fit, tiny_model, tmp_path, monkeypatch
+    fit, tiny_model, tmp_path, monkeypatch, settings
 ):
     """From the middle of a round and from its end: with a round that was drawn in part."""
-    saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=3)
     on = {"enable_checkpointing": True}
-    seen, whole = run(fit, tiny_model, saver, trainer=on, reward_funcs=[slowly()])
+
+    def run_once(saver, **more):
+        arguments = {"how": settings, "trainer": on, "reward_funcs": [slowly()], **more}
+        return run(fit, tiny_model, saver, **arguments)
+
+    saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=3)
+    seen, whole = run_once(saver)
+    assert settings == {} or any("drafts/tokens" in round.metrics for round in seen.rounds)
     update = GRPOModule.training_step
 
     def dawdle(self, *args):
@@ -138,14 +179,12 @@ def test_a_run_does_not_depend_on_timing_and_a_resumed_run_is_the_same(
 
     monkeypatch.setattr(GRPOModule, "training_step", dawdle)
     saver = ModelCheckpoint(tmp_path / "d", "{step}", save_top_k=-1, every_n_train_steps=3)
-    again, same = run(fit, tiny_model, saver, trainer=on, reward_funcs=[slowly()])
+    again, same = run_once(saver)
     assert again.drawn == seen.drawn and torch.equal(same, whole)
     for step in (3, 6):
         path = str(tmp_path / "c" / f"step={step}.ckpt")
         saver = ModelCheckpoint(tmp_path / "e", "{step}", save_top_k=-1, every_n_train_steps=3)
-        rest, same = run(
-            fit, tiny_model, saver, trainer=on, ckpt_path=path, reward_funcs=[slowly()]
-        )
+        rest, same = run_once(saver, ckpt_path=path)
         assert rest.drawn == seen.drawn[-len(rest.rounds) :]
         assert torch.equal(same, whole), f"from step {step}"
         for now, then in zip(rest.rounds, seen.rounds[-len(rest.rounds) :], strict=True):

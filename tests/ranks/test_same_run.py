@@ -111,8 +111,15 @@ def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
     timed = {"AheadRollout": {}, "Timeline": {}}
     ahead = {"callbacks": timed, "engine": "TransformersEngine", "rounds": 4}
     filled = {"callbacks": {"DrainFilling": {}}, "rounds": 4}
+    in_flight = {"InFlightUpdates": {"turns": 4, "max_staleness": 1, "too_old": "verify"}}
+    mixed = {
+        "callbacks": in_flight,
+        "engine": "TransformersEngine",
+        "data": {"steps_per_round": 2},
+        "rounds": 4,
+    }
     plain = {"plain": True}
-    for variant in (drafts, ahead, filled, plain):
+    for variant in (drafts, ahead, filled, mixed, plain):
         exact = {"precision": "64-true", **variant}
         check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
 
@@ -143,6 +150,11 @@ REFUSED = {
         {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine"},
         FSDP2,
         "correction='verify'",
+    ),
+    "drafts of several policies": (
+        {"callbacks": {"InFlightUpdates": {"too_old": "verify"}}, "engine": "TransformersEngine"},
+        FSDP2,
+        "too_old='verify'",
     ),
     "planner": ({"callbacks": {"ParallelismPlanner": {}}}, DDP, "ParallelismPlanner"),
     "slots": (

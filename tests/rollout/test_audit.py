@@ -13,11 +13,14 @@ from lit_rlsched.rollout.audit import (
     DraftAudit,
     Harvest,
     PoolAudit,
+    give_scores_back,
     length_bias,
     mean_length,
+    put_off_old,
     restart_stale,
     settle,
 )
+from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
@@ -283,9 +286,37 @@ def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
     assert (harvest.drafted, harvest.unfinished) == ((attempts, []) if keeps else ([], attempts))
     assert [g.id for g in harvest.left] == ["a@0"] and harvest.trained == [won]
     _, second, third = harvest.left[0].completions
-    draft = Draft(array("i", [7, 7]), array("d", [-0.5, -0.5]), 4) if keeps else None
+    draft = Draft(array("i", [7, 7]), array("d", [-0.5, -0.5]), [(4, 2)]) if keeps else None
     assert second == Completion(1, attempts=1, draft=draft) and third == Completion(2)
     assert harvest.discarded_tokens == (0 if keeps else 5)
+
+
+def test_what_is_old_becomes_a_draft_finished_or_not():
+    rule = WindowedRound(1, 2, 2, steps_per_round=3, too_old="verify")
+    done = completion(0, (3, 1), (5, 2), reason="stop")
+    done.scores, done.text, done.extra = [1.0], "text", {"answer": 1}
+    young = completion(2, (4, 1), (5, 2), reason="stop")
+    old = group("a", done, completion(1, (3, 2)), young, Completion(3))
+    before = put_off_old([old], 7, rule)
+    assert [(c.index, was.finished) for c, was in before] == [(0, True), (1, False)]
+    assert [c.draft and c.draft.version_spans for c in old.completions] == [
+        [(3, 1), (5, 2)],
+        [(3, 2)],
+        None,
+        None,
+    ]
+    assert not done.scored and not done.attempts, "drawn on, it is the same draw"
+    assert not restart_stale([old], 7, rule) and young.version_spans == [(4, 1), (5, 2)]
+    assert put_off_old([group("b", completion(0, (3, 1)))], 7, FullRound(1)) == []
+    for (c, was), kept in ((before[0], 3), (before[1], 2)):
+        c.draft, c.token_ids = None, was.token_ids[:kept]
+    give_scores_back(before)
+    assert (done.scores, done.text, done.extra) == ([1.0], "text", {"answer": 1})
+    assert not old.completions[1].scored
+    done.restart()
+    done.token_ids = array("i", [7, 7])
+    give_scores_back(before)
+    assert not done.scored, "it is another completion"
 
 
 def test_an_audit_survives_a_checkpoint():

@@ -1,7 +1,6 @@
 import io
 from array import array
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,9 @@ logs = st.sampled_from([{}, {"spread": [0.5]}, {"": [], "b": [-1.0, 2.5]}])
 def drafts(draw):
     tokens = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), min_size=1, max_size=4))
     token_ids, logprobs = zip(*tokens, strict=True)
-    return Draft(array("i", token_ids), array("d", logprobs), draw(st.integers(0, 2**40)))
+    n, version = draw(st.integers(0, len(tokens))), draw(st.integers(0, 2**40))
+    spans = [(v, k) for v, k in ((version, n), (version + 1, len(tokens) - n)) if k]
+    return Draft(array("i", token_ids), array("d", logprobs), spans)
 
 
 @st.composite
@@ -212,7 +213,7 @@ def test_a_restart_forgets_all_but_the_attempts():
 def test_a_pool_begun_anew_tells_what_it_throws_away():
     pool, _ = partial_pool()
     tokens = sum(len(c.token_ids) for c in pool.completions)
-    pool.completions[0].draft = Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), 5)
+    pool.completions[0].draft = Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
     assert pool.restart() == tokens + 2 > 2
     assert pool.restart() == 0
     assert all(c == Completion(c.index) for c in pool.completions)
@@ -222,18 +223,30 @@ def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     done = Completion(1, [8, 1], [-1.5, -0.125], [(5, 2)], "stop", scores=[1.0], text="text")
     done.put_off()
     assert done == Completion(
-        1, attempts=1, draft=Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), 5)
+        1, attempts=1, draft=Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
     )
     copied = done.copy()
     copied.restart()  # a draft is never drawn on from
     assert copied == Completion(1, attempts=1) and done.draft is not None
 
 
-def test_a_draft_has_one_version():
+def test_the_first_tokens_of_a_draft_keep_their_versions():
     half = Completion(0, [5, 6, 7], [-0.5, -0.25, -2.0], [(3, 1), (5, 2)])
-    for completion in (half, Completion(0)):
-        with pytest.raises(ValueError, match="A draft has tokens of one policy version"):
-            completion.put_off()
+    half.put_off()
+    draft = half.draft
+    assert draft.versions == (3, 5) and draft.first(3) == draft == draft.first(9)
+    assert draft.first(2) == Draft(draft.token_ids[:2], draft.logprobs[:2], [(3, 1), (5, 1)])
+    assert draft.first(1).version_spans == [(3, 1)] and draft.first(0).version_spans == []
+
+
+def test_a_checkpoint_of_drafts_of_one_version_each_can_be_read():
+    pool, prompts = partial_pool()
+    pool.completions[0].draft = Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
+    packed = pack(pool)
+    spans = packed.pop("draft_spans")
+    packed["draft_versions"] = [s and s[0][0] for s in spans]
+    assert packed["draft_versions"].count(5) == 1
+    assert unpack(packed, prompts.__getitem__) == [*pool]
 
 
 def test_which_tokens_are_of_a_version():

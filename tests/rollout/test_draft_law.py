@@ -16,7 +16,7 @@ from lit_rlsched.training import draft_verifier
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
 
-TEMPERATURE, VERSION = 3.0, 4
+TEMPERATURE, VERSION, SWITCH = 3.0, 4, 2
 
 
 def ends(tokens, limit=LIMIT):
@@ -51,7 +51,17 @@ def law(logp, begun=None, limit=LIMIT):
     return found
 
 
-def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT):
+def by_one(tokens):
+    """All tokens were drawn by version 1."""
+    return [(1, tokens)]
+
+
+def by_two(tokens):
+    """The first `SWITCH` tokens were drawn by version 1, the others by version 2."""
+    return [(v, n) for v, n in ((1, min(tokens, SWITCH)), (2, tokens - SWITCH)) if n > 0]
+
+
+def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one):
     """What the verifier makes of each draft: acceptance `[C]`, and residuals by prefix `[V]`.
 
     It is told by its noise how many tokens to keep and which one to draw after them; what it makes
@@ -90,7 +100,7 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT):
         return token
 
     completions = [
-        Completion(i, draft=Draft(x, [logq[x[:k]][t] for k, t in enumerate(x)], 1))
+        Completion(i, draft=Draft(x, [logq[x[:k]][t] for k, t in enumerate(x)], spans(len(x))))
         for i, (x, _, _) in enumerate(script)
     ]
     group = Group("g", Prompt("p", "", PROMPT), Sampling(limit, TEMPERATURE), completions)
@@ -125,18 +135,23 @@ def chances(accepts, residuals, draft):
 class Laws:
     """Policies `p` and `q`, and matrices `[draft, result]` of what becomes of drafts."""
 
-    def __init__(self, monkeypatch, weights_of="q", told_by="q", drawn_by="q"):
+    def __init__(self, monkeypatch, weights_of="q", told_by="q", drawn_by="q", spans=by_one):
         self.p = make_policy(0)
         policies = {"q": moved(self.p, seed=3), "other": moved(self.p, seed=4)}
         policies["engine"] = moved(policies["q"], by=0.02)
         self.kept = Drafts()
         self.kept.keep_version(policies[weights_of], 1)
-        self.logp, self.logq = table(self.p), table(policies[drawn_by])
+        self.kept.keep_version(policies["other"], 2)
+        tables = {name: table(policy) for name, policy in policies.items()}
+        early = {x: row for x, row in tables["q"].items() if len(x) < SWITCH}
+        tables["q, then other"] = {**tables["other"], **early}
+        self.logp, self.logq = table(self.p), tables[drawn_by]
         self.P, self.Q = self.row(law(self.logp)), self.row(law(self.logq))
         self.drafts = sorted({x[:cut] for x in WHOLE for cut in range(1, LIMIT + 1)})
-        told = table(policies[told_by])
-        self.trainer = table(policies["q"])
-        self.accepts, self.residuals = outcomes(monkeypatch, self.p, self.kept, self.drafts, told)
+        told, self.trainer = tables[told_by], tables["q"]
+        self.accepts, self.residuals = outcomes(
+            monkeypatch, self.p, self.kept, self.drafts, told, spans=spans
+        )
 
     def row(self, found):
         return np.array([found[x] for x in WHOLE])
@@ -225,6 +240,15 @@ WRONG = {
 @pytest.mark.parametrize("rows", WRONG.values(), ids=WRONG)
 def test_another_joint_law_if_drafts_are_chosen_by_content(laws, rows):
     assert laws.error(laws.joint(lambda cut: rows(laws, cut))) > 0.01
+
+
+def test_drafts_of_two_policies_are_verified_against_both(monkeypatch):
+    both = {"told_by": "q, then other", "drawn_by": "q, then other"}
+    laws = Laws(monkeypatch, **both, spans=by_two)
+    assert 0 < SWITCH < LIMIT and laws.logq != laws.trainer
+    assert laws.error(laws.joint(laws.matrix)) < 1e-12
+    laws = Laws(monkeypatch, **both)  # as if the first had drawn all of it
+    assert laws.error(laws.joint(laws.matrix)) > 0.01
 
 
 @pytest.mark.parametrize("settings", [{"weights_of": "other"}, {"told_by": "other"}])

@@ -186,20 +186,45 @@ def test_a_version_is_kept_while_it_has_drafts():
     policy.requires_grad_(False)
     head = policy.lm_head.weight.requires_grad_(True)
     first, second = groups_of(2)
-    first.completions[0].draft = Draft((2,), (-1.0,), 3)
+    first.completions[0].draft = Draft((2,), (-1.0,), [(3, 1)])
     drafts.keep(policy, 3, [first])
     assert drafts.weights.keys() == {3} and drafts.weights[3].keys() == {"lm_head.weight"}
     kept = drafts.weights[3]["lm_head.weight"]
     with torch.no_grad():
         head += 1  # an update
     assert torch.equal(kept, head - 1) and not kept.requires_grad
-    second.completions[1].draft = Draft((2,), (-1.0,), 4)
+    second.completions[1].draft = Draft((2,), (-1.0,), [(4, 1)])
     drafts.keep(policy, 4, [first, second])
     assert drafts.weights.keys() == {3, 4} and drafts.weights[3]["lm_head.weight"] is kept
     drafts.keep(policy, 5, [second])
     assert drafts.weights.keys() == {4}
     drafts.keep(policy, 6, [])
     assert drafts.weights == {}
+
+
+def test_versions_of_all_tokens_are_kept_if_they_may_become_drafts():
+    policy, drafts, (group,) = make_policy(0), Drafts(), groups_of(1)
+    group.completions[0].version_spans = [(3, 1), (5, 2)]
+    for version in (3, 4, 5):
+        drafts.keep_version(policy, version)
+    was = drafts.weights[3]
+    drafts.keep(policy, 5, [group], ages=True)
+    assert drafts.weights.keys() == {3, 5} and drafts.weights[3] is was
+    drafts.keep(policy, 5, [group])
+    assert drafts.weights == {}
+
+
+def test_a_draft_of_unknown_weights_is_discarded():
+    """After a resume from a checkpoint of a run that kept none."""
+    policy = make_policy(0)
+    drafts, groups = lost(policy, 2)
+    other = groups[0].completions[0]
+    tokens = len(other.draft.token_ids)
+    spans = [(0, 1), *other.draft.version_spans]
+    other.draft = Draft(other.draft.token_ids, other.draft.logprobs, spans)
+    audit = verify(drafts, policy, groups)
+    assert other == Completion(0, attempts=other.attempts)
+    assert audit.rejected_tokens == tokens and audit.nonfinite == 0
 
 
 def test_weights_survive_a_checkpoint():
@@ -219,7 +244,7 @@ def test_a_draft_with_a_log_prob_that_is_not_finite_is_dropped(bad):
     policy = make_policy(0)
     drafts, groups = lost(policy, 2)
     broken = groups[0].completions[1]
-    broken.draft = Draft((2, 3), (-1.0, bad), 1)
+    broken.draft = Draft((2, 3), (-1.0, bad), [(1, 2)])
     left = copy.deepcopy(groups)
     audit = verify(drafts, policy, groups)
     assert audit.nonfinite == 1 and audit.rejected_tokens == 2
@@ -235,7 +260,7 @@ def test_the_log_probs_of_the_engine_are_compared_with_the_trainers():
     for completion in (c for g in groups for c in g.completions):
         if (draft := completion.draft) is not None:
             told = [p + (0.01 if i % 2 else -0.03) for i, p in enumerate(draft.logprobs)]
-            completion.draft = Draft(draft.token_ids, told, draft.version)
+            completion.draft = Draft(draft.token_ids, told, draft.version_spans)
     later, twin, unchecked = moved(policy, by=0.3), *(copy.deepcopy(groups) for _ in range(2))
     few = verify(drafts, later, copy.deepcopy(groups[:20]), allowed_gap=0)  # too few to judge
     assert 0 < few.compared < 256

@@ -54,7 +54,7 @@ class Run:
             for completion in group.completions:
                 if (draft := completion.draft) is None:
                     continue
-                self.verified[group.id, completion.index, draft.version] += 1
+                self.verified[group.id, completion.index, draft.versions] += 1
                 kept = (len(draft.token_ids) + 1) // 2
                 completion.draft, completion.version_spans = None, [(version, kept)]
                 completion.token_ids.extend(draft.token_ids[:kept])
@@ -71,9 +71,9 @@ class Run:
         if drawn.following is not None:
             for sample in drawn.following.samples:
                 if (draft := sample.completion.draft) is not None:
-                    assert draft.version == number
+                    assert draft.versions == (number,)
                     assert sample.group.deferred or not sample.completion.attempts
-                    self.begun.add((sample.group.id, sample.completion.index, number))
+                    self.begun.add((sample.group.id, sample.completion.index, (number,)))
         self.rounds.append(drawn)
         return drawn
 
@@ -81,7 +81,7 @@ class Run:
     def waiting(self):
         """Drafts of the pool."""
         samples = ((g, c) for g in self.pool for c in g.completions if c.draft)
-        return {(g.id, c.index, c.draft.version) for g, c in samples}
+        return {(g.id, c.index, c.draft.versions) for g, c in samples}
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

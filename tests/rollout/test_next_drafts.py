@@ -91,7 +91,7 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
     kept = [data.draw(st.integers(1, length)) for length in own]
     session, groups, drafts = started(own, later, slots, engines)
     for group, length in zip(groups, own, strict=True):
-        group.completions[0].draft = Draft([7] * length, [0.0] * length, 0)
+        group.completions[0].draft = Draft([7] * length, [0.0] * length, [(0, length)])
 
     parts = []
 
@@ -196,9 +196,9 @@ def test_a_cut_draft_has_all_its_tokens(own, later, slots):
         sample.completion.take(event, 3)
     whole.put_off()
     for sample, length in zip(whole.samples, later, strict=True):
-        draft = Draft(sample.completion.token_ids, sample.completion.logprobs, 3)
         assert not sample.completion.token_ids and not sample.completion.attempts
-        assert len(sample.completion.draft.token_ids) == length != len(draft.token_ids)
+        assert sample.completion.draft.version_spans == [(3, length)]
+        assert len(sample.completion.draft.token_ids) == length
     assert not Following(whole.groups, "later").samples, "a draft is not drawn on"
 
 

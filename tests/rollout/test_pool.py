@@ -222,7 +222,7 @@ class Round:
         for group in groups:
             for c in group.completions:
                 length = min(self.lengths[f"{group.id}/{c.index}"], LIMIT)
-                c.draft = Draft([7] * length, [0.0] * length, 0)
+                c.draft = Draft([7] * length, [0.0] * length, [(0, length)])
 
         def verify(part):
             for c in (c for group in part for c in group.completions):

@@ -140,7 +140,7 @@ def accept_some(groups, version, limit, whole=0):
     for group in groups:
         for completion in (c for c in group.completions if c.draft):
             draft, completion.draft = completion.draft, None
-            assert draft.version < version
+            assert draft.versions[-1] < version
             n = stable_hash("accept", group.id, completion.index) % (len(draft.token_ids) + 1)
             if stable_hash("whole", group.id, completion.index, version) % 10 < whole:
                 n = len(draft.token_ids)
@@ -398,7 +398,7 @@ def test_what_lost_keeps_its_tokens_as_drafts(case):
                 assert c == Completion(c.index, attempts=c.attempts, draft=c.draft)
                 assert (c.draft is not None) == (c.attempts == 1)
                 if c.draft is not None:  # of the round that put it off
-                    assert c.draft.version == versions.setdefault(g.id, r.version)
+                    assert c.draft.versions == (versions.setdefault(g.id, r.version),)
         decoded += r.trace.tokens
         replaced += r.replaced
         trained += sum(len(c.token_ids) for g in r.trained for c in g.completions)

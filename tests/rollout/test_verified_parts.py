@@ -23,7 +23,7 @@ from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Samplin
 def group(name, completions, draft=None):
     drawn = [Completion(i) for i in range(completions)]
     for each in drawn if draft else ():
-        each.draft = Draft([7] * draft, [0.0] * draft, 0)
+        each.draft = Draft([7] * draft, [0.0] * draft, [(0, draft)])
     return Group(name, Prompt(name, "", (2, 3)), Sampling(16), drawn)
 
 
@@ -158,7 +158,7 @@ def test_the_longest_drafts_are_verified_first_in_parts_of_about_equal_positions
     for i, of_group in enumerate(lengths):
         groups.append(group(str(i), len(of_group)))
         for c, length in zip(groups[-1].completions, of_group, strict=True):
-            c.draft = Draft([7] * length, [0.0] * length, 0) if length else None
+            c.draft = Draft([7] * length, [0.0] * length, [(0, length)]) if length else None
     parts = verified_together(groups)
     assert sorted(g.id for part in parts for g in part) == sorted(g.id for g in groups)
     order = [[c.draft and len(c.draft.token_ids) for c in g.completions] for p in parts for g in p]

@@ -87,6 +87,24 @@ def test_the_bound_is_reached():
     assert [g.id for g in trained] == ["0", "3"]
 
 
+def test_nothing_is_waited_for_if_what_is_too_old_is_verified():
+    """The prompt that never ends goes on beside the others."""
+    rule = WindowedRound(2, 5, 2, steps_per_round=3, too_old="verify")
+    assert (rule.verifies_from, rule.max_staleness) == (4, 6)
+    assert WindowedRound(2, 5, 1, 3, "verify").verifies_from == 1
+    assert WindowedRound(2, 4, 2, 3).verifies_from is None
+    pool = [group(i) for i in range(5)]
+    for number in range(50):
+        pool += [group(10 * number + 20 + i) for i in range(rule.fresh_prompts(pool))]
+        for g in pool[1:]:
+            g.completions[0].finish_reason = "stop"
+        state = RoundState(pool, 5, decoded=pool[1:])
+        assert rule.done(state) and not rule.done(RoundState(pool, 5, decoded=pool[1:2]))
+        trained, pool = rule.settle(pool, state)
+        assert len(trained) == 2 and pool[0].id == "0"
+    assert pool[0].overtaken == 100
+
+
 def test_prompts_that_are_taken_by_hand():
     def of(ready, most=9, window=3, overtaken=None):
         return taken(overtaken or [0] * len(ready), [r == "x" for r in ready], most, window)
@@ -128,12 +146,17 @@ def test_wrong_sizes_are_refused(prompts):
     ):
         WindowedRound(8, 12, 2, 1).check_enough(11)
     WindowedRound(8, 12, 2, 1).check_enough(12)
+    WindowedRound(8, 17, 2, 1, "verify")
+    with pytest.raises(ValueError, match=r"prompts_in_flight=7, .*use 8 or more\."):
+        WindowedRound(8, 7, 2, 1, "verify")
 
 
 def test_wrong_settings_are_refused():
-    for name, value in (("pace", "fast"), ("cache", "drop"), ("turns", 0)):
+    for name, value in (("pace", "fast"), ("cache", "drop"), ("turns", 0), ("too_old", "drop")):
         with pytest.raises(ValueError, match=rf"`InFlightUpdates\({name}="):
             replace(InFlight(), **{name: value})
+    with pytest.raises(ValueError, match=r"too_old='verify', cache='keep'.*Use `cache='rec"):
+        InFlight(cache="keep", too_old="verify")
     with pytest.raises(ValueError, match=r"repeats by itself\. Leave `replay` out"):
         InFlight("turns", replay={0: [32]})
     with pytest.raises(ValueError, match=r"of that run changed at turn 30\. Use its `turns`"):
