@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
-from lit_rlsched.cli_wording import plain
+from lit_rlsched.cli_wording import plain, refused_by_class
 from lit_rlsched.refusals import RunFailed, is_refusal
 
 
@@ -82,7 +82,7 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
         except Exception as error:
             if not (isinstance(error, RunFailed) or (is_refusal(error) and not run.begun)):
                 raise
-            raise Refusal(str(error), run.command) from error
+            raise Refusal(refused_by_class(str(error)), run.command) from error
     except Refusal as refusal:
         if debug:
             traceback.print_exception(refusal.__cause__ or refusal)

@@ -42,6 +42,17 @@ def plain(message: str, parser: _Parser) -> str:
     return message
 
 
+def refused_by_class(message: str) -> str:
+    """Return what a class refuses, without the list of types that jsonargparse tried in its place.
+
+    Args:
+        message: Message of an error while the objects of a configuration are made.
+    """
+    tried = r"Does not validate against any of the Union.*?Errors:\n\s*- (`[^\n]*)"
+    found = re.match(tried, message, re.DOTALL)
+    return found[1] if found else message
+
+
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.7)
     return f" Did you mean `{near[0]}`?" if near else ""

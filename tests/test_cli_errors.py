@@ -109,6 +109,13 @@ def test_one_message_about_a_file(refused, tmp_path, text, said):
     assert said in refused("-c", str(tmp_path / "bad.yaml"))
 
 
+def test_what_a_callback_refuses_is_said_in_its_words(refused):
+    one = "--trainer.callbacks+=InFlightUpdates", "--trainer.callbacks.max_staleness=-1"
+    said = refused(*one)
+    assert said.startswith("`InFlightUpdates(max_staleness=-1)`: must be a whole number, 1 or more")
+    assert "\n" not in said
+
+
 def test_best_names_the_files_there_are(refused, tmp_path):
     (tmp_path / "step=3.ckpt").touch()
     saves = (
