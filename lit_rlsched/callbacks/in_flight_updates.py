@@ -73,7 +73,7 @@ class InFlightUpdates(AheadRollout):
         prompts_in_flight: Prompts that decode at the same time; from `prompts_per_round` to
             `max_staleness` times as many, or more if what is too old is verified. More keep the
             engine fuller, fewer widen the window. By default half a round less than
-            `max_staleness` (2, if that is 1) rounds of prompts.
+            `max_staleness` rounds of prompts, and with `verify` one and a half rounds at least.
         replay: Folder `traces` of a run with `pace="free"` and `RolloutLogger(save_trace=True)`:
             weights change at the turns at which they did there. With the same settings and
             checkpoints the run is the same, bit for bit.
@@ -100,8 +100,7 @@ class InFlightUpdates(AheadRollout):
         replay: str | None = None,
     ) -> None:
         super().__init__("importance")
-        turns_of = None if replay is None else recorded(replay)
-        self.settings = InFlight(pace, cache, turns, turns_of, too_old)
+        self.settings = InFlight(pace, cache, turns, recorded(replay), too_old)
         check_count(OWNER, "max_staleness", max_staleness, 1, "At 0, leave the callback out.")
         self.max_staleness, self.prompts_in_flight = max_staleness, prompts_in_flight
         self._version = 0
@@ -111,7 +110,6 @@ class InFlightUpdates(AheadRollout):
         return (
             "rollouts go on during the update and get its weights after each optimizer step; "
             f"tokens are at most {self.max_staleness} rounds old"
-            + (" or are verified" if self.settings.too_old == "verify" else "")
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -124,10 +122,8 @@ class InFlightUpdates(AheadRollout):
                 f"`{OWNER}(cache='keep')`: `{run.engine.name}` cannot go on with what older "
                 "weights have cached, or would give it to other requests. Use `cache='recompute'`."
             )
-        size, too_old = run.prompts_per_round, self.settings.too_old
-        rounds = max(2, self.max_staleness) if too_old == "verify" else self.max_staleness
-        prompts = self.prompts_in_flight or max(size, rounds * size - size // 2)
-        steps = run.steps_per_round * run.num_iterations
+        size, steps = run.prompts_per_round, run.steps_per_round * run.num_iterations
+        prompts, too_old = self.prompts_in_flight, self.settings.too_old
         schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps, too_old)
         schedule.in_flight = self.settings
         super().setup(trainer, pl_module, stage)
@@ -158,12 +154,14 @@ class InFlightUpdates(AheadRollout):
         data.run.lead(update)
 
 
-def recorded(folder: str) -> dict[int, set[int]]:
+def recorded(folder: str | None) -> dict[int, set[int]] | None:
     """Read at which turns weights changed, by the version that each rollout began with.
 
     Raises:
         ValueError: the folder has no traces of a run with updates in flight.
     """
+    if folder is None:
+        return None
     import pyarrow.parquet as pq
 
     turns: dict[int, set[int]] = {}

@@ -14,8 +14,7 @@ Pace = Literal["turns", "free"]
 Cache = Literal["recompute", "keep"]
 """What becomes of the keys and values that older weights have computed."""
 TooOld = Literal["wait", "verify"]
-"""What becomes of prompts that would have tokens of more than `max_staleness` rounds: the round
-waits for them before, or their tokens are verified under the newest policy."""
+"""What becomes of prompts whose tokens would get too old: they are waited for, or verified."""
 OWNER = "InFlightUpdates"
 
 
@@ -120,26 +119,29 @@ class WindowedRound(RoundRule):
 
     Args:
         update_prompts: Prompts of an update.
-        prompts: Prompts that decode at the same time.
+        prompts: Prompts that decode at the same time; by default half an update less than
+            `capacity`, and with `verify` one and a half updates at least.
         max_staleness: Maximum age of a token in rounds; see `window_of`.
         steps_per_round: Optimizer steps of a round.
         too_old: What becomes of prompts with tokens that would be older.
 
     Raises:
-        ValueError: `prompts` is less than an update or, unless what is too old is verified, more
-            than the `capacity`.
+        ValueError: `prompts` is less than an update or, with `wait`, more than the `capacity`.
     """
 
     def __init__(
         self,
         update_prompts: int,
-        prompts: int,
+        prompts: int | None,
         max_staleness: int,
         steps_per_round: int,
         too_old: TooOld = "wait",
     ) -> None:
         check_count(OWNER, "max_staleness", max_staleness, 1, "0 is a run without this callback.")
         verifies, most = too_old == "verify", capacity(max_staleness, update_prompts, 0)
+        if prompts is None:
+            usual = max(most, 2 * update_prompts) if verifies else most
+            prompts = max(update_prompts, usual - update_prompts // 2)
         if prompts < update_prompts or (prompts > most and not verifies):
             upwards = "or more" if verifies else f"to {most}, or a larger `max_staleness`"
             raise ValueError(

@@ -93,6 +93,8 @@ def test_nothing_is_waited_for_if_what_is_too_old_is_verified():
     assert (rule.verifies_from, rule.max_staleness) == (4, 6)
     assert WindowedRound(2, 5, 1, 3, "verify").verifies_from == 1
     assert WindowedRound(2, 4, 2, 3).verifies_from is None
+    usual = [(how, n) for how in ("wait", "verify") for n in (1, 3)]
+    assert [WindowedRound(4, None, n, 1, how).prompts for how, n in usual] == [4, 10, 6, 10]
     pool = [group(i) for i in range(5)]
     for number in range(50):
         pool += [group(10 * number + 20 + i) for i in range(rule.fresh_prompts(pool))]
