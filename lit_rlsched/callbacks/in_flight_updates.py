@@ -1,6 +1,5 @@
 """New weights go into a rollout that runs, after each optimizer step."""
 
-from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -8,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
+from lit_rlsched.rollout.meetings import recorded_turns
 from lit_rlsched.scheduling.in_flight_updates import (
     OWNER,
     Cache,
@@ -100,7 +100,7 @@ class InFlightUpdates(AheadRollout):
         replay: str | None = None,
     ) -> None:
         super().__init__("importance")
-        self.settings = InFlight(pace, cache, turns, recorded(replay), too_old)
+        self.settings = InFlight(pace, cache, turns, recorded_turns(replay), too_old)
         check_count(OWNER, "max_staleness", max_staleness, 1, "At 0, leave the callback out.")
         self.max_staleness, self.prompts_in_flight = max_staleness, prompts_in_flight
         self._version = 0
@@ -152,25 +152,3 @@ class InFlightUpdates(AheadRollout):
                 data.run.rounds.drafts.keep_version(data.startup.policy, version)
 
         data.run.lead(update)
-
-
-def recorded(folder: str | None) -> dict[int, set[int]] | None:
-    """Read at which turns weights changed, by the version that each rollout began with.
-
-    Raises:
-        ValueError: the folder has no traces of a run with updates in flight.
-    """
-    if folder is None:
-        return None
-    import pyarrow.parquet as pq
-
-    turns: dict[int, set[int]] = {}
-    for path in Path(folder).glob("round_*_updates.parquet"):
-        for row in pq.read_table(path).to_pylist():
-            turns.setdefault(row["began"], set()).add(row["turn"])
-    if not turns:
-        raise ValueError(
-            f"`{OWNER}(replay={folder!r})`: there is no `round_*_updates.parquet`. Give the folder "
-            "`traces` of a run with `pace='free'` and `RolloutLogger(save_trace=True)`."
-        )
-    return turns
