@@ -109,7 +109,7 @@ class InFlightUpdates(AheadRollout):
         """Return the settings in words."""
         return (
             "rollouts go on during the update and get its weights after each optimizer step; "
-            f"tokens are at most {self.max_staleness} rounds old"
+            f"tokens are at most {self.max_staleness} round{'s' * (self.max_staleness > 1)} old"
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
