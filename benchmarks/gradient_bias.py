@@ -148,8 +148,10 @@ def biases(found: np.ndarray, full: np.ndarray) -> dict[str, float]:
         return cross(differences[at], differences[at]) / cross(full[at], full[at])
 
     def cosine(at: np.ndarray) -> float:
-        norms = cross(found[at], found[at]) * cross(full[at], full[at])
-        return cross(found[at], full[at]) / math.sqrt(max(norms, 1e-300))
+        ours, theirs = cross(found[at], found[at]), cross(full[at], full[at])
+        if min(ours, theirs) <= 0:  # the noise is larger than the gradient
+            return math.nan
+        return cross(found[at], full[at]) / math.sqrt(ours * theirs)
 
     value, error = jackknife(squared, n)
     angle, off = jackknife(cosine, n)
