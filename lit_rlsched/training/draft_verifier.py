@@ -99,17 +99,17 @@ class Drafts:
         """Of the round so far."""
 
     def keep(
-        self, policy: nn.Module, version: int, pool: Iterable[Group], ages: bool = False
+        self, policy: nn.Module, version: int, pool: Iterable[Group], all_tokens: bool = False
     ) -> None:
         """Keep the trainable weights of each version that has a draft in the pool after a round.
 
-        `policy` has the weights of `version`, the round's policy version. If tokens `ages`, any of
-        the pool may become a draft later, and the versions that drew them are kept, too.
+        `policy` has the weights of `version`, the round's policy version. With `all_tokens` any
+        token of the pool may become part of a draft later, so the versions that drew them are kept.
         """
         self.kept_whole, self._audit = [], DraftAudit()
         completions = [c for group in pool for c in group.completions]
         live = {v for c in completions if c.draft for v in c.draft.versions}
-        if ages:
+        if all_tokens:
             live |= {v for c in completions for v, _ in c.version_spans}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
@@ -152,15 +152,16 @@ class Drafts:
             name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)
-            draft = draft.first(sample.group.sampling.max_completion_length)
             counters = torch.arange(len(draft.token_ids))
             noise = float(counter_uniform(after, counters[:1]))
             return _Trial(sample, draft, counter_uniform(accept, counters), noise)
 
-        samples = [Sample(g, c) for g in groups for c in g.completions]
-        drafts = [(s, d) for s in samples if (d := s.completion.draft) is not None]
-        for sample, _ in drafts:
-            sample.completion.draft = None
+        drafts = []
+        for sample in (Sample(g, c) for g in groups for c in g.completions):
+            if (draft := sample.completion.draft) is not None:
+                limit = sample.group.sampling.max_completion_length
+                drafts.append((sample, draft.first(limit)))
+                sample.completion.draft = None
         audit = DraftAudit(tokens=sum(len(d.token_ids) for _, d in drafts))
         trials = [trial(s, d) for s, d in drafts if d.token_ids and self._knows(d)]
         if not trials:
@@ -257,7 +258,7 @@ def _cut(
 
     Returns:
         The sum over tokens of the difference between the log-probs of the engine that drew them and
-        those with `weights`, each `MOST_OF_ONE` at most.
+        those with the weights that drew them, each `MOST_OF_ONE` at most.
     """
     temperature = batch[0].temperature
     distributions = partial(vocabulary_logprobs, policy, temperature=temperature)

@@ -144,8 +144,8 @@ class TrainingRounds:
         self.next.clear()
         following = drawn.following
         self._following = following if following is not None and following.goes_on else None
-        ages = how.rule.verifies_from is not None
-        self.drafts.keep(how.policy, how.version, planner.pool, ages)
+        old = how.rule.verifies_from is not None
+        self.drafts.keep(how.policy, how.version, planner.pool, all_tokens=old)
         return round, _counts(round, drawn.harvest) + drawn.failures
 
     def draw_ahead(self, how: Drawing) -> None:
@@ -158,7 +158,7 @@ class TrainingRounds:
             self.drafts.keep_version(how.policy, how.version)
             self.next.go_on(how.session, self._following)
         elif correction == "importance":
-            if how.rule.verifies_from is not None:
+            if how.rule.verifies_from is not None and how.version not in self.drafts.weights:
                 self.drafts.keep_version(how.policy, how.version)
 
             def watchers(groups: list[Group]) -> Watchers:

@@ -305,7 +305,7 @@ def test_another_joint_law_if_siblings_share_their_noise(laws):
 
 
 def test_an_empty_draft_is_no_draft(laws):
-    completion = Completion(0, draft=Draft((), (), 1))
+    completion = Completion(0, draft=Draft((), (), []))
     group = Group("g", Prompt("p", "", PROMPT), Sampling(LIMIT, TEMPERATURE), [completion])
     audit = verify(laws.kept, laws.p, [group], VERSION)
     assert completion == Completion(0) and audit.tokens == audit.completed == 0
@@ -317,6 +317,14 @@ def test_the_sums_go_through_what_is_rare(laws):
     ended = [(k, row[EOS]) for x in whole for k, row in laws.residuals[x].items()]
     assert {k for k, eos in ended if eos > 0} == set(range(LIMIT))
     assert any(laws.accepts[x][-1] < 1 for x in whole)
+
+
+def test_tokens_beyond_a_shorter_limit_are_no_tokens_of_the_draft(laws):
+    draft = next(x for x in laws.drafts if len(x) == LIMIT)
+    logprobs = [laws.logq[draft[:k]][t] for k, t in enumerate(draft)]
+    completion = Completion(0, draft=Draft(draft, logprobs, by_one(LIMIT)))
+    group = Group("g", Prompt("p", "", PROMPT), Sampling(LIMIT - 1, TEMPERATURE), [completion])
+    assert verify(laws.kept, laws.p, [group], VERSION).tokens == LIMIT - 1
 
 
 def test_a_shorter_limit(monkeypatch, laws):

@@ -208,7 +208,7 @@ def test_versions_of_all_tokens_are_kept_if_they_may_become_drafts():
     for version in (3, 4, 5):
         drafts.keep_version(policy, version)
     was = drafts.weights[3]
-    drafts.keep(policy, 5, [group], ages=True)
+    drafts.keep(policy, 5, [group], all_tokens=True)
     assert drafts.weights.keys() == {3, 5} and drafts.weights[3] is was
     drafts.keep(policy, 5, [group])
     assert drafts.weights == {}
