@@ -143,8 +143,8 @@ class Startup:
         Also those that would decide which completions end first, by the memory they take.
         """
         schedule, rule = self._data.schedule, self._data.schedule.rule
-        mixed = rule.keeps_drafts and rule.max_staleness != 0
-        if mixed or (rule.keeps_drafts and schedule.in_flight is not None):
+        mixed = rule.max_staleness != 0
+        if rule.keeps_drafts and (mixed or schedule.in_flight is not None):
             why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
             why = why if mixed else "has drafts, and `InFlightUpdates` changes weights meanwhile"
             raise ValueError(

@@ -89,6 +89,15 @@ def logprobs(policy, group, completion):
     return completion_logprobs(policy, ids, *sizes, temperature=1.0)[0][0]
 
 
+def gaps_of(seen, group, completion):
+    """How far the log-prob of each token is from that of the policy of its version."""
+    spans = completion.version_spans
+    versions = [version for version, tokens in spans for _ in range(tokens)]
+    expected = {v: logprobs(seen.policies[v], group, completion) for v, _ in spans}
+    drawn = enumerate(zip(completion.logprobs, versions, strict=True))
+    return [abs(logp - float(expected[version][i])) for i, (logp, version) in drawn]
+
+
 @pytest.mark.mostly_slow("TransformersEngine")
 @pytest.mark.parametrize("decoder", [TransformersEngine, VLLMEngine])
 def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
@@ -103,13 +112,7 @@ def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
                 assert versions == sorted(versions) and len(versions) == len(completion.token_ids)
                 assert 0 <= round.version - versions[0] <= 2 * STEPS
                 several += len(spans) > 2
-                expected = {v: logprobs(seen.policies[v], group, completion) for v, _ in spans}
-                gaps += [
-                    abs(drawn - float(expected[version][i]))
-                    for i, (drawn, version) in enumerate(
-                        zip(completion.logprobs, versions, strict=True)
-                    )
-                ]
+                gaps += gaps_of(seen, group, completion)
     assert max(gaps) < 1e-4
     assert several > 4, "the weights have changed twice while they were drawn"
     first, *later = (round.metrics for round in seen.rounds)
@@ -143,14 +146,7 @@ def test_what_would_be_too_old_is_verified(fit, tiny_model, decoder):
                 assert sum(tokens for _, tokens in spans) == len(completion.token_ids)
                 assert 0 <= round.version - spans[0][0] <= STEPS
                 several += len(spans) > 1
-                versions = [version for version, tokens in spans for _ in range(tokens)]
-                expected = {v: logprobs(seen.policies[v], group, completion) for v, _ in spans}
-                gaps += [
-                    abs(drawn - float(expected[version][i]))
-                    for i, (drawn, version) in enumerate(
-                        zip(completion.logprobs, versions, strict=True)
-                    )
-                ]
+                gaps += gaps_of(seen, group, completion)
     assert max(gaps) < 1e-4
     assert verified > 20 and several > 4
     assert sum("time/drafts" in round.metrics for round in seen.rounds) >= 2
