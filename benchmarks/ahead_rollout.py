@@ -11,7 +11,7 @@ is. `seconds in all` has these, too.
 - `synchronous`: engine and trainer take turns, each with one thread and with two.
 - `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
   trainer.
-- `streamed`: `verify` with `StreamedTraining`, where a round has one optimizer step.
+- `unstreamed`: `verify`, but all gradients are computed after the round.
 - `in_flight`: `InFlightUpdates(turns=16)`, whose rounds end when an update's prompts are ready, so
   the bounds of whole rounds are not its own.
 
@@ -58,8 +58,9 @@ VARIANTS = {
     "1_thread": Variant("synchronous, 1 thread"),
     "2_threads": Variant("synchronous, 2 threads"),
     "verify": Variant("verify", (*OWN_PROCESS, AHEAD)),
-    "streamed": Variant(
-        "verify, gradients streamed", (*OWN_PROCESS, AHEAD, "--trainer.callbacks+=StreamedTraining")
+    "unstreamed": Variant(
+        "verify, gradients after the round",
+        (*OWN_PROCESS, AHEAD, "--trainer.callbacks+=benchmarks.ahead_rollout.Unstreamed"),
     ),
     "importance": Variant(
         "importance", (*OWN_PROCESS, AHEAD, "--trainer.callbacks.correction=importance")
@@ -71,7 +72,7 @@ VARIANTS = {
 }
 REWARD, ROUNDS = 0.4, 5
 """A run has reached an accuracy when the mean of so many rounds is this."""
-BOUNDED = ("verify", "streamed", "importance")
+BOUNDED = ("verify", "unstreamed", "importance")
 """Variants that draw whole rounds beside the update."""
 SETTINGS = (
     "--data.val_greedy=false",
@@ -94,6 +95,14 @@ class WallClock(RolloutCallback):
         assert self._began is not None
         if rollout_datamodule(trainer, self).run.round_is_over:
             log_now(trainer, {"wall_seconds": time.perf_counter() - self._began})
+
+
+class Unstreamed(RolloutCallback):
+    """Compute no gradients during the rollout."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo what `AheadRollout` has set."""
+        rollout_datamodule(trainer, self).schedule.streaming = None
 
 
 @dataclass(frozen=True)
@@ -239,9 +248,8 @@ def measured(case: str, options: Namespace) -> str:
     runs: dict[str, list[Run]] = {}
     for seed in options.seeds:
         for name, variant in VARIANTS.items():
-            if name != "streamed" or case != "update":
-                with threads(2 if name == "2_threads" else 1):
-                    runs.setdefault(name, []).append(fit(name, seed, variant.arguments))
+            with threads(2 if name == "2_threads" else 1):
+                runs.setdefault(name, []).append(fit(name, seed, variant.arguments))
     for folder in (options.out / results.commit()).glob(f"{case}_beside_*"):
         shutil.rmtree(folder)  # one of them alone would not be beside another
     with threads(1), ThreadPoolExecutor(2) as pool:

@@ -137,6 +137,10 @@ REFUSED = {
 }
 """Pairs of callbacks that cannot work together, and why."""
 CHANGED = {
+    ("AheadRollout", "StreamedTraining"): (
+        "With `correction='verify'` gradients are streamed anyway, and `StreamedTraining` only "
+        "sets `start`; with `importance` it is refused."
+    ),
     ("DownSampling", "SortedBatching"): (
         "Completions are selected from whole groups, so rounds train on whole groups with every "
         "`advantage`."

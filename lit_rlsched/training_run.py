@@ -80,7 +80,7 @@ class TrainingRun:
         self.team = Team()
         """The Trainer's processes."""
         self._parts: list[OptimizerStep] = []
-        """Parts of the current round's step that this rank has accumulated for the leader."""
+        """Parts of the round's first step that this rank has accumulated for the leader."""
         self._start = 0
         self._empty_steps = 0
         self._last: Trainer | None = None
@@ -254,9 +254,8 @@ class TrainingRun:
         self.current, self._start, self._empty_steps = round, round.version, 0
         self.counters += counts
         round.metrics |= dict.fromkeys(data.rewards.counters(), 0) | self.counters
-        limit = data.sampling.max_completion_length
-        told = self.advice.of_round(round, data.rewards.weights, limit, self.learner.needs_group)
-        for text in told:
+        weights, limit = data.rewards.weights, data.sampling.max_completion_length
+        for text in self.advice.of_round(round, weights, limit, self.learner.needs_group):
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
         return round, self.counters
@@ -398,3 +397,4 @@ class TrainingRun:
         if (saved := state["round"]) is not None:
             self.current = Round.from_state(saved, prompt_of_uid)
             self._start, self._empty_steps = saved["start"], saved["empty_steps"]
+            self.update.accumulate_again(self.current, self._cursor())

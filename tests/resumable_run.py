@@ -86,6 +86,17 @@ SCHEDULES = {
         )
         for name, correction in (("ahead", "verify"), ("ahead importance", "importance"))
     },
+    "ahead streamed": (
+        {
+            "prompts_per_round": 2,
+            "max_completion_length": 40,
+            "num_generations": 3,
+            "num_iterations": 2,
+            "micro_batch_tokens": 64,
+        },
+        8,
+        lambda: [AheadRollout(), StreamedTraining(start=0)],
+    ),
     "in flight": (
         {
             "prompts_per_round": 2,
@@ -278,7 +289,7 @@ def state_hash(state):
 
 
 def main(folder, engine, model, schedule, place, stops):
-    beside = schedule in ("streamed", "ahead", "ahead importance", "in flight")
+    beside = schedule in ("streamed", "in flight") or schedule.startswith("ahead")
     if beside:
         forked_engines.begin()
     folder = Path(folder)
@@ -293,8 +304,7 @@ def main(folder, engine, model, schedule, place, stops):
         val_num_generations=2,
         val_greedy=schedule == "full",  # decoded greedily, few completions end early
         engine=engines.ProcessEngine(decoder) if beside else decoder,
-        micro_batch_tokens=256,
-        **{"prompts_per_round": 4, **settings},
+        **{"prompts_per_round": 4, "micro_batch_tokens": 256, **settings},
     )
     uids, recovered, prediction = Uids(), Recovered(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)

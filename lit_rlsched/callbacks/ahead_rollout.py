@@ -10,6 +10,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
 from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.ahead_rollout import Correction
+from lit_rlsched.scheduling.streamed_training import Streaming
 
 
 class AheadRollout(RolloutCallback):
@@ -25,7 +26,10 @@ class AheadRollout(RolloutCallback):
       verification, arXiv 2403.10444). The result is distributed as if the newest policy had drawn
       all of it, up to the difference between engine and trainer. Rewards are computed afterwards,
       or during the update if the draft is then kept whole.
-      Slots that are free meanwhile begin the drafts of the round after it.
+      Slots that are free meanwhile begin the drafts of the round after it, and the trainer
+      computes gradients of groups that are whole, as with `StreamedTraining`. It does not if the
+      engine would wait meanwhile, if `steps_per_round` is above 1, or if advantages or loss need
+      the whole update.
     * `importance`: they are trained on as they are, as in `SortedBatching(mode="partial")`: with
       the clipped ratio relative to the policy that drew them or, in RLOO and with
       `old_logprobs="trainer"`, weighted as `importance_sampling_mode` says. Bias: clipping and
@@ -45,8 +49,8 @@ class AheadRollout(RolloutCallback):
 
     Each round logs `ahead_rollout/rollout_seconds` (time of the rollout beside the update) and
     `ahead_rollout/wait_seconds` (how long the trainer waited for its end); with `verify` also
-    `ahead_rollout/tokens`, `ahead_rollout/rewards_kept`, `rollout/draft_tokens`, `drafts/*` and
-    `time/drafts`.
+    `ahead_rollout/tokens`, `ahead_rollout/rewards_kept`, `rollout/draft_tokens`, `drafts/*`,
+    `time/drafts` and `streamed_training/*`.
 
     Args:
         correction: `verify` or `importance`.
@@ -89,6 +93,8 @@ class AheadRollout(RolloutCallback):
             what = "tokens are trained against"
             self._check_importance(who, run)
             warn_of_correction(who, pl_module.hparams)
+        elif run.steps_per_round == 1 and run.learner.streaming_obstacle() is None:
+            schedule.streaming = schedule.streaming or Streaming()
         check_logprobs(who, run.engine, run.sampling, what)
         schedule.ahead = self.correction
         self._trainer = trainer

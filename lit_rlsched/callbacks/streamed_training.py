@@ -14,13 +14,13 @@ class StreamedTraining(RolloutCallback):
 
     RollPacker (arXiv 2509.21009, section 4.4). During a rollout the trainer runs forward and
     backward passes over groups as they are scored. When the round ends it does the same for the
-    remaining groups and takes the one optimizer step. Losses are divided by a constant at first,
+    remaining groups and takes the first optimizer step. Losses are divided by a constant at first,
     and the summed gradients are corrected before the step, so the update equals the one without
-    this callback up to rounding.
+    this callback up to rounding. With several `num_iterations` the first one is streamed; the
+    log-probs that the others compare with are computed before each gradient.
 
     Runs repeat bit for bit, because groups are assigned to micro-batches in the order in which they
-    were decoded; up to rounding only if completions are aborted during a round (`TailBatching` with
-    `completion_ratio`, early stop).
+    were decoded; up to rounding only with `TailBatching(completion_ratio=...)`, where scores race.
 
     The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`. It waits for
     the trainer after every step, so that little overlaps, if decisions of the trainer change what
@@ -29,8 +29,10 @@ class StreamedTraining(RolloutCallback):
     the paper, GPUs are not moved from the rollout to the trainer: gradients are in memory beside
     the engine's cache.
 
-    Checkpoints hold no gradients. A run resumed between a rollout and its update computes all of
-    them again, equal up to rounding.
+    Checkpoints hold no gradients. A run resumed between a rollout and its update computes them
+    again in the same parts, so that they are equal bit for bit.
+
+    `AheadRollout(correction="verify")` does the same by itself, with `start=0.2`.
 
     Each round logs `streamed_training/streamed_share` (share of the completions whose gradients
     were computed during the rollout), `streamed_training/gradient_seconds` (time spent on them),
@@ -43,8 +45,8 @@ class StreamedTraining(RolloutCallback):
 
     Raises:
         ValueError: `start` is out of range.
-        MisconfigurationException: the engine is in the trainer's process, a round has more than one
-            optimizer step, or advantages or loss need the whole update.
+        MisconfigurationException: the engine is in the trainer's process, a round is divided over
+            several optimizer steps, or advantages or loss need the whole update.
 
     Example::
 
@@ -72,12 +74,11 @@ class StreamedTraining(RolloutCallback):
             return
         schedule, run = rollout_schedule(trainer, self)
         check_decodes_by_itself("`StreamedTraining`", run.engine)
-        if run.steps_per_round * run.num_iterations > 1:
+        if run.steps_per_round > 1:
             raise MisconfigurationException(
-                f"`StreamedTraining`: a round has `steps_per_round={run.steps_per_round}` times "
-                f"`num_iterations={run.num_iterations}` optimizer steps. Gradients of later steps "
-                "need weights that do not exist yet, and the groups of the first step are known "
-                "only at the end of the round. Use 1 and 1."
+                f"`StreamedTraining` with `steps_per_round={run.steps_per_round}`: the groups of "
+                "the first optimizer step are known only at the end of the round. Use "
+                "`steps_per_round=1`; `num_iterations` may be any number."
             )
         if (why := run.learner.streaming_obstacle()) is not None:
             raise MisconfigurationException(f"`StreamedTraining`: {why}.")

@@ -69,6 +69,8 @@ class RolloutController:
         """Completions dropped since the run began, by reason."""
         self.waited = 0.0
         """Seconds for which this round stopped decoding to wait for scores."""
+        self.intervenes = False
+        """Whether the engine waits for this loop after each step."""
         self.state = RoundState([], 0)
         """State of the current or last round, as its rule sees it."""
         self.before_step: Callable[[Worker, Callable[[], None]], None] | None = None
@@ -137,9 +139,10 @@ class RolloutController:
                 samples = self._unfinished(samples)
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
+            self.intervenes = self._intervenes(len(samples))
             self.worker.start_round(
                 take_turns=not rule.discards(self.state),
-                ahead=not self._intervenes(len(samples)),
+                ahead=not self.intervenes,
                 version=version,
             )
             finished: list[Sample] = []

@@ -167,7 +167,10 @@ class RoundInProgress:
         """Decode and score the groups until the rule ends the round."""
         began = time.perf_counter()
         controller, trace = self._session.controller, self._session.trace
+        beside_update = self._watch.drafts_next == "go_on"
         for _ in self._rollout:
+            if beside_update and controller.intervenes:
+                continue  # the engine would wait now, and decodes beside the update
             self._watch.advanced(controller.state, trace)
         self._metrics = controller.end_predictions() | self._session.metrics()
         self._state, self._trace = controller.state, trace

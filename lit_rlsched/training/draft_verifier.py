@@ -201,6 +201,13 @@ class Drafts:
                 self.kept_whole.append(completion)
         return audit
 
+    def give_old_logprobs(self, completions: Iterable[Completion], version: int) -> None:
+        """Let the pass that verified a draft be that of the old log-probs, if it was kept whole."""
+        whole = {id(completion) for completion in self.kept_whole}
+        for completion in completions:
+            if id(completion) in whole and completion.tokens_of(version):
+                completion.old_logprobs = completion.logprobs
+
     def _knows(self, draft: Draft) -> bool:
         """Whether the weights of all its versions are kept."""
         return self.weights.keys() >= {*draft.versions}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,16 @@ LARGEST_ADVANTAGE = 1e16
 """A larger advantage counts as infinite: from 1.8e19 on the gradient norm overflows in float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class LostGradients:
+    """Parts of a round's first step whose gradients were accumulated before a checkpoint."""
+
+    divisor: tuple[int, int]
+    """See `OptimizerStep`."""
+    parts: list[list[str]]
+    """Ids of each part's groups. The same parts give the same sums, bit for bit."""
+
+
 @dataclass(slots=True)
 class Round:
     """The groups that a rollout gave to train on, in the order in which they were planned.
@@ -40,8 +50,9 @@ class Round:
     """`None` after a resume."""
     metrics: dict[str, float] = field(default_factory=dict)
     accumulated: list[OptimizerStep] = field(default_factory=list)
-    """Parts of the round's only optimizer step whose gradients are accumulated; empty after a
-    resume, because checkpoints hold no gradients."""
+    """Parts of the round's first optimizer step whose gradients are accumulated."""
+    lost: LostGradients | None = None
+    """Gradients to compute again after a resume, because checkpoints hold none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave trace and accumulated steps out for other ranks, which have their own steps."""
@@ -49,12 +60,24 @@ class Round:
 
     def state_dict(self) -> dict[str, Any]:
         """What training on the round needs."""
-        return {"number": self.number, "version": self.version, "groups": pack(self.groups)}
+        lost = self.lost
+        if self.accumulated:
+            divisor = self.accumulated[0].divisor
+            parts = [[*dict.fromkeys(s.group.id for s in p.samples)] for p in self.accumulated]
+            lost = LostGradients((divisor.sequences, int(divisor.tokens)), parts)
+        return {
+            "number": self.number,
+            "version": self.version,
+            "groups": pack(self.groups),
+            "streamed": lost and list(astuple(lost)),
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> "Round":
         """Restore a round from `state_dict`; `prompt` finds a prompt by its uid."""
-        return cls(state["number"], state["version"], unpack(state["groups"], prompt))
+        groups, streamed = unpack(state["groups"], prompt), state.get("streamed")
+        lost = LostGradients(*streamed) if streamed else None
+        return cls(state["number"], state["version"], groups, lost=lost)
 
     @property
     def ordinal(self) -> int:

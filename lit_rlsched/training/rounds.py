@@ -110,6 +110,7 @@ class TrainingRounds:
                     stream = GradientStream(
                         settings.streaming,
                         settings.update,
+                        self.drafts,
                         number=how.number,
                         version=how.version,
                         divisor=(sequences, sequences * planner.sampling.max_completion_length),
@@ -127,7 +128,7 @@ class TrainingRounds:
         check_rewards(round, update.weights, sequences)
         drop_stale(round, how.rule.max_staleness)
         if update.needs_old_logprobs:
-            self._reuse_logprobs(round)
+            self.drafts.give_old_logprobs(round.completions, round.version)
         streamed = stream.streamed if stream else set()
         rest = [group for group in round.groups if group.id not in streamed]
         update.assign_advantages(Round(how.number, how.version, rest))
@@ -206,13 +207,6 @@ class TrainingRounds:
             advanced=stream.advance if stream else lambda state, trace: None,
             drafts_next=settings.drafts_next,
         )
-
-    def _reuse_logprobs(self, round: Round) -> None:
-        """Let the forward pass that verified a draft be that of the old log-probs."""
-        whole = {id(completion) for completion in self.drafts.kept_whole}
-        for completion in round.completions:
-            if id(completion) in whole and completion.tokens_of(round.version):
-                completion.old_logprobs = completion.logprobs
 
     def _blame(self, rewards: dict[str, float]) -> None:
         """Warn once about each reward function whose scores cannot be trained on."""

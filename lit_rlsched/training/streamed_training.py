@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
@@ -23,6 +24,7 @@ class GradientStream:
         self,
         streaming: Streaming,
         update: Update,
+        drafts: Drafts,
         *,
         number: int,
         version: int,
@@ -32,6 +34,7 @@ class GradientStream:
         self.streamed: set[str] = set()
         """Ids of the groups whose gradients are accumulated."""
         self._update = update
+        self._drafts = drafts
         self._number = number
         self._version = version
         self._divisor = divisor
@@ -63,6 +66,9 @@ class GradientStream:
         round.metrics["streamed_training/overlap_seconds"] = round.trace.overlap_seconds
 
     def _accumulate(self, groups: Sequence[Group]) -> None:
+        if self._update.needs_old_logprobs:
+            completions = [c for group in groups for c in group.completions]
+            self._drafts.give_old_logprobs(completions, self._version)
         # Copies, because a race must not see which completions the selection drops.
         copies = [group.copy() for group in groups]
         round = Round(self._number, self._version, copies)

@@ -108,7 +108,7 @@ class Update:
             return {name: values.cpu() for name, values in self.learner.score(batch).items()}
 
     def accumulate(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
-        """Accumulate the gradients of a part of the round's only step, on all ranks."""
+        """Accumulate the gradients of a part of the round's first step, on all ranks."""
         if self.team.size > 1:
             len(self.part_of_step(part, divisor))  # decides about shared prompts for all ranks
         return self.team.call("accumulate", self.accumulate_part, part, divisor)
@@ -119,8 +119,23 @@ class Update:
         self.learner.accumulate(step)
         return step
 
+    def accumulate_again(self, round: Round, taken: int) -> None:
+        """Compute the gradients again that a resumed round has lost, each rank its share.
+
+        Nothing is lost if a step of the round is `taken`.
+        """
+        if round.lost is None or taken:
+            return
+        of_id, lost = {group.id: group for group in round.groups}, round.lost
+        parts = [[of_id[name] for name in names] for names in lost.parts]
+        round.accumulated = [
+            self.accumulate_part(Round(round.number, round.version, part), lost.divisor)
+            for part in parts
+        ]
+        round.lost = None
+
     def part_of_step(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
-        """Build a part of the round's only step; for `divisor` see `OptimizerStep`."""
+        """Build a part of the round's first step; for `divisor` see `OptimizerStep`."""
         return self._step_of(part.groups, part.version, divisor=divisor)
 
     def step(self, round: Round, index: int) -> OptimizerStep:
@@ -133,7 +148,8 @@ class Update:
         groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
         parts = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
         members = [groups[i] for i in parts[number]]
-        step = self._step_of(members, round.version, accumulated=round.accumulated)
+        accumulated = round.accumulated if index == 0 else ()
+        step = self._step_of(members, round.version, accumulated=accumulated)
         if self.steps_per_round > 1:
             tokens = self._step_of(groups, round.version).totals.tokens / self.steps_per_round
             step.divisor = replace(step.divisor, tokens=tokens)

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.training.rounds import TrainingRounds
+from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.weight_sync import PolicyReader
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
@@ -55,6 +56,13 @@ def run(
         **{**SMALL, **data},
     )
     return seen, weights(module), datamodule
+
+
+class Unstreamed(RolloutCallback):
+    """Computes all gradients after the round."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.datamodule.schedule.streaming = None
 
 
 def in_turn(monkeypatch):
@@ -119,38 +127,46 @@ def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
     check_hooks(seen)
 
 
-def test_the_pass_that_verifies_gives_the_old_logprobs(fit, tiny_model, monkeypatch):
-    """Of drafts that are kept whole; `SMALL` has two optimizer steps a round."""
-    scored, whole = [], []
-    score, reuse = GRPOModule.score, TrainingRounds._reuse_logprobs
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_pass_that_verifies_gives_the_old_logprobs(fit, tiny_model, monkeypatch, streamed):
+    """Of drafts that are kept whole, where a round has two optimizer steps."""
+    scored, whole = [], Counter()
+    score, give = GRPOModule.score, Drafts.give_old_logprobs
 
     def note(self, batch):
         scored.append(len(batch.completion_lengths))
         return score(self, batch)
 
-    def compare(self, round):
-        reuse(self, round)
-        reused = [s for s in round.samples if s.completion.old_logprobs is not None]
-        whole.append(len(reused))
-        rows = PolicyReader(trained.model).logprobs(
-            [s.group.prompt for s in reused], [s.completion for s in reused], 1.0
-        )
-        for sample, again in zip(reused, rows, strict=True):
-            assert [*sample.completion.old_logprobs] == pytest.approx(again.tolist(), abs=1e-5)
+    def count(self, completions, version):
+        without = [c for c in completions if c.old_logprobs is None]
+        give(self, completions, version)
+        whole[version] += sum(c.old_logprobs is not None for c in without)
+
+    class Compare(Rounds):
+        def on_round_end(self, trainer, pl_module, round):
+            super().on_round_end(trainer, pl_module, round)
+            rows = PolicyReader(pl_module.model).logprobs(
+                [s.group.prompt for s in round.samples], round.completions, 1.0
+            )
+            for completion, again in zip(round.completions, rows, strict=True):
+                assert [*completion.old_logprobs] == pytest.approx(again.tolist(), abs=1e-5)
 
     monkeypatch.setattr(GRPOModule, "score", note)
-    monkeypatch.setattr(TrainingRounds, "_reuse_logprobs", compare)
-    seen, trained = Rounds(), GRPOModule(tiny_model, learning_rate=3e-4)
+    monkeypatch.setattr(Drafts, "give_old_logprobs", count)
+    seen = Compare()
     fit(
-        trained,
-        [seen, AheadRollout()],
+        GRPOModule(tiny_model, learning_rate=3e-4),
+        [seen, AheadRollout(), *([] if streamed else [Unstreamed()])],
         {"max_epochs": 3},
         engine=ProcessEngine(TransformersEngine()),
-        **SMALL,
+        num_generations=3,
+        num_iterations=2,
+        micro_batch_tokens=64,
     )
-    assert whole[0] == 0 and min(whole[1:]) > 0
-    assert sum(scored) + sum(whole) == sum(len(r.completions) for r in seen.rounds)
-    assert all(len(c.old_logprobs) == len(c.token_ids) for r in seen.rounds for c in r.completions)
+    assert [whole[version] > 0 for version in (0, 2, 4)] == [False, True, True]
+    assert sum(scored) + whole.total() == sum(len(r.completions) for r in seen.rounds)
+    if streamed:
+        assert all(r.accumulated for r in seen.rounds[1:])
 
 
 def check_hooks(seen):
@@ -260,14 +276,44 @@ def test_rewards_of_drafts_that_were_cut_are_computed_again(fit, tiny_model, mon
 
 
 @pytest.mark.slow
-def test_verified_rounds_stream_their_gradients(fit, tiny_model):
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_verified_rounds_stream_their_gradients(fit, tiny_model, iterations):
     settings = {"steps_per_round": 1, "trainer": {"precision": "64-true", "max_epochs": 3}}
+    settings["num_iterations"] = iterations
     settings["micro_batch_tokens"] = 64
-    seen, plain, _ = run(fit, tiny_model, "verify", **settings)
-    again, streamed, _ = run(fit, tiny_model, "verify", StreamedTraining(start=0), **settings)
-    assert again.drawn == seen.drawn
-    assert any(r.metrics["streamed_training/streamed_share"] for r in again.rounds)
-    torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
+    seen, plain, _ = run(fit, tiny_model, "verify", Unstreamed(), **settings)
+    assert not any(r.accumulated for r in seen.rounds)
+    for callbacks in ([], [StreamedTraining(start=0)]):
+        again, streamed, _ = run(fit, tiny_model, "verify", *callbacks, **settings)
+        assert again.drawn == seen.drawn
+        assert any(r.accumulated for r in again.rounds)
+        torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "module"),
+    [
+        ([DynamicSampling()], {}, {}),  # the engine would wait
+        ([], {"steps_per_round": 2}, {}),
+        ([], {}, {"scale_rewards": "batch"}),
+    ],
+)
+def test_gradients_are_not_streamed_where_that_gains_nothing(
+    fit, tiny_model, callbacks, settings, module
+):
+    seen = Rounds()
+    fit(
+        GRPOModule(tiny_model, **module),
+        [seen, *callbacks, AheadRollout()],
+        {"max_epochs": 2},
+        engine=ProcessEngine(TransformersEngine()),
+        num_generations=3,
+        micro_batch_tokens=64,
+        **settings,
+    )
+    before, last = seen.rounds
+    assert not before.accumulated
+    assert bool(last.accumulated) == bool(callbacks), "nothing is drawn beside the last update"
 
 
 def test_a_round_that_was_drawn_ahead_is_dropped_without_the_callback(fit, tiny_model, tmp_path):

@@ -164,6 +164,21 @@ def test_with_every_scheduler(fit, exact_model, callbacks, delay, request):
     check_same(modules[1], modules[0])
 
 
+@pytest.mark.mostly_slow("gspo")
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [(GRPOModule, {"loss_type": "gspo"}), (GRPOModule, {"beta": 0.1}), (RLOOModule, {})],
+    ids=["gspo", "beta", "rloo"],
+)
+def test_the_first_of_several_iterations_is_streamed(fit, exact_model, make, settings):
+    stream, modules = Stream(), []
+    for callbacks in ([], [stream]):
+        trained = make(exact_model, learning_rate=1e-3, **settings)
+        modules.append(fit(trained, callbacks, EXACT, **RAGGED, num_iterations=3)[1])
+    assert all(stream.parts)
+    check_same(modules[1], modules[0])
+
+
 def test_the_metrics_are_those_of_the_update(fit, exact_model):
     logged = []
     for callbacks in ([], [Stream()]):
@@ -175,19 +190,23 @@ def test_the_metrics_are_those_of_the_update(fit, exact_model):
     assert streamed == pytest.approx(plain, rel=1e-5, abs=1e-6)
 
 
-def test_when_scores_arrive_changes_nothing(fit, exact_model):
+@pytest.mark.mostly_slow("all")
+@pytest.mark.parametrize("early", [False, True], ids=["all", "early stop"])
+def test_when_scores_arrive_changes_nothing(fit, exact_model, early):
     """Not even a bit: what shares a micro-batch follows from what was decoded."""
     weights, parts = [], []
+    selection = DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0)
     for delay in (0.0, 0.05, 0.05):
         stream = Stream(start=0.3)
         module = GRPOModule(exact_model, learning_rate=1e-3)
-        _, module, _ = fit(
+        _, module, data = fit(
             module,
-            [stream],
-            reward_funcs=[delayed(delay)],
+            [stream, *([selection] if early else [])],
+            reward_funcs=[delayed(delay, early)],
             reward_workers=2,
-            **RAGGED,
+            **{**RAGGED, "num_generations": 4},
         )
+        assert (data.counters["dropped/stopped"] > 0) == early
         weights.append(vector(module))
         parts.append([[[s.id for s in p.samples] for p in r.accumulated] for r in stream.rounds])
     assert any(parts[0]) and parts[0] == parts[1] == parts[2]
@@ -268,13 +287,12 @@ def test_normalised_advantages_are_refused(fit, tiny_model):
         fit(module, [StreamedTraining()], engine=ProcessEngine(TransformersEngine()))
 
 
-@pytest.mark.parametrize("setting", ["steps_per_round", "num_iterations"])
-def test_several_steps_are_refused(fit, setting):
-    with pytest.raises(MisconfigurationException, match=f"{setting}=2"):
+def test_several_steps_are_refused(fit):
+    with pytest.raises(MisconfigurationException, match="steps_per_round=2"):
         fit(
             callbacks=[StreamedTraining()],
             engine=ProcessEngine(TransformersEngine()),
-            **{setting: 2},
+            steps_per_round=2,
         )
 
 

@@ -41,7 +41,7 @@ VARIANTS = {
         "module": {"gradient_checkpointing": True},
         "callbacks": {"TailBatching": {}, "StreamedTraining": {"start": 0}},
         "engine": "TransformersEngine",
-        "data": {"num_engines": 2},
+        "data": {"num_engines": 2, "num_iterations": 2},
     },
     "partial rounds": {
         "module": {"old_logprobs": "engine", "advantage": "reinforce++"},
