@@ -12,7 +12,7 @@ is. `seconds in all` has these, too.
 - `verify`, `importance`: `AheadRollout`, with one thread each for the engine's process and the
   trainer.
 - `unstreamed`: `verify`, but all gradients are computed after the round.
-- `in_flight`: `InFlightUpdates(turns=16)`, whose rounds end when an update's prompts are ready, so
+- `in_flight`: `InFlightUpdates(turns=64)`, whose rounds end when an update's prompts are ready, so
   the bounds of whole rounds are not its own.
 
 Each is at best `bound` times as fast as the faster synchronous run: as if a round took the longer
@@ -67,7 +67,7 @@ VARIANTS = {
     ),
     "in_flight": Variant(
         "in-flight updates",
-        (*OWN_PROCESS, "--trainer.callbacks+=InFlightUpdates", "--trainer.callbacks.turns=16"),
+        (*OWN_PROCESS, "--trainer.callbacks+=InFlightUpdates", "--trainer.callbacks.turns=64"),
     ),
 }
 REWARD, ROUNDS = 0.4, 5

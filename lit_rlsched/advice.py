@@ -38,7 +38,8 @@ class Verified(NamedTuple):
     """A round of `AheadRollout(correction="verify")`, in seconds."""
 
     cost: float
-    """Verification, what was drawn after it, and the trainer's wait for the drafts."""
+    """Verification, what was drawn after it, and the trainer's wait for the drafts, without the
+    time in which it computed gradients."""
     plain: float
     """Least time in which the engine would draw the whole round at once."""
     kept: float
@@ -52,8 +53,9 @@ class Verified(NamedTuple):
             return None
         lengths = [len(c.token_ids) for c in round.completions]
         steps = max(max(lengths), sum(lengths) / trace.slots)
+        waited = metrics["time/rollout"] + metrics["ahead_rollout/wait_seconds"]
         return cls(
-            metrics["time/rollout"] + metrics["ahead_rollout/wait_seconds"],
+            waited - metrics.get("streamed_training/gradient_seconds", 0.0),
             steps * trace.seconds / trace.decode_steps,
             metrics.get("drafts/accepted_share", 1.0),
         )

@@ -69,14 +69,16 @@ def test_prompts_that_mostly_have_equal_rewards() -> None:
     assert mostly_equal([0.79] * MOSTLY_EQUAL_ROUNDS) is None
 
 
-def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, **metrics: float) -> Round:
+def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, gradients: float = 0.0) -> Round:
     """Two completions of 10 and 30 tokens, verified in 1 s and then drawn on."""
     seconds = {"time/drafts": 1.0, "time/rollout": 1 + rollout, "ahead_rollout/wait_seconds": wait}
+    if gradients:
+        seconds["streamed_training/gradient_seconds"] = gradients
     kept = {"ahead_rollout/tokens": 40.0, "drafts/accepted_share": 0.25}
     completions = [Completion(i, [1] * n, scores=[i]) for i, n in enumerate((10, 30))]
     group = Group("p", Prompt("p", "", (1,)), Sampling(50), completions)
     trace: Any = SimpleNamespace(decode_steps=steps, slots=4, seconds=rollout)
-    return Round(0, 0, [group], trace, {**seconds, **kept, **metrics})
+    return Round(0, 0, [group], trace, {**seconds, **kept})
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, **metrics: float)
         (drawn_ahead(2, 10, wait=3.8), True),
         (drawn_ahead(5, 25), False),
         (drawn_ahead(6, 30), True),  # nothing of the longest was kept
+        (drawn_ahead(6, 30, gradients=0.5), False),  # part of the update
         (drawn_ahead(0, 0), False),
     ],
 )
