@@ -297,6 +297,10 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
         return output
 
+    def on_fit_start(self) -> None:
+        """Forget gradients of a run that was interrupted."""
+        self.on_round_start([])
+
     def on_round_start(self, plan: list[Group]) -> None:
         """Free the gradients' memory for the rollout."""
         self.zero_grad(set_to_none=True)

@@ -122,9 +122,9 @@ class Update:
     def accumulate_again(self, round: Round, taken: int) -> None:
         """Compute the gradients again that a resumed round has lost, each rank its share.
 
-        Nothing is lost if a step of the round is `taken`.
+        Nothing is lost if a step of the round is `taken`, or if the learner takes the whole update.
         """
-        if round.lost is None or taken:
+        if round.lost is None or taken or self.learner.streaming_obstacle() is not None:
             return
         of_id, lost = {group.id: group for group in round.groups}, round.lost
         parts = [[of_id[name] for name in names] for names in lost.parts]
