@@ -297,12 +297,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
         return output
 
-    def on_fit_start(self) -> None:
-        """Forget gradients of a run that was interrupted."""
-        self.on_round_start([])
-
     def on_round_start(self, plan: list[Group]) -> None:
         """Free the gradients' memory for the rollout."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.zero_grad(set_to_none=True)
         self._total, self._figures = 0.0, StepMetrics()
 
@@ -315,7 +314,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
             )
         return None
 
-    def accumulate(self, step: OptimizerStep) -> None:
+    def accumulate(self, step: OptimizerStep, first: bool) -> None:
+        if first:
+            self._begin_step()
         self._accumulate(step, sync=False)
 
     def _accumulate(self, step: OptimizerStep, sync: bool) -> None:
@@ -336,8 +337,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         """Accumulate the step's micro-batches and take one optimizer step, even if it is empty."""
         optimizer = self.optimizers()
         if not step.accumulated:
-            optimizer.zero_grad()  # type: ignore[union-attr]
-            self._total, self._figures = 0.0, StepMetrics()
+            self._begin_step()
         self._skipped = not step.samples
         if not len(step):
             self._add_nothing(any(map(len, step.accumulated)))

@@ -207,8 +207,8 @@ class TrainingRun:
             }
         return self.team.lead(draw, tasks)
 
-    def _accumulate(self, part: Round, divisor: tuple[int, int]) -> None:
-        self._parts.append(self.update.accumulate_part(part, divisor))
+    def _accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> None:
+        self._parts.append(self.update.accumulate_part(part, divisor, first))
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""

@@ -135,21 +135,6 @@ def test_every_loss_trains(fit, tiny_model, loss_type):
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_a_run_begins_without_gradients_of_an_interrupted_one(fit, tiny_model):
-    seen = []
-
-    class Gradients(Callback):
-        def on_train_start(self, trainer, pl_module):
-            seen.append([p.grad is None for p in pl_module.parameters()])
-
-    module = GRPOModule(tiny_model)
-    module.configure_model()
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    fit(module, [Gradients()], {"max_epochs": 1})
-    assert seen and all(seen[0])
-
-
 def test_gradient_checkpointing_changes_nothing(fit, tiny_model):
     _, a, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3))
     _, b, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3, gradient_checkpointing=True))

@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.streamed_training import streaming_obstacle
 from lit_rlsched.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
 from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.ahead_rollout import Correction
@@ -93,7 +94,7 @@ class AheadRollout(RolloutCallback):
             what = "tokens are trained against"
             self._check_importance(who, run)
             warn_of_correction(who, pl_module.hparams)
-        elif run.steps_per_round == 1 and run.learner.streaming_obstacle() is None:
+        elif run.steps_per_round == 1 and streaming_obstacle(pl_module, run) is None:
             schedule.streaming = schedule.streaming or Streaming()
         check_logprobs(who, run.engine, run.sampling, what)
         schedule.ahead = self.correction

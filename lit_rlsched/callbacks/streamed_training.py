@@ -6,7 +6,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_rlsched.callbacks._datamodule import rollout_schedule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_decodes_by_itself
+from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.streamed_training import Streaming
+from lit_rlsched.training.learner import PlainLearner
+
+
+def streaming_obstacle(pl_module: LightningModule, run: RunFacts) -> str | None:
+    """Say why gradients of parts cannot form the update, or `None` if they can."""
+    if pl_module.automatic_optimization and not isinstance(run.learner, PlainLearner):
+        return "Lightning forgets them in automatic optimization, before the first micro-batch"
+    return run.learner.streaming_obstacle()
 
 
 class StreamedTraining(RolloutCallback):
@@ -80,6 +89,6 @@ class StreamedTraining(RolloutCallback):
                 "the first optimizer step are known only at the end of the round. Use "
                 "`steps_per_round=1`; `num_iterations` may be any number."
             )
-        if (why := run.learner.streaming_obstacle()) is not None:
+        if (why := streaming_obstacle(pl_module, run)) is not None:
             raise MisconfigurationException(f"`StreamedTraining`: {why}.")
         schedule.streaming = Streaming(self.start)

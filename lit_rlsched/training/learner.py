@@ -34,8 +34,11 @@ class Learner(Protocol):
     def streaming_obstacle(self) -> str | None:
         """Say why gradients need the whole update, or `None` if they can be accumulated."""
 
-    def accumulate(self, step: OptimizerStep) -> None:
-        """Add the gradients of these micro-batches to those of the next optimizer step."""
+    def accumulate(self, step: OptimizerStep, first: bool) -> None:
+        """Add the gradients of these micro-batches to those of the next optimizer step.
+
+        `first`: these are the first of that step, so older gradients are forgotten.
+        """
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         """Whether the loss uses the engine's log-probs as the old policy's.
@@ -89,7 +92,7 @@ class PlainLearner:
     def streaming_obstacle(self) -> str | None:
         return "it takes its micro-batches in `training_step`, after the whole update is drawn"
 
-    def accumulate(self, step: OptimizerStep) -> None:
+    def accumulate(self, step: OptimizerStep, first: bool) -> None:
         raise NotImplementedError
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:

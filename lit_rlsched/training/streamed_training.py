@@ -73,6 +73,6 @@ class GradientStream:
         copies = [group.copy() for group in groups]
         round = Round(self._number, self._version, copies)
         self._update.assign_advantages(round)
-        self._parts.append(self._update.accumulate(round, self._divisor))
+        self._parts.append(self._update.accumulate(round, self._divisor, not self._parts))
         self._copies += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)

@@ -107,16 +107,16 @@ class Update:
         with self.forward_context():
             return {name: values.cpu() for name, values in self.learner.score(batch).items()}
 
-    def accumulate(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
+    def accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate the gradients of a part of the round's first step, on all ranks."""
         if self.team.size > 1:
             len(self.part_of_step(part, divisor))  # decides about shared prompts for all ranks
-        return self.team.call("accumulate", self.accumulate_part, part, divisor)
+        return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
 
-    def accumulate_part(self, part: Round, divisor: tuple[int, int]) -> OptimizerStep:
+    def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate this rank's share of the gradients; a task of the team."""
         step = self.part_of_step(part, divisor)
-        self.learner.accumulate(step)
+        self.learner.accumulate(step, first)
         return step
 
     def accumulate_again(self, round: Round, taken: int) -> None:
@@ -129,8 +129,8 @@ class Update:
         of_id, lost = {group.id: group for group in round.groups}, round.lost
         parts = [[of_id[name] for name in names] for names in lost.parts]
         round.accumulated = [
-            self.accumulate_part(Round(round.number, round.version, part), lost.divisor)
-            for part in parts
+            self.accumulate_part(Round(round.number, round.version, part), lost.divisor, i == 0)
+            for i, part in enumerate(parts)
         ]
         round.lost = None
 

@@ -213,6 +213,22 @@ def test_when_scores_arrive_changes_nothing(fit, exact_model, early):
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
+def test_gradients_of_before_are_forgotten(fit, exact_model):
+    """Also by a module that keeps them at the start of a round, or whose run was interrupted."""
+
+    class Keeps(GRPOModule):
+        def on_round_start(self, plan):
+            for parameter in self.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+    modules = []
+    for callbacks in ([], [stream := Stream()]):
+        module = Keeps(exact_model, learning_rate=1e-3)
+        modules.append(fit(module, callbacks, EXACT, **RAGGED)[1])
+    assert all(stream.parts)
+    check_same(modules[1], modules[0])
+
+
 def test_it_begins_when_a_share_is_ready(fit, exact_model):
     seen = []
 
