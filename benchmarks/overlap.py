@@ -13,8 +13,9 @@ the drafts, a round takes
 
 - `synchronous`: `R + U`;
 - `importance`: `max(R, U)`;
-- `verify`: `max(R, V + R' + U)`, as free slots begin the drafts of the next round while this one is
-  verified and its rest is drawn; `without free slots` `max(R, U) + V + R'`;
+- `verify`: `max(R, V + R' + U)`, without streamed gradients, as free slots begin the drafts of the
+  next round while this one is verified and its rest is drawn; `without free slots`
+  `max(R, U) + V + R'`;
 - `losers go on`: rollout and update of `TailBatching(1.5, max_deferrals=8)`, one after the other;
 - `filled, n ahead`: prompts of the `n` next rounds take free slots, their drafts are verified
   before each round, and rollout and update follow one another; or, with `importance`, they go on

@@ -42,7 +42,7 @@ class Schedule:
     """A round may draw this many times its prompts, to replace prompts whose completions all have
     the same reward: `DynamicSampling`."""
     streaming: Streaming | None = None
-    """When gradients are computed during the rollout: `StreamedTraining`."""
+    """When gradients are computed during the rollout: `StreamedTraining`, `AheadRollout`."""
     ahead: Correction | None = None
     """Whether the next round is drawn during the update: `AheadRollout`."""
     fills_drain: bool = False

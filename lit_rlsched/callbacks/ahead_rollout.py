@@ -29,8 +29,8 @@ class AheadRollout(RolloutCallback):
       or during the update if the draft is then kept whole.
       Slots that are free meanwhile begin the drafts of the round after it, and the trainer
       computes gradients of groups that are whole, as with `StreamedTraining`. It does not if the
-      engine would wait meanwhile, if `steps_per_round` is above 1, or if advantages or loss need
-      the whole update.
+      engine would wait meanwhile, if `steps_per_round` is above 1, if the module optimizes
+      automatically, or if advantages or loss need the whole update.
     * `importance`: they are trained on as they are, as in `SortedBatching(mode="partial")`: with
       the clipped ratio relative to the policy that drew them or, in RLOO and with
       `old_logprobs="trainer"`, weighted as `importance_sampling_mode` says. Bias: clipping and

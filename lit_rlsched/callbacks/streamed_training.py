@@ -55,7 +55,8 @@ class StreamedTraining(RolloutCallback):
     Raises:
         ValueError: `start` is out of range.
         MisconfigurationException: the engine is in the trainer's process, a round is divided over
-            several optimizer steps, or advantages or loss need the whole update.
+            several optimizer steps, the module optimizes automatically, or advantages or loss need
+            the whole update.
 
     Example::
 
