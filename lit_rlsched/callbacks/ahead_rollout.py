@@ -94,7 +94,7 @@ class AheadRollout(RolloutCallback):
             what = "tokens are trained against"
             self._check_importance(who, run)
             warn_of_correction(who, pl_module.hparams)
-        elif run.steps_per_round == 1 and streaming_obstacle(pl_module, run) is None:
+        elif streaming_obstacle(pl_module, run) is None:
             schedule.streaming = schedule.streaming or Streaming()
         check_logprobs(who, run.engine, run.sampling, what)
         schedule.ahead = self.correction

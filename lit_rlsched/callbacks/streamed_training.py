@@ -8,14 +8,19 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.checks import check_decodes_by_itself
 from lit_rlsched.schedule import RunFacts
 from lit_rlsched.scheduling.streamed_training import Streaming
-from lit_rlsched.training.learner import PlainLearner
 
 
 def streaming_obstacle(pl_module: LightningModule, run: RunFacts) -> str | None:
     """Say why gradients of parts cannot form the update, or `None` if they can."""
-    if pl_module.automatic_optimization and not isinstance(run.learner, PlainLearner):
-        return "Lightning forgets them in automatic optimization, before the first micro-batch"
-    return run.learner.streaming_obstacle()
+    if run.steps_per_round > 1:
+        return (
+            f"with `steps_per_round={run.steps_per_round}` the groups of the first optimizer step "
+            "are known only at the end of the round. Use `steps_per_round=1`; `num_iterations` may "
+            "be any number"
+        )
+    if (why := run.learner.streaming_obstacle()) is None and pl_module.automatic_optimization:
+        return "in automatic optimization Lightning forgets gradients before the first micro-batch"
+    return why
 
 
 class StreamedTraining(RolloutCallback):
@@ -84,12 +89,6 @@ class StreamedTraining(RolloutCallback):
             return
         schedule, run = rollout_schedule(trainer, self)
         check_decodes_by_itself("`StreamedTraining`", run.engine)
-        if run.steps_per_round > 1:
-            raise MisconfigurationException(
-                f"`StreamedTraining` with `steps_per_round={run.steps_per_round}`: the groups of "
-                "the first optimizer step are known only at the end of the round. Use "
-                "`steps_per_round=1`; `num_iterations` may be any number."
-            )
         if (why := streaming_obstacle(pl_module, run)) is not None:
             raise MisconfigurationException(f"`StreamedTraining`: {why}.")
         schedule.streaming = Streaming(self.start)
