@@ -88,9 +88,9 @@ def code_lines(path: Path) -> int:
     return len(set(code) - told)
 
 
-def test_no_file_of_the_package_is_above_400_lines():
+def test_no_file_of_the_package_is_above_500_lines():
     for path in (ROOT / "lit_rlsched").rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 400, path
+        assert len(path.read_text().splitlines()) <= 500, path
 
 
 def test_the_layers_are_those_that_are_tested():
