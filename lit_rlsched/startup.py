@@ -1,11 +1,10 @@
 """From the data module's settings to a started engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -76,7 +75,7 @@ class Startup:
             source = StreamSource(
                 stream.rows,
                 lambda prompt: tokenize_one(prompt, *settings),
-                lambda uid, columns: data.rewards.check_rows([(uid, columns)]),
+                self._check_streamed,
                 max_prompt_length=min(context, data.micro_batch_tokens) - limit,
                 seed=data.seed,
                 shuffle=data.shuffle,
@@ -85,10 +84,7 @@ class Startup:
         self._check_micro_batch_tokens()
         self._check_ranks()
         self._check_drafts()
-        unscored = () if data.has_rewards and self._trainer.predicting else ("predict",)
-        held_out = (ps for stage, ps in self.prompts.held_out.items() if stage not in unscored)
-        scored = chain(() if self.prompts.stream else self.prompts.train, *held_out)
-        data.rewards.check_rows((prompt.uid, prompt.columns) for prompt in scored)
+        self._check_rows()
         schedule = data.schedule
         self._slots = schedule.slots.share(len(data.engine.engines))
         if self.prompts.stream:
@@ -106,6 +102,24 @@ class Startup:
         self._order = schedule.slots.resolved_order(
             schedule.lengths is not None, schedule.rule.ends_early
         )
+
+    def _check_rows(self) -> None:
+        """Pass the rows that will be scored to the reward functions' checks."""
+        rewards, sets = self._data.rewards, dict(self.prompts.held_out)
+        if not (self._data.has_rewards and self._trainer.predicting):
+            sets.pop("predict", None)
+        if self.prompts.train and not self.prompts.stream:
+            sets = {"train": self.prompts.train, **sets}
+        rewards.check_rows(
+            (f"{number} of {stage}_data (the first is 0), uid {prompt.uid}", prompt.columns)
+            for stage, prompts in sets.items()
+            for number, prompt in zip(prompts.numbers, prompts, strict=True)
+        )
+
+    def _check_streamed(self, uid: str, columns: Mapping[str, Any]) -> None:
+        """Check a row of a stream, which is seen only when it is drawn."""
+        self._data.rewards.check_row_columns(columns, "the row")
+        self._data.rewards.check_rows([(uid, columns)])
 
     def _check_micro_batch_tokens(self) -> None:
         longest, limit = self.prompts.longest, self._data.sampling.max_completion_length

@@ -69,7 +69,7 @@ from lit_rlsched.rewards.functions import reasoning_gym_reward
                     {"prompt": str(n), "task": "new_task", "metadata": {}} for n in range(80)
                 ],
             },
-            r"`reasoning_gym_reward` refuses the row .*`task='new_task'`.*was reviewed",
+            r"`reasoning_gym_reward` refuses the row `0 of .*`task='new_task'`.* reviewed",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

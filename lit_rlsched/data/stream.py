@@ -119,7 +119,10 @@ class StreamSource:
                 "Convert them (`stream.map(...)`) or remove their column."
             )
         columns = other_columns(row)
-        self._check(uid, columns)
+        try:
+            self._check(uid, columns)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}") from None
         token_ids = self._tokenize(row["prompt"])
         if not 0 < len(token_ids) <= self.max_prompt_length:
             raise ValueError(

@@ -21,8 +21,8 @@ GIVEN = (
 """Arguments with which every function is called besides the columns, as in TRL."""
 OFFERED = ("finish_reasons", "log_failure", "reward_timeout")
 """Arguments that TRL does not have; only functions that accept them are called with them."""
-NOT_PASSED = ("prompt", "uid", "completion", "completion_ids")
-"""Columns that no function is called with."""
+NOT_PASSED = ("prompt", "uid", "completion")
+"""Columns that no function is called with: TRL passes neither the first nor the last."""
 
 
 def check_timeout(timeout: float) -> None:
@@ -141,21 +141,39 @@ def offered_arguments(function: Callable[..., Any]) -> set[str]:
     return offered | {"finish_reasons"} if _takes_anything(parameters) else offered
 
 
+def check_names(columns: Sequence[str], at: str) -> None:
+    """Refuse columns that have the name of an argument, as no function would ever see them.
+
+    Args:
+        columns: Columns of a row.
+        at: Says where the row is, for the message.
+
+    Raises:
+        ValueError: names the columns and the row.
+    """
+    if hidden := [name for name in (*GIVEN, *OFFERED) if name in columns]:
+        raise ValueError(
+            f"The column {', '.join(f'`{name}`' for name in hidden)} of {at} would not reach any "
+            "reward function: arguments of that name hold something else. Rename it."
+        )
+
+
 def check_columns(
-    function: Callable[..., Any], name: str, first_rows: Mapping[tuple[Any, ...], int], data: str
+    function: Callable[..., Any], name: str, row_columns: Sequence[str], at: str
 ) -> None:
-    """Refuse a function that cannot be called with the columns of the data.
+    """Refuse a function that cannot be called with the columns of a row.
 
     Args:
         function: Reward function. An attribute `required_columns` names columns that it needs
             besides its arguments.
         name: Name of the function.
-        first_rows: Sets of columns that rows of the data set have, and the first row with each.
-        data: Name of the data set's setting.
+        row_columns: Columns of the row.
+        at: Says where the row is, for the message.
 
     Raises:
-        ValueError: the function requires an argument that no column provides, or does not accept
-            one that it is called with; names function, argument and columns.
+        ValueError: the function has an argument that is not passed or requires one that no column
+            provides, or it does not accept one that it is called with; names function, argument
+            and columns.
     """
     parameters = _parameters(function)
     anything = _takes_anything(parameters)
@@ -163,25 +181,23 @@ def check_columns(
         *(p.name for p in parameters.values() if p.default is p.empty and p.kind not in _VARIADIC),
         *getattr(function, "required_columns", ()),
     ]
-    for row_columns, number in first_rows.items():
-        columns = sorted(set(map(str, row_columns)) - {*NOT_PASSED})
-        known = [*columns, *GIVEN, *OFFERED]
-        for argument in required:
-            if argument not in known:
-                near = get_close_matches(argument, known, n=1, cutoff=0.7)
-                raise ValueError(
-                    f"The reward function `{name}` requires `{argument}`, and row {number} of "
-                    f"`{data}` (the first is 0) has no such column. "
-                    f"{f'Did you mean `{near[0]}`? ' if near else ''}Its columns are {columns}. "
-                    "Rename the argument or the column, or give the argument a default."
-                )
-        if odd := [a for a in (*GIVEN, *columns) if not anything and a not in parameters]:
+    columns = sorted({*row_columns} - {*NOT_PASSED})
+    known = [*columns, *GIVEN, *OFFERED]
+    for argument in required:
+        if argument not in known:
+            near = get_close_matches(argument, known, n=1, cutoff=0.7)
             raise ValueError(
-                f"The reward function `{name}` does not take {', '.join(f'`{a}`' for a in odd)}. "
-                f"Functions are called as TRL calls them, with {', '.join(GIVEN)} and every column "
-                f"of the row, which are {columns} in row {number} of `{data}`. Add `**kwargs` to "
-                "its arguments."
+                f"The reward function `{name}` requires `{argument}`, and {at} has no such "
+                f"column{' that is passed' if argument in row_columns else ''}. "
+                f"{f'Did you mean `{near[0]}`? ' if near else ''}Its columns are {columns}. "
+                "Rename the argument or the column, or give the argument a default."
             )
+    if odd := [a for a in (*GIVEN, *columns) if not anything and a not in parameters]:
+        raise ValueError(
+            f"The reward function `{name}` does not take {', '.join(f'`{a}`' for a in odd)}. "
+            f"Functions are called as TRL calls them, with {', '.join(GIVEN)} and every column "
+            f"of the row, which are {columns} in {at}. Add `**kwargs` to its arguments."
+        )
 
 
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -18,6 +18,7 @@ from lit_rlsched.rewards.checks import (
     check_columns,
     check_env_vars,
     check_memory_limit,
+    check_names,
     check_reward_function,
     check_timeout,
     environment_of,
@@ -130,16 +131,16 @@ class RewardScheduler:
             ValueError: a function refuses a row.
         """
         checks = [getattr(unwrap(function), "check_row", None) for function in self._functions]
-        for uid, columns in rows if any(checks) else ():
+        for row, columns in rows if any(checks) else ():
             for name, check in zip(self.names, checks, strict=True):
                 try:
                     if check is not None:
                         check(columns)
                 except ValueError as error:
-                    raise ValueError(f"`{name}` refuses the row `{uid}`: {error}") from None
+                    raise ValueError(f"`{name}` refuses the row `{row}`: {error}") from None
 
     def check_columns(self, rows: Sequence[Mapping[str, Any]] | Any, data: str) -> None:
-        """Refuse functions that cannot be called with the columns of these rows.
+        """Refuse columns that functions would not see, and functions that do not fit the columns.
 
         Args:
             rows: Rows of the data set, with all columns. An attribute `column_sets` (the number of
@@ -154,8 +155,23 @@ class RewardScheduler:
             first_rows = {}
             for number, row in enumerate(rows):
                 first_rows.setdefault(tuple(row), number)
+        for columns, number in first_rows.items():
+            self.check_row_columns(columns, f"row {number} of `{data}` (the first is 0)")
+
+    def check_row_columns(self, columns: Iterable[Any], at: str) -> None:
+        """Refuse what `check_columns` refuses, for the columns of one row.
+
+        Args:
+            columns: Names of the row's columns.
+            at: Says where the row is, for the message.
+
+        Raises:
+            ValueError: names function, argument and columns.
+        """
+        names = list(map(str, columns))
+        check_names(names, at)
         for name, function in zip(self.names, self._functions, strict=True):
-            check_columns(function, name, first_rows, data)
+            check_columns(function, name, names, at)
 
     def start(self) -> None:
         """Launch the workers and wait until all have imported the functions.

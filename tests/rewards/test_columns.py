@@ -1,13 +1,15 @@
 """Reward functions are compared with the columns of the data before anything starts."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
 import pytest
 import reward_cases as cases
 
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
+from lit_rlsched.rewards.checks import GIVEN, OFFERED
 from lit_rlsched.rewards.functions import countdown_reward, reasoning_gym_reward
 
 ROWS = [{"prompt": "p", "answer": "a", "uid": 1}, {"prompt": "q", "answer": "b", "level": 3}]
@@ -83,6 +85,62 @@ def test_a_function_that_cannot_be_called_is_refused(function: Callable, message
 )
 def test_a_function_that_can_be_called_is_not(function: Callable) -> None:
     RewardScheduler([function]).check_columns(ROWS, "train_data")
+
+
+@pytest.mark.parametrize("name", [*GIVEN, *OFFERED])
+def test_a_column_with_the_name_of_an_argument_is_refused(name: str) -> None:
+    rows = [*ROWS, {"prompt": "p", "answer": "a", name: ["x"]}]
+    with pytest.raises(ValueError, match=rf"The column `{name}` of row 2 of `val_data` .*Rename"):
+        RewardScheduler([cases.length]).check_columns(rows, "val_data")
+
+
+def test_every_argument_that_is_passed_has_a_name_no_column_may_have() -> None:
+    def echo(log_failure=None, reward_timeout=None, **columns: Any) -> list[float]:
+        columns["log_extra"]("names", [sorted(columns)])
+        return [1.0]
+
+    with RewardScheduler([echo]) as scheduler:
+        columns = {"answer": "a", "finish_reasons": "stop"}  # as the run passes them
+        scheduler.submit("a", prompt="p", completion="c", completion_ids=[1], columns=columns)
+        scheduler.wait()
+        passed = scheduler.poll()[0].extra["names"]
+    assert {*passed} - {"answer"} <= {*GIVEN, *OFFERED}
+
+
+def test_a_column_that_is_not_passed_cannot_be_required() -> None:
+    rows = [{"prompt": "p", "completion": "c"}]
+    with pytest.raises(ValueError, match=r"row 0 .* no such column that is passed"):
+        RewardScheduler([asks_completion]).check_columns(rows, "train_data")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"answer": None}, r"refuses the row `a`: \['answer'\], which `template` names, is None"),
+        ({"answer": "a", "rubric": "r"}, r"fills in \['rubric'\] from its settings"),
+    ],
+)
+def test_a_judge_refuses_a_row_that_its_question_would_not_show(
+    columns: dict[str, Any], message: str
+) -> None:
+    scheduler = RewardScheduler([judge("{completion} {rubric} {answer}")])
+    scheduler.check_rows([("a", {"answer": 0, "highest": 3})])
+    with pytest.raises(ValueError, match=message):
+        scheduler.check_rows([("a", columns)])
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_row_of_a_stream_is_refused_when_it_is_drawn(
+    fit: Callable, sums: list, number: int
+) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        for at, row in enumerate(sums[:16]):
+            yield {**row, "uid": f"r{at}"} | ({"trainer_state": 1} if at == number else {})
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    with pytest.raises(ValueError, match=r"The column `trainer_state` of .*Rename") as refused:
+        fit(train_data=stream, reward_funcs=[cases.length], shuffle=False)
+    assert f"row {number} " in str(refused.value)
 
 
 @pytest.mark.parametrize("data", ["train_data", "val_data"])
