@@ -1,8 +1,9 @@
 # `make help` lists the targets. They run in the virtual environment .venv.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 EXTRAS := lora,tasks,wandb,judge,ray,dev,docs
+TORCH  := 2.13.0
 TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Modules are compiled when they are first imported, also where containers forbid to write that down
@@ -31,14 +32,18 @@ help:  ## List the targets
 install: $(VENV)/.installed  ## Make .venv and install everything into it
 
 $(VENV)/.installed: pyproject.toml requirements/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	echo "error: '$(PYTHON)' is no Python 3.11, 3.12 or 3.13. Name one: make install PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(BUILD),cpu)
 	@# uv takes a fifth of pip's time; where only pip's own configuration finds the packages, pip does it
 	$(BIN)/pip install -q "uv<1"
-	@$(BIN)/pip install -q --no-compile --no-deps "torch==2.13.0+cpu" $(TORCH_CPU) & torch=$$!; \
+	@$(BIN)/pip install -q --no-compile --no-deps "torch==$(TORCH)+cpu" $(TORCH_CPU) 2>/dev/null & torch=$$!; \
 	pinned="--no-deps -r requirements/cpu.txt"; \
 	{ $(BIN)/uv pip install -q --python $(BIN)/python $$pinned || $(BIN)/pip install -q --no-compile $$pinned; } \
-	&& wait $$torch
+	&& { wait $$torch || { \
+	echo "No CPU build of torch $(TORCH) for this Python was found: the one from PyPI has 4 GB of CUDA libraries"; \
+	$(BIN)/uv pip install -q --python $(BIN)/python "torch==$(TORCH)" --override requirements/cpu.txt; }; }
 	$(BIN)/pip install -q --no-deps -e .
 else ifeq ($(BUILD),cuda)
 	$(BIN)/pip install -q -e ".[vllm,$(EXTRAS)]"
