@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.fsdp2 import FSDP2Strategy
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import check_finite, check_template_kwargs
 from lit_rlsched.types import Sampling
 
 _LEAST = {
@@ -53,6 +53,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             f"{prompts} or less, or more prompts."
         )
     _check_sampling(settings)
+    check_template_kwargs(settings["chat_template_kwargs"] or {})
     given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
     if given and not (settings["val_greedy"] or settings["val_num_generations"]):
         raise ValueError(

@@ -158,6 +158,11 @@ def context_length(policy: nn.Module) -> int:
     return int(base_model(policy).config.get_text_config().max_position_embeddings)
 
 
+def num_embeddings(policy: nn.Module) -> int:
+    """Number of tokens the model has an embedding for."""
+    return int(base_model(policy).get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
+
+
 def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Token ids that end a completion: the tokenizer's and those of the generation config."""
     generation_config = base_model(policy).generation_config

@@ -1,7 +1,7 @@
 """Checks of single settings; each raises a `ValueError` with the setting, its value and a fix."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
@@ -54,3 +54,35 @@ def _finite(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_finite, value.values()))
     return not isinstance(value, list | tuple) or all(map(_finite, value))
+
+
+_NOT_FOR_TEMPLATES = (
+    *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Arguments of `apply_chat_template` that change what is done with its text."""
+ENDS = ("add_generation_prompt", "continue_final_message")
+"""Arguments of `apply_chat_template` that decide how a prompt ends."""
+
+
+def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
+    """Refuse `chat_template_kwargs` that are not for a chat template, or contradict each other.
+
+    Args:
+        given: The arguments.
+        besides: Others that are refused.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    if wrong := [name for name in (*_NOT_FOR_TEMPLATES, *besides) if name in given]:
+        raise ValueError(
+            f"`chat_template_kwargs` has `{wrong[0]}`, which is set already: prompts become token "
+            "ids, which are neither cut nor padded. Leave it out."
+        )
+    if all(map(given.get, ENDS)):
+        raise ValueError(
+            f"`chat_template_kwargs` has {' and '.join(f'`{name}`' for name in ENDS)}: either the "
+            "last message is continued, or a new one begins. Leave one of them out. Without both, "
+            "a last message of the assistant is continued."
+        )

@@ -13,10 +13,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_rlsched.data.prompts import PromptSets, tokenize, tokenize_one
-from lit_rlsched.data.row_table import RowTable
+from lit_rlsched.data.prompts import PromptSets, tokenize
+from lit_rlsched.data.row_table import Row, RowTable
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
+from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.fsdp2 import is_sharded
@@ -29,6 +30,7 @@ from lit_rlsched.policy import (
     eos_token_ids,
     find_policy,
     load_tokenizer,
+    num_embeddings,
 )
 from lit_rlsched.precision import check_float32
 from lit_rlsched.rollout.scoring import Scorer
@@ -62,19 +64,27 @@ class Startup:
         self._tokenizer = load_tokenizer(
             data.tokenizer_name or str(base_model(self.policy).name_or_path)
         )
-        context = context_length(self.policy)
+        context, embeddings = context_length(self.policy), num_embeddings(self.policy)
         self.prompts: PromptSets = tokenize(
             {name: rows for name, rows in data.rows.items() if isinstance(rows, RowTable)},
             self._tokenizer,
             context=context,
             max_completion_length=limit,
             chat_template_kwargs=data.chat_template_kwargs,
+            embeddings=embeddings,
         )
         if isinstance(stream := data.rows.get("train"), RowStream):
-            settings = self._tokenizer, data.chat_template_kwargs
+            tokenized = PromptTokenizer(self._tokenizer, data.chat_template_kwargs)
+
+            def token_ids(row: Row) -> list[int]:
+                (ids,) = tokenized([row])
+                if why := unknown_token(ids, self._tokenizer, embeddings):
+                    raise ValueError(f"it {why}")
+                return ids.tolist()
+
             source = StreamSource(
                 stream.rows,
-                lambda prompt: tokenize_one(prompt, *settings),
+                token_ids,
                 self._check_streamed,
                 max_prompt_length=min(context, data.micro_batch_tokens) - limit,
                 seed=data.seed,

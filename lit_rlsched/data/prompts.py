@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from lit_rlsched.data.arrow_cache import digest, mapped
 from lit_rlsched.data.row_table import Row, RowTable, other_columns
 from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches
+from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches, unknown_token
 from lit_rlsched.data.uids import UidIndex
 from lit_rlsched.types import Prompt
 
-_FORMAT = "tokens-1"
+_FORMAT = "tokens-2"
 """Changes when token ids are stored in another way."""
 
 
@@ -32,7 +32,7 @@ class Prompts(Sequence[Prompt]):
 
     Args:
         rows: The rows.
-        tokens: Columns `token_ids` and `hash`, for each row.
+        tokens: Columns `token_ids`, `hash` and `largest`; see `token_batches`.
         numbers: Numbers of the rows that are prompts, in order.
     """
 
@@ -162,8 +162,17 @@ def tokenize(
     context: int,
     max_completion_length: int,
     chat_template_kwargs: dict[str, Any] | None,
+    embeddings: int | None = None,
 ) -> PromptSets:
-    """Tokenise the rows of each stage; `context` is the model's maximum number of tokens.
+    """Tokenise the rows of each stage.
+
+    Args:
+        rows: Rows by stage.
+        tokenizer: Tokenizer of the policy.
+        context: The model's maximum number of tokens.
+        max_completion_length: Maximum number of tokens per completion.
+        chat_template_kwargs: See `make_prompts`.
+        embeddings: Number of the model's embeddings, if prompts are checked for them.
 
     Raises:
         ValueError: a prompt and its completion do not fit into the context, or a row is unusable.
@@ -173,15 +182,18 @@ def tokenize(
             f"`max_completion_length={max_completion_length}` leaves no room for a prompt in the "
             f"model's context of {context} tokens. Use a smaller one."
         )
-    sets = {
-        name: make_prompts(
-            data,
-            tokenizer,
-            chat_template_kwargs=chat_template_kwargs,
-            max_prompt_length=context - max_completion_length,
-        )
-        for name, data in rows.items()
-    }
+    sets = {}
+    for name, data in rows.items():
+        try:
+            sets[name] = make_prompts(
+                data,
+                tokenizer,
+                chat_template_kwargs=chat_template_kwargs,
+                max_prompt_length=context - max_completion_length,
+                embeddings=embeddings,
+            )
+        except ValueError as error:
+            raise ValueError(f"`{name}_data`: {error}") from error
     train = sets.pop("train", None)
     if train is not None and "val" in sets and (shared := sets["val"].also_in(train)):
         rank_zero_warn(
@@ -195,7 +207,7 @@ def tokenize_one(
     prompt: Any, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 ) -> list[int]:
     """Tokenise a prompt as `make_prompts` does."""
-    return PromptTokenizer(tokenizer, chat_template_kwargs)([prompt])[0].tolist()
+    return PromptTokenizer(tokenizer, chat_template_kwargs)([{"prompt": prompt}])[0].tolist()
 
 
 def make_prompts(
@@ -204,6 +216,7 @@ def make_prompts(
     *,
     max_prompt_length: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    embeddings: int | None = None,
 ) -> Prompts:
     """Tokenise each prompt once; see `PromptTokenizer`.
 
@@ -216,11 +229,12 @@ def make_prompts(
         tokenizer: Tokenizer of the policy.
         max_prompt_length: Maximum number of tokens per prompt.
         chat_template_kwargs: Arguments for `apply_chat_template`, such as
-            `{"enable_thinking": False}`.
+            `{"enable_thinking": False}`. Those of a row's column of this name come before them.
+        embeddings: Number of the model's embeddings, if prompts are checked for them.
 
     Raises:
-        ValueError: two rows have the same uid, or a prompt cannot be tokenised, is too long or
-            has no tokens.
+        ValueError: two rows have the same uid, or a prompt cannot be tokenised, is too long, has no
+            tokens, or one that the model has no embedding for.
     """
     table = rows if isinstance(rows, RowTable) else load_rows(rows)
     numbers, duplicates = table.unique()
@@ -245,6 +259,8 @@ def make_prompts(
     )
     prompts = Prompts(table, tokens, numbers)
     _check_lengths(prompts, max_prompt_length)
+    if embeddings is not None:
+        _check_known(prompts, tokens["largest"], tokenizer, embeddings)
     return prompts
 
 
@@ -255,7 +271,7 @@ def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | N
         return None
     backend.no_truncation()  # as every call does, but the first call must not change the key
     backend.no_padding()
-    template = str(tokenizer.chat_template)
+    template = str(settings.get("chat_template") or tokenizer.chat_template)
     return digest(
         _FORMAT,
         rows.key,
@@ -288,3 +304,12 @@ def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:
             "Prompts are never cut: filter or shorten them, or make room (a smaller "
             "`max_completion_length`, a model with a longer context)."
         )
+
+
+def _check_known(
+    prompts: Prompts, largest: pa.ChunkedArray, tokenizer: Any, embeddings: int
+) -> None:
+    for at in np.flatnonzero(largest.to_numpy()[prompts.numbers] >= embeddings).tolist():
+        prompt = prompts[at]
+        if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
+            raise ValueError(f"The prompt of row {prompts.numbers[at]} (uid {prompt.uid}) {why}")

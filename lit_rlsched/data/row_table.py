@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lit_rlsched.data.arrow_cache import BATCH
+from lit_rlsched.data.messages import PROMPT_COLUMNS, normalized
 from lit_rlsched.types import stable_hash
 
 Row = dict[str, Any]
@@ -25,7 +26,7 @@ class RowTable(Sequence[Row]):
             prompt is a chat, and the names of the row's columns, as JSON) and `row`: a struct, or
             JSON.
         key: Name of the content, the same for the same rows; `None` if there is none.
-        objects: The rows themselves, if JSON cannot hold them.
+        objects: The rows themselves, normalized, if JSON cannot hold them.
     """
 
     def __init__(
@@ -56,14 +57,16 @@ class RowTable(Sequence[Row]):
         for start in range(0, len(self), BATCH):
             yield from map(_decoded, self._table["row"].slice(start, BATCH).to_pylist())
 
-    def prompts(self, start: int, stop: int) -> list[Any]:
-        """The column `prompt` of some rows."""
+    def prompts(self, start: int, stop: int) -> list[Row]:
+        """The columns of some rows that decide the tokens of their prompts."""
         if self._objects is not None:
-            return [row["prompt"] for row in self._objects[start:stop]]
+            return [*self._objects[start:stop]]
         rows = self._table["row"].slice(start, stop - start)
-        if pa.types.is_struct(rows.type):
-            return pc.struct_field(rows, "prompt").to_pylist()
-        return [json.loads(row)["prompt"] for row in rows.to_pylist()]
+        if not pa.types.is_struct(rows.type):
+            return [*map(_decoded, rows.to_pylist())]
+        names = [name for name in PROMPT_COLUMNS if rows.type.get_field_index(name) >= 0]
+        columns = [pc.struct_field(rows, name).to_pylist() for name in names]
+        return [normalized(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
     @cached_property
     def uids(self) -> pa.StringArray:
@@ -124,7 +127,7 @@ class RowTable(Sequence[Row]):
 
 
 def _decoded(row: Any) -> Row:
-    return json.loads(row) if isinstance(row, str) else row
+    return normalized(json.loads(row) if isinstance(row, str) else row)
 
 
 def _first(values: pa.StringArray) -> NDArray[np.int64]:
@@ -140,7 +143,7 @@ def record_batch(
     """Make a batch of a table.
 
     Args:
-        rows: Rows, each with a prompt.
+        rows: Normalized rows, each with a prompt.
         first: Number of the first row.
         stored: The same rows as JSON or as a struct.
     """
@@ -199,10 +202,10 @@ class _LooksDifferent(Exception):
 
 
 def _plain(value: Any) -> str:
-    own: Any = type(value).__repr__
-    if own is object.__repr__:
+    text = repr(value)
+    if " at 0x" in text:  # its address
         raise _LooksDifferent(type(value).__name__)
-    return repr(value)
+    return text
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, default=_plain)  # `json.dumps` would make one a row

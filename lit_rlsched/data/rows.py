@@ -4,12 +4,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from lit_rlsched.data.arrow_cache import BATCH, digest, mapped
+from lit_rlsched.data.messages import normalized
 from lit_rlsched.data.row_table import Row, RowTable, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 
@@ -18,7 +20,7 @@ Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
-_FORMAT = "rows-2"
+_FORMAT = "rows-3"
 """Changes when rows are stored in another way."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),
@@ -26,6 +28,10 @@ _OTHER_FORMATS = {
     b"\xfe\xff": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
 }
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+"""Columns that other trainers give to the model beside the prompt."""
+_AS_STORED = ("Value", "ClassLabel", "Translation", "TranslationVariableLanguages")
+"""Features of `datasets` whose values are those that Arrow stores."""
 
 
 def load_rows(spec: Rows | Any) -> RowTable:
@@ -34,14 +40,19 @@ def load_rows(spec: Rows | Any) -> RowTable:
     The first call writes them to an Arrow file in the cache of `datasets`; further calls on the
     same content map that file. Rows with values that JSON cannot hold stay in memory.
 
+    A `datasets.Dataset` gives the rows that `dataset[i]` gives: decoded, and through its transform,
+    which is applied once. Formats such as `torch` are left out: rows have plain Python values.
+    Messages are normalized: no entry is None, and the content is a string.
+
     Args:
-        spec: See `Rows`. Of a saved `DatasetDict` the split `train` is read.
+        spec: See `Rows`. Of a `DatasetDict`, saved or not, the split `train` is read.
 
     Raises:
         ValueError: a row is not usable; the message names the data set, the row and the column.
     """
     if isinstance(spec, str | Path):
         return _read(str(spec))
+    spec = _one_split(spec, type(spec).__name__)
     if is_stream(spec):
         raise TypeError(
             "`load_rows` reads data sets of known size, and this is a stream (`IterableDataset`). "
@@ -67,12 +78,13 @@ def is_stream(spec: Any) -> bool:
     """Return whether rows come from a `datasets.IterableDataset`, whose size is not known."""
     if isinstance(spec, HubDataset):
         return spec.streaming
-    return type(spec).__name__ == "IterableDataset" and hasattr(spec, "set_epoch")
+    return type(spec).__name__ in ("IterableDataset", "IterableDatasetDict")
 
 
 def open_stream(spec: Any) -> Any:
-    """Return the `datasets.IterableDataset`."""
-    return spec.dataset() if isinstance(spec, HubDataset) else spec
+    """Return the `datasets.IterableDataset`, whose rows have plain Python values."""
+    stream = spec.dataset() if isinstance(spec, HubDataset) else spec
+    return _one_split(stream, type(stream).__name__).with_format(None)
 
 
 def name_of(spec: Rows | Any) -> str:
@@ -93,9 +105,11 @@ def _read(spec: str) -> RowTable:
             return _of_list(_read_json(path), spec)
         with path.open("rb") as file:
             key = digest(_FORMAT, path.suffix, hashlib.file_digest(file, "sha256").hexdigest())
-        if path.suffix == ".parquet":
-            return RowTable(mapped(key, lambda: _of_tables(_read_parquet(path), spec)), key)
-        return RowTable(mapped(key, lambda: _of_lines(path)), key)
+        if path.suffix == ".jsonl":
+            return RowTable(mapped(key, lambda: _of_lines(path)), key)
+        if _is_encoded_parquet(path):
+            return _of_rows(lambda: _open_parquet(path, key), key, spec)
+        return RowTable(mapped(key, lambda: _of_tables(_read_parquet(path), spec)), key)
     if path.exists() or path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
         problem = "has a format that cannot be read" if path.exists() else "does not exist"
         raise ValueError(
@@ -107,17 +121,55 @@ def _read(spec: str) -> RowTable:
 
 
 def _of_dataset(data: Any, name: str) -> RowTable:
+    form = data.format
+    if form["type"] == "custom":  # a transform, which may give other values each time
+        return _of_list([*data], name)
+    if not form["output_all_columns"] and {*form["columns"]} != {*data.column_names}:
+        data = data.select_columns(form["columns"])
     key = digest(_FORMAT, data._fingerprint, len(data))
+    if _is_encoded(data.features):
+        return _of_rows(lambda: data.with_format(None), key, name)
     tables = data.with_format("arrow").iter(BATCH)
     return RowTable(mapped(key, lambda: _of_tables(tables, name)), key)
+
+
+def _is_encoded(feature: Any) -> bool:
+    """Whether a feature of `datasets` stores other values than it gives, such as JSON's text."""
+    if isinstance(feature, Mapping):
+        return any(map(_is_encoded, feature.values()))
+    if (inner := getattr(feature, "feature", None)) is not None:  # of a list
+        return _is_encoded(inner)
+    return type(feature).__name__ not in _AS_STORED
+
+
+class _NotJson(Exception):
+    pass
+
+
+def _of_rows(opened: Callable[[], Iterable[Any]], key: str, name: str) -> RowTable:
+    """Store the rows of a `datasets.Dataset` that decodes them as JSON."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        rows, first = iter(opened()), 0
+        while some := [*islice(rows, BATCH)]:
+            some = _checked(some, name, first)
+            if not all(map(is_json, some)):
+                raise _NotJson
+            yield record_batch(some, first, [*map(json.dumps, some)])
+            first += len(some)
+        _check_some(first, name)
+
+    try:
+        return RowTable(mapped(key, batches), key)
+    except _NotJson:
+        return _of_list([*opened()], name)
 
 
 def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
     first = 0
     for table in tables:
         for batch in table.combine_chunks().to_batches(BATCH):
-            rows = batch.to_pylist()
-            _check_rows(rows, name, first)
+            rows = _checked(batch.to_pylist(), name, first)
             yield record_batch(rows, first, batch.to_struct_array())
             first += len(rows)
     _check_some(first, name)
@@ -125,7 +177,7 @@ def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch
 
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:
     _check_some(len(rows), name)
-    _check_rows(rows, name)
+    rows = _checked(rows, name)
     if not all(map(is_json, rows)):
         batch = record_batch(rows, 0, [""] * len(rows))
         return RowTable(pa.Table.from_batches([batch]), None, rows)
@@ -166,7 +218,7 @@ def _of_lines(path: Path) -> Iterator[pa.RecordBatch]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{at(number)} is not JSON: {error}.") from None
             texts.append(line)
-            check_row(rows[-1], number, at)
+            rows[-1] = check_row(rows[-1], number, at)
             if len(rows) == BATCH:
                 yield record_batch(rows, first, texts)
                 first, rows, texts = first + BATCH, [], []
@@ -180,6 +232,25 @@ def _read_parquet(path: Path) -> Iterator[pa.Table]:
 
     with pyarrow.parquet.ParquetFile(path) as file:
         yield from map(pa.Table.from_batches, ([batch] for batch in file.iter_batches(BATCH)))
+
+
+def _is_encoded_parquet(path: Path) -> bool:
+    """Whether a file has values that `datasets` decodes, by its metadata or Arrow's JSON type."""
+    import pyarrow.parquet
+
+    schema = pyarrow.parquet.read_schema(path)
+    if b"huggingface" not in (schema.metadata or {}) and "extension<" not in str(schema):
+        return False
+    from datasets import Features
+
+    return _is_encoded(Features.from_arrow_schema(schema))
+
+
+def _open_parquet(path: Path, key: str) -> Any:
+    import pyarrow.parquet
+    from datasets import Dataset
+
+    return Dataset(pyarrow.parquet.read_table(path), fingerprint=key)
 
 
 def _read_json(path: Path) -> list[Row]:
@@ -202,14 +273,18 @@ def _open_folder(path: Path) -> Any:
             f"`{path}` is a folder, but not one that `datasets.save_to_disk` wrote. "
             "Give the path of a file in it."
         )
-    saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, datasets.DatasetDict):
-        if "train" not in saved:
-            raise ValueError(
-                f"`{path}` has no split `train`, only {sorted(saved)}. Give the folder of a split."
-            )
-        saved = saved["train"]
-    return saved
+    return _one_split(datasets.load_from_disk(str(path)), str(path))
+
+
+def _one_split(data: Any, name: str) -> Any:
+    """Return the split `train` of a `DatasetDict`, and other data as they are."""
+    if type(data).__name__ not in ("DatasetDict", "IterableDatasetDict"):
+        return data
+    if "train" not in data:
+        raise ValueError(
+            f"`{name}` has no split `train`, only {sorted(data)}. Give one, or the folder of a split."
+        )
+    return data["train"]
 
 
 def _decode(raw: bytes, path: Path, line: int = 1) -> str:
@@ -232,19 +307,28 @@ def _check_some(number: int, name: str) -> None:
         raise ValueError(f"The data set `{name}` is empty.")
 
 
-def _check_rows(rows: Sequence[Any], name: str, first: int = 0) -> None:
+def _checked(rows: Sequence[Any], name: str, first: int = 0) -> list[Row]:
     def at(number: int) -> str:
         return f"`{name}`, row {number} (the first is 0)"
 
-    for number, row in enumerate(rows, start=first):
-        check_row(row, number, at)
+    return [check_row(row, number, at) for number, row in enumerate(rows, start=first)]
 
 
-def check_row(row: Any, number: int, at: Callable[[int], str]) -> None:
-    """Refuse an unusable row; `at` says where a row is."""
+def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
+    """Return a row with its messages normalized.
+
+    Args:
+        row: What the user gave.
+        number: Its number.
+        at: Says where a row is.
+
+    Raises:
+        ValueError: the row is not usable.
+    """
     text = row.get("prompt") if type(row) is dict else None
-    if type(text) is str and text and text.isascii() and not text.isspace():
-        return  # most rows: the checks below take four times as long
+    plain = type(text) is str and text and text.isascii() and not text.isspace()
+    if plain and _MEDIA.isdisjoint(row):
+        return row  # most rows: the checks below take four times as long
     if not isinstance(row, Mapping):
         raise ValueError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
     if "prompt" not in row:
@@ -252,11 +336,21 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> None:
             f"{at(number)} has no column `prompt`; its columns are "
             f"{sorted(map(str, row))}. Rename the one that holds the prompt."
         )
+    if media := [name for name in sorted(_MEDIA & row.keys()) if not _is_empty(row[name])]:
+        raise ValueError(
+            f"{at(number)} has `{media[0]}`, and training is on text alone: the model would answer "
+            "without it. Leave such rows out. If the prompt does not need it, remove the column, "
+            "or rename it if a reward function does."
+        )
     prompt = row["prompt"]
     if isinstance(prompt, str):
         contents = [prompt] if prompt.strip() else []
-    elif isinstance(prompt, Sequence) and all(map(_is_message, prompt)):
-        contents = [message["content"] for message in prompt]
+    elif isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt):
+        try:
+            row = normalized(row)
+        except ValueError as error:
+            raise ValueError(f"{at(number)} {error}") from None
+        contents = [message["content"] for message in row["prompt"]]
     else:
         raise ValueError(
             f"{at(number)} has a `prompt` that is neither a string nor chat messages, a "
@@ -264,7 +358,7 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> None:
         )
     if not any(contents):
         raise ValueError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
-    for content in map(str, contents):
+    for content in contents:
         # no tokenizer takes half of a surrogate pair, such as JSON's "\ud83d"
         if not content.isascii() and (found := _SURROGATE.search(content)) is not None:
             raise ValueError(
@@ -272,7 +366,13 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> None:
                 f"({found[0]!a} at character {found.start()}), which is not a character. Repair "
                 "or drop the row."
             )
+    return normalized(row)
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+def _is_empty(value: Any) -> bool:
+    """Whether a column of images and the like holds none."""
+    if isinstance(value, Mapping):  # `datasets` stores an image as bytes and path
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_empty, value))
+    return value is None or value == ""

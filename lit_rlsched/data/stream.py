@@ -56,7 +56,7 @@ class StreamSource:
 
     Args:
         stream: The `datasets.IterableDataset`.
-        tokenize: Returns the token ids of a prompt.
+        tokenize: Returns the token ids of a row's prompt, or refuses it with a ValueError.
         check: Called with the uid and the columns of each row that is drawn.
         max_prompt_length: Maximum number of tokens per prompt.
         seed: Seed of the order.
@@ -68,7 +68,7 @@ class StreamSource:
     def __init__(
         self,
         stream: Any,
-        tokenize: Callable[[Any], list[int]],
+        tokenize: Callable[[Row], list[int]],
         check: Callable[[str, Mapping[str, Any]], None],
         *,
         max_prompt_length: int,
@@ -102,7 +102,7 @@ class StreamSource:
             self._rows = iter(stream)
         if (row := next(self._rows, None)) is None:
             return None
-        check_row(row, self.offset, self._at)
+        row = check_row(row, self.offset, self._at)
         uid = row_uid(row, self.offset)
         self.offset += 1
         self._uids.update(uid.encode() + b"\x1f")
@@ -123,7 +123,10 @@ class StreamSource:
             self._check(uid, columns)
         except ValueError as error:
             raise ValueError(f"{at}: {error}") from None
-        token_ids = self._tokenize(row["prompt"])
+        try:
+            token_ids = self._tokenize(row)
+        except Exception as error:
+            raise ValueError(f"{at} (uid {uid}) cannot be tokenised: {error}") from error
         if not 0 < len(token_ids) <= self.max_prompt_length:
             raise ValueError(
                 f"{at} (uid {uid}) has a prompt of {len(token_ids)} tokens. A prompt of a stream "

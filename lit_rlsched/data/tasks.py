@@ -236,7 +236,7 @@ class HubDataset(PromptTask):
 
     def rows(self) -> list[dict[str, Any]]:
         """Read the rows; the first call downloads them."""
-        return self.dataset().to_list()
+        return [*self.dataset()]
 
 
 def _instructed(batch: Any, instructions: str) -> dict[str, Any]:

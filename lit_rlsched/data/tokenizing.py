@@ -3,11 +3,12 @@
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from lit_rlsched.data.arrow_cache import BATCH
-from lit_rlsched.data.row_table import RowTable
+from lit_rlsched.data.messages import template_arguments
+from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.settings import check_template_kwargs
 
 _MOST_THREADS = 16
 """More would wait for Python's lock."""
@@ -23,16 +26,16 @@ _OWN_THREADS = "TOKENIZERS_PARALLELISM"
 """Variable with which the tokenizer's Rust part decides at each call whether to use its threads."""
 _AT_ONCE = 100
 """Prompts in a call of the tokenizer, which needs about 100 bytes a token while it lasts."""
-_CUTS = {"padding", "truncation", "max_length", "return_tensors", "return_assistant_tokens_mask"}
-"""Arguments of `apply_chat_template` that change what is done with its text."""
 
 
 class PromptTokenizer:
-    """Tokenises prompts as TRL does, without truncation.
+    """Tokenises the prompts of rows, without truncation.
 
-    A string goes through `tokenizer(text)`, special tokens included; chat messages through the chat
-    template with the generation prompt. Where these only call the tokenizer's Rust part, it is
-    called directly: Python then makes one list for each prompt, and no masks and offsets.
+    Chat messages go through the chat template; `template_arguments` says with what. A string gets
+    the special tokens that the tokenizer puts first, such as BOS, unless it begins with them. Those
+    that it puts last, such as EOS, are left out: a completion would begin behind the end. Where the
+    tokenizer only calls its Rust part, that is called directly: Python then makes one list for each
+    prompt, and no masks and offsets.
 
     Args:
         tokenizer: Tokenizer of the policy.
@@ -42,8 +45,9 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any, settings: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
         self._settings = settings or {}
+        check_template_kwargs(self._settings)
         self._backend = None
-        if _is_plain(tokenizer) and not _CUTS & self._settings.keys():
+        if _is_plain(tokenizer):
             self._backend = tokenizer.backend_tokenizer
             self._backend.no_truncation()  # as `tokenizer(text)` does
             self._backend.no_padding()
@@ -52,55 +56,94 @@ class PromptTokenizer:
         self.threads = 1 if self._backend is None else threads
         """Number of threads that may call it at the same time."""
 
-    def __call__(self, prompts: Sequence[Any]) -> "list[array[int]]":
+    def __call__(self, rows: Sequence[Row]) -> "list[array[int]]":
         """Return the token ids of each prompt.
 
         Args:
-            prompts: Strings and chat messages.
+            rows: Normalized rows, of which `PROMPT_COLUMNS` are read.
 
         Raises:
-            ValueError: the tokenizer has no chat template for chat messages.
+            ValueError: the tokenizer has no chat template for chat messages, or a row has arguments
+                that are not for one.
         """
+        prompts = [row["prompt"] for row in rows]
         strings = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
-        chats = self._of_chats([prompt for prompt in prompts if not isinstance(prompt, str)])
+        chats = self._of_chats([row for row in rows if not isinstance(row["prompt"], str)])
         ids = dict(zip(strings, self._of_strings(strings), strict=True))
         return [ids[prompt] if isinstance(prompt, str) else next(chats) for prompt in prompts]
 
     def _of_strings(self, strings: list[str]) -> "Iterator[array[int]]":
-        if self._backend is not None:
-            yield from self._encoded(strings, add_special_tokens=True)
-        elif strings:
-            ids = self._tokenizer(text=strings, return_attention_mask=False)["input_ids"]
+        if not strings:
+            return
+        for ids in self._encoded(strings):
+            begun = ids[: len(self._first)] == self._first
+            yield ids if begun else self._first + ids
+
+    @cached_property
+    def _first(self) -> "array[int]":
+        """The special tokens that the tokenizer puts before a text."""
+        text = ["a"]
+        (alone,), (whole,) = self._encoded(text), self._encoded(text, add_special_tokens=True)
+        for start in range(len(whole) - len(alone) + 1):
+            if alone and whole[start : start + len(alone)] == alone:
+                return whole[:start]
+        return array("i")
+
+    def _of_chats(self, rows: list[Row]) -> "Iterator[array[int]]":
+        for given, some in groupby(rows, lambda row: template_arguments(row, self._settings)):
+            if not given.get("chat_template") and not getattr(
+                self._tokenizer, "chat_template", None
+            ):
+                raise ValueError(
+                    "The prompts are chat messages, but the tokenizer has no chat template. Use "
+                    "prompts that are strings, or an instruction-tuned model."
+                )
+            template = partial(self._tokenizer.apply_chat_template, **given)
+            chats = [row["prompt"] for row in some]
+            if self._backend is not None:
+                yield from self._encoded(template(chats, tokenize=False))
+                continue
+            ids = template(
+                chats,
+                tokenize=True,
+                return_dict=True,
+                tokenizer_kwargs={"return_attention_mask": False},
+            )["input_ids"]
             yield from (array("i", one) for one in ids)
 
-    def _of_chats(self, chats: list[Any]) -> "Iterator[array[int]]":
-        if not chats:
+    def _encoded(
+        self, texts: list[str], add_special_tokens: bool = False
+    ) -> "Iterator[array[int]]":
+        if self._backend is None:
+            settings = {"return_attention_mask": False, "add_special_tokens": add_special_tokens}
+            ids = self._tokenizer(text=texts, **settings)["input_ids"]
+            yield from (array("i", one) for one in ids)
             return
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                "The prompts are chat messages, but the tokenizer has no chat template. Use "
-                "prompts that are strings, or an instruction-tuned model."
-            )
-        template = partial(
-            self._tokenizer.apply_chat_template, add_generation_prompt=True, **self._settings
-        )
-        if self._backend is not None:
-            yield from self._encoded(template(chats, tokenize=False), add_special_tokens=False)
-            return
-        ids = template(
-            chats,
-            tokenize=True,
-            return_dict=True,
-            tokenizer_kwargs={"return_attention_mask": False},
-        )["input_ids"]
-        yield from (array("i", one) for one in ids)
-
-    def _encoded(self, texts: list[str], add_special_tokens: bool) -> "Iterator[array[int]]":
-        assert self._backend is not None
         for first in range(0, len(texts), _AT_ONCE):
             some = texts[first : first + _AT_ONCE]
             for one in self._backend.encode_batch_fast(some, add_special_tokens=add_special_tokens):
                 yield array("i", one.ids)
+
+
+def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | None:
+    """Say which token of a prompt the model has no embedding for, after the prompt's name.
+
+    Args:
+        ids: Token ids of the prompt.
+        tokenizer: The tokenizer that made them.
+        embeddings: Number of the model's embeddings; it may have more than the tokenizer has
+            tokens.
+    """
+    for token in ids:
+        if token >= embeddings:
+            name = tokenizer.convert_ids_to_tokens(token)
+            return (
+                f"has the token {token} ({name!r}) of the tokenizer "
+                f"`{getattr(tokenizer, 'name_or_path', '')}`, and the model has embeddings for 0 "
+                f"to {embeddings - 1}. Use the model's own tokenizer, or a model that was resized "
+                "for this one (`resize_token_embeddings`)."
+            )
+    return None
 
 
 def _is_plain(tokenizer: Any) -> bool:
@@ -119,8 +162,9 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.RecordBatch]:
-    """Yield the columns `token_ids` and `hash` of rows, in their order.
+    """Yield the columns `token_ids`, `hash` and `largest` of rows, in their order.
 
+    `largest` is the largest token id of all prompts in the row's batch.
     The batches are made in threads: the tokenizer's Rust part releases Python's lock.
 
     Raises:
@@ -164,23 +208,25 @@ def _next(waiting: deque[Future[pa.RecordBatch]], bar: Any) -> Iterator[pa.Recor
 
 
 def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.RecordBatch:
-    prompts = rows.prompts(start, start + BATCH)
+    some = rows.prompts(start, start + BATCH)
     try:
-        ids = tokenize(prompts)
+        ids = tokenize(some)
     except Exception:
-        for number, prompt in enumerate(prompts, start):
+        for number, row in enumerate(some, start):
             try:
-                tokenize([prompt])
+                tokenize([row])
             except Exception as error:
                 raise ValueError(
                     f"The prompt of row {number} cannot be tokenised: {error} "
-                    f"The prompt is {str(prompt)[:80]!r}."
+                    f"The prompt is {str(row['prompt'])[:80]!r}."
                 ) from error
         raise
     ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
     hashes = b"".join(blake2b(one, digest_size=8).digest() for one in ids)
+    flat = np.frombuffer(b"".join(ids), np.int32)
     columns = {
-        "token_ids": pa.ListArray.from_arrays(ends, np.frombuffer(b"".join(ids), np.int32)),
+        "token_ids": pa.ListArray.from_arrays(ends, flat),
         "hash": np.frombuffer(hashes, ">u8").astype(np.uint64),
+        "largest": np.full(len(ids), flat.max(initial=0)),
     }
     return pa.record_batch(columns)

@@ -9,6 +9,7 @@ import torch
 
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
+from lit_rlsched.settings import ENDS, check_template_kwargs
 from lit_rlsched.types import Request, Sampling
 
 
@@ -78,6 +79,7 @@ class EngineJudgeReward(Judge):
         self.max_model_len = max_model_len
         self.device = device
         self.chat_template_kwargs = chat_template_kwargs or {}
+        check_template_kwargs(self.chat_template_kwargs, besides=ENDS)
         self._tokenizer: Any = None
         self._asked = 0
         self._waiting: dict[str, _Question] = {}

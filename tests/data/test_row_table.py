@@ -103,7 +103,7 @@ def test_values_that_json_would_change_stay_as_they_are(tokenizer: Any) -> None:
     prompts = make_prompts(rows, tokenizer, max_prompt_length=64)
     assert [p.columns["odd"] for p in prompts] == odd
     assert [type(p.columns["odd"]) for p in prompts] == list(map(type, odd))
-    assert prompts._rows.prompts(1, 3) == ["1", "2"]
+    assert [row["prompt"] for row in prompts._rows.prompts(1, 3)] == ["1", "2"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "list"])

