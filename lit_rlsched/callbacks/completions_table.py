@@ -1,25 +1,29 @@
-"""The table of completions: its rows, its file, and its copy at W&B."""
+"""The table of completions: its rows, its file, and what loggers show of it."""
 
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.text import printable
 from lit_rlsched.training.round import Round
-from lit_rlsched.types import Completion, Group, Prompt
+from lit_rlsched.types import Completion, Group
 
-if TYPE_CHECKING:
-    import wandb
+SHOWN_ROWS = 512
+"""Most rows of the table at W&B, if that is more than two rounds: the newest round, and rounds in
+equal steps before it."""
+SHOWN_TEXT = 1000
+"""Most characters of a cell in TensorBoard."""
 
 
 class CompletionsTable:
-    """Writes completions as rows: to a JSONL file, to a table at W&B.
+    """Writes completions as rows: to a JSONL file, to W&B and TensorBoard.
 
     Args:
         num_completions: Rows per round: the first completions in the order of the plan.
@@ -27,36 +31,84 @@ class CompletionsTable:
 
     def __init__(self, num_completions: int) -> None:
         self.num_completions = num_completions
-        self._tables: dict[Any, wandb.Table] = {}
+        self._shown: dict[int, list[dict[str, Any]]] = {}
+        self._step = 1
+        self._published = 0
 
-    def add(self, round: Round, names: Sequence[str], path: Path, loggers: Iterable[Any]) -> None:
+    def begin(self, path: Path, number: int) -> None:
+        """Continue the file before round `number`, without rows of that round and later."""
+        drop_rows(path, number)
+        self._shown, self._step, self._published = {}, 1, 0
+        with path.open(encoding="utf-8") as file:
+            for of, rows in groupby(map(json.loads, file), lambda row: int(row["round"])):
+                self._show(of, [*rows])
+
+    def add(self, round: Round, names: Sequence[str], path: Path) -> None:
         """Write the rows of a round.
 
         Args:
             round: Drawn and scored round.
             names: Names of the reward functions.
             path: File to append to.
-            loggers: Loggers of the Trainer, of which each `WandbLogger` gets the rows.
         """
         pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
         rows = [_row(round, group, completion, names) for group, completion in pairs]
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if rows:
+            self._show(round.ordinal, rows)
+
+    def _show(self, number: int, rows: list[dict[str, Any]]) -> None:
+        """Keep a round for the loggers, and of earlier ones as many as they show."""
+        while True:
+            kept = {n: r for n, r in self._shown.items() if (n - 1) % self._step == 0}
+            self._shown = kept | {number: rows}
+            if len(self._shown) <= 2 or sum(map(len, self._shown.values())) <= SHOWN_ROWS:
+                return
+            self._step *= 2
+
+    def publish(self, loggers: Iterable[Any], step: int) -> None:
+        """Send the table to W&B, and its newest round to TensorBoard, unless they have it.
+
+        W&B makes an artifact of each table, and shows only the newest.
+        """
+        newest = max(self._shown, default=0)
+        if newest == self._published:
+            return
+        self._published = newest
         for logger in loggers:
-            if isinstance(logger, WandbLogger) and rows:
-                table = self._table(logger, [*rows[0]])
-                for row in rows:
-                    table.add_data(*(row.get(str(column)) for column in table.columns))
-                logger.log_metrics({"completions": table}, step=round.version)
+            if isinstance(logger, WandbLogger):
+                import wandb
 
-    def _table(self, logger: WandbLogger, columns: list[str | int]) -> "wandb.Table":
-        """Return the run's only table: W&B shows only the last of several under one key."""
-        import wandb
+                rows = [row for number in sorted(self._shown) for row in self._shown[number]]
+                columns, data = _cells(rows)
+                # a reward function may log a number in one round and text in another
+                table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+                logger.log_metrics({"completions": table}, step=step)  # type: ignore[dict-item]
+            elif isinstance(logger, TensorBoardLogger):
+                text = _markdown(*_cells(self._shown[newest]))
+                logger.experiment.add_text("completions", text, step)
 
-        run = logger.experiment
-        if run not in self._tables:
-            self._tables[run] = wandb.Table(columns=columns, log_mode="INCREMENTAL")
-        return self._tables[run]
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns that any of the rows has, and the values of each row."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    readable = [{**row, "prompt": _as_text(row.get("prompt") or "")} for row in rows]
+    return columns, [[row.get(column) for column in columns] for row in readable]
+
+
+def _markdown(columns: list[str], data: list[list[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *data]
+    return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
+
+
+def _markdown_cell(value: Any) -> str:
+    """Return a value as text in which nothing is Markdown or HTML."""
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if len(text) > SHOWN_TEXT:
+        text = f"{text[:SHOWN_TEXT]} … ({len(text):,} characters)"
+    plain = (c if c.isalnum() or c in " -" else f"&#{ord(c)};" for c in text)
+    return "".join(plain).replace("&#10;", "<br>")
 
 
 def _row(
@@ -66,7 +118,7 @@ def _row(
     scores = dict(zip(names, completion.scores or [], strict=False))
     before = {
         "step": round.version,
-        "prompt": _as_text(group.prompt),
+        "prompt": group.prompt.text,
         "completion": completion.text,
     }
     after = {
@@ -86,10 +138,10 @@ def _row(
     return printable(row)
 
 
-def _as_text(prompt: Prompt) -> str:
-    if isinstance(prompt.text, str):
-        return prompt.text
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+def _as_text(prompt: str | list[dict[str, Any]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
 
 
 def drop_rows(path: Path, number: int) -> None:

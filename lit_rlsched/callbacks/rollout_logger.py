@@ -6,7 +6,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks._datamodule import rollout_datamodule
-from lit_rlsched.callbacks.completions_table import CompletionsTable, drop_rows
+from lit_rlsched.callbacks.completions_table import CompletionsTable
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.run_curve import RunCurve
 from lit_rlsched.logs import is_partial_check
@@ -21,8 +21,10 @@ class RolloutLogger(RolloutCallback):
     The folder is the Trainer's `default_root_dir`, or without one a new folder `runs/version_N`.
     It gets `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy;
     and `timeline.png` and `lengths.png` of the latest round. It is locked during the run, and a run
-    that is not resumed replaces these files. A `WandbLogger` gets the rows as the table
-    `completions` and the pictures under `pictures/`; a `TensorBoardLogger` gets the pictures.
+    that is not resumed replaces these files. With each set of pictures and after the first round, a
+    `WandbLogger` gets the table `completions` (at most about 512 rows, of rounds in equal steps
+    over the whole run) and a `TensorBoardLogger` the newest rows as text; both get the pictures,
+    under `pictures/`.
 
     The data module logs the metrics of rounds. Summary and pictures include the untrained model if
     it was measured, as with `num_sanity_val_steps=-1`, the CLI's default; Lightning's own default
@@ -83,14 +85,16 @@ class RolloutLogger(RolloutCallback):
             return
         folder = folder_of(trainer)
         if first:
-            _drop_rounds(folder, round.ordinal)
+            self._drop_rounds(folder, round.ordinal)
         if round.number % self.every_n_rounds == 0:
             names = rollout_datamodule(trainer, self).rewards.names
-            self.table.add(round, names, folder / "completions.jsonl", trainer.loggers)
+            self.table.add(round, names, folder / "completions.jsonl")
         if self.save_trace:
             _save_trace(round, folder / "traces")
         if round.ordinal % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
+        elif first:  # whoever looks early sees whether answers look as they should
+            self.table.publish(trainer.loggers, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the metrics of the round's optimizer steps."""
@@ -113,6 +117,15 @@ class RolloutLogger(RolloutCallback):
 
         name = name_of(folder_of(trainer))
         pictures.publish(pictures.draw(self.curve, name), trainer)
+        self.table.publish(trainer.loggers, trainer.global_step)
+
+    def _drop_rounds(self, folder: Path, number: int) -> None:
+        """Delete what the folder has of round `number` and later, of another or an earlier run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.table.begin(folder / "completions.jsonl", number)
+        for path in (folder / "traces").glob("round_*.parquet"):
+            if int(path.stem.split("_")[1]) >= number:
+                path.unlink()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unlock the folder."""
@@ -154,12 +167,3 @@ def _save_trace(round: Round, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in round.trace.tables().items():
         pq.write_table(table, folder / f"round_{round.ordinal:05}_{name}.parquet")
-
-
-def _drop_rounds(folder: Path, number: int) -> None:
-    """Delete what the folder has of round `number` and later, from another or an earlier run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drop_rows(folder / "completions.jsonl", number)
-    for path in (folder / "traces").glob("round_*.parquet"):
-        if int(path.stem.split("_")[1]) >= number:
-            path.unlink()

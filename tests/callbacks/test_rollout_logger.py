@@ -1,7 +1,11 @@
+import html
 import io
 import json
 import math
 import random
+import re
+import struct
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from lit_rlsched.callbacks import RolloutLogger, pictures
+from lit_rlsched.callbacks.completions_table import SHOWN_ROWS, CompletionsTable
+from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.training.round import Round
@@ -122,7 +128,7 @@ def test_rows_have_trls_columns_and_whole_groups(tmp_path):
     assert rows[0]["advantage"] is None  # NaN is not JSON
 
 
-def test_chat_messages_become_text(tmp_path):
+def test_prompts_can_be_trained_on_again(tmp_path):
     round = make_round()
     chat = [
         {"role": "system", "content": "Be brief."},
@@ -132,7 +138,8 @@ def test_chat_messages_become_text(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path)
     callback.setup(trainer, None, "fit")
     callback.on_round_end(trainer, None, round)
-    assert read_rows(tmp_path)[0]["prompt"] == "system: Be brief.\nuser: Hi\u2028there"
+    rows = load_rows(tmp_path / "completions.jsonl")
+    assert [rows[i]["prompt"] for i in (0, 4, 8)] == [chat, "prompt 1", "prompt 2"]
 
 
 def test_resumed_run_replaces_the_rounds_it_redoes(tmp_path):
@@ -230,40 +237,117 @@ def test_traces_are_kept_as_parquet(tmp_path):
 # Loggers.
 
 
-@pytest.mark.slow
-def test_wandb_gets_each_rounds_rows_and_the_pictures(tmp_path):
+def wandb_tables(folder: Path) -> list[dict]:
+    """The tables `completions` of an offline run's folder `files`, in the order of logging."""
+    paths = folder.glob("media/table/completions_*.table.json")
+    ordered = sorted(paths, key=lambda path: int(path.name.split("_")[1]))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in ordered]
+
+
+@pytest.fixture
+def offline(tmp_path):
     wandb = pytest.importorskip("wandb")
-    logger = WandbLogger(save_dir=tmp_path, project="test", offline=True)
+    wandb.finish()
+    yield lambda: WandbLogger(save_dir=tmp_path / "w", project="test", offline=True)
+    wandb.finish()
+
+
+@pytest.mark.slow
+def test_wandb_gets_one_table_per_set_of_pictures_with_all_rounds_in_it(tmp_path, offline):
+    logger = offline()
     trainer = make_trainer(tmp_path, logger)
     callback = RolloutLogger(num_completions=4, pictures_every_n_rounds=2)
-    run(callback, trainer, [0, 1, 2])
-    assert callback.table._tables[logger.experiment].log_mode == "INCREMENTAL"
-    folder = Path(logger.experiment.dir)
-    wandb.finish()
-    tables = [json.loads(p.read_text()) for p in folder.glob("media/table/*.table.json")]
-    steps = sorted(tuple(row[0] for row in table["data"]) for table in tables)
-    assert steps == [(0,) * 4, (2,) * 4, (4,) * 4]  # rows are sent once, and all of them stay
+    run(callback, trainer, [0, 1, 2, 3])
+    callback.on_fit_end(trainer, None)  # the newest round was shown already
+    tables = wandb_tables(Path(logger.experiment.dir))
+    at = tables[0]["columns"].index("round")
+    assert [sorted({row[at] for row in table["data"]}) for table in tables] == [
+        *([1], [1, 2], [1, 2, 3, 4])
+    ]
     assert tables[0]["columns"] == [*read_rows(tmp_path)[0]]
-    images = sorted(p.name.split("_")[0] for p in folder.glob("media/images/pictures/*.png"))
-    assert images == ["learning", "lengths", "timeline"]
+    files = Path(logger.experiment.dir).glob("media/images/pictures/*.png")
+    images = {path.name.split("_")[0] for path in files}
+    assert images == {"learning", "lengths", "timeline"}
 
 
-def test_tensorboard_gets_the_pictures(tmp_path):
-    shown = {}
+def test_a_resumed_runs_table_has_the_rows_from_before(tmp_path, offline):
+    first = RolloutLogger(num_completions=4)
+    run(first, make_trainer(tmp_path), [0, 1, 2])
+    logger, resumed = offline(), RolloutLogger(num_completions=4)
+    run(resumed, trainer := make_trainer(tmp_path, logger), [2, 3])
+    resumed.on_fit_end(trainer, None)
+    table = wandb_tables(Path(logger.experiment.dir))[-1]
+    at = table["columns"].index("round")
+    assert [row[at] for row in table["data"]] == [n for n in (1, 2, 3, 4) for _ in range(4)]
+    prompts = [row[table["columns"].index("prompt")] for row in table["data"]]
+    assert prompts == 16 * ["prompt 0"]
 
-    class Board(TensorBoardLogger):
-        def __init__(self) -> None:
-            pass  # tensorboard need not be installed
 
-        @property
-        def experiment(self):
-            return SimpleNamespace(
-                add_figure=lambda name, figure, step: shown.update({name: figure})
-            )
+@pytest.mark.parametrize(("size", "rounds"), [(1, 2000), (16, 300), (600, 9)])
+def test_the_table_at_wandb_is_bounded_and_reaches_over_the_run(tmp_path, size, rounds):
+    table = CompletionsTable(size)
+    for number in range(1, rounds + 1):
+        table._show(number, [{"round": number}] * size)
+        shown = [*table._shown]
+        assert shown[0] == 1 and shown[-1] == number
+        assert size * len(shown) <= max(SHOWN_ROWS, 2 * size)
+    gaps = {b - a for a, b in pairwise(shown[:-1])}
+    assert len(gaps) <= 1 and (size > 512 or size * len(shown) >= SHOWN_ROWS / 2)
 
-    run(RolloutLogger(pictures_every_n_rounds=1), make_trainer(tmp_path, Board()), [0])
-    assert sorted(shown) == ["pictures/learning", "pictures/lengths", "pictures/timeline"]
-    assert all(isinstance(figure, Figure) for figure in shown.values())
+
+def test_what_changes_its_type_between_rounds_is_no_error(tmp_path, offline):
+    logger, callback = offline(), RolloutLogger(num_completions=2, pictures_every_n_rounds=1)
+    trainer = make_trainer(tmp_path, logger)
+    callback.setup(trainer, None, "fit")
+    for number, value in enumerate([1, "one", None, [1, 2], {"a": 1}]):
+        round = make_round(number)
+        round.trace = None
+        for completion in round.completions:
+            completion.extra = {"why": value}
+        callback.on_round_end(trainer, None, round)
+    table = wandb_tables(Path(logger.experiment.dir))[-1]
+    at = table["columns"].index("why")
+    assert [row[at] for row in table["data"]][::2] == [1, "one", None, [1, 2], {"a": 1}]
+
+
+def events(folder: Path) -> list:
+    """The events of a TensorBoard file: records of length, checksum, data, checksum."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    (path,) = folder.glob("**/events.out.tfevents.*")
+    data, found = path.read_bytes(), []
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        found.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return [(value, event.step) for event in found for value in event.summary.value]
+
+
+def test_tensorboard_gets_the_pictures_and_the_newest_completions(tmp_path):
+    logger = TensorBoardLogger(tmp_path / "board")
+    round = make_round(1)
+    hostile = "a | b\n<script>alert(1)</script> **bold** [x](http://x) `c` \\ " + 2000 * "y"
+    for completion in round.completions:
+        completion.text = hostile
+    callback = RolloutLogger(num_completions=2, pictures_every_n_rounds=2)
+    run(callback, trainer := make_trainer(tmp_path, logger), [0])
+    callback.on_round_end(trainer, None, round)
+    logger.experiment.flush()
+    found = events(tmp_path / "board")
+    names = {value.tag for value, _ in found if value.HasField("image")}
+    assert names == {"pictures/learning", "pictures/lengths", "pictures/timeline"}
+    first, last = (
+        value.tensor.string_val[0].decode()
+        for value, _ in found
+        if value.tag.startswith("completions")
+    )
+    head, rule, *rows = last.splitlines()
+    assert html.unescape(head).startswith("| step | prompt | completion | accuracy |")
+    assert len(rows) == 2 and all(line.count("|") == head.count("|") for line in (rule, *rows))
+    cell = rows[0].split(" | ")[2]
+    assert set("<>|*`[]\\") & set(cell) == {"<", ">"} and set(re.findall("<.*?>", cell)) == {"<br>"}
+    shown, _, cut = html.unescape(cell.replace("<br>", "\n")).partition(" … ")
+    assert shown == hostile[:1000] and cut == f"({len(hostile):,} characters)"
+    assert "text 0" in first and hostile[:5] not in first
 
 
 def test_pictures_are_drawn_at_the_end_and_without_a_trace(tmp_path):
