@@ -59,6 +59,10 @@ class RolloutDataModule(LightningDataModule):
             few that Python needs.
         tokenizer: Folder or hub name; by default the policy's tokenizer.
         chat_template_kwargs: Additional arguments for the chat template.
+        skip_special_tokens: Whether the text of completions is without the tokenizer's special
+            tokens, for rewards, judges, tables and files alike. Use False for tags such as
+            `<answer>` that the tokenizer holds as special tokens: then only the token that ended
+            the completion is left out.
         engine: Engine that decodes completions; by default `VLLMEngine()`.
         num_engines: Number of such engines, which decode a round together, each in its own process:
             engine `i` on GPU `i`, or on CPU with an equal share of the cores; with `RayEngine`, on
@@ -111,6 +115,7 @@ class RolloutDataModule(LightningDataModule):
         reward_env_vars: list[str] | None = None,
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        skip_special_tokens: bool = True,
         engine: RolloutEngine | None = None,
         num_engines: int = 1,
         prompts_per_round: int = 32,
@@ -149,6 +154,7 @@ class RolloutDataModule(LightningDataModule):
         )
         self.tokenizer_name = tokenizer
         self.chat_template_kwargs = chat_template_kwargs
+        self.skip_special_tokens = skip_special_tokens
         self.engine = make_engine(engine, num_engines)
         self.prompts_per_round = prompts_per_round
         self.num_generations = num_generations

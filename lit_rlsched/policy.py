@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+_ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
+
 
 def load_policy(
     model: str, dtype: torch.dtype = torch.float32, **kwargs: object
@@ -169,3 +171,13 @@ def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     configured = None if generation_config is None else generation_config.eos_token_id
     more = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(t for t in (tokenizer.eos_token_id, *more) if t is not None))
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Tokens that `skip_special_tokens` leaves out, besides those with a role such as padding."""
+    roles = {getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
+    ids = sorted({*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} - roles)
+    texts = {i: str(tokenizer.decode([i], skip_special_tokens=False)).strip() for i in ids}
+    return {
+        i: t for i, t in texts.items() if t and not tokenizer.decode([i], skip_special_tokens=True)
+    }

@@ -31,6 +31,7 @@ from lit_rlsched.policy import (
     find_policy,
     load_tokenizer,
     num_embeddings,
+    special_tokens,
 )
 from lit_rlsched.precision import check_float32
 from lit_rlsched.rollout.scoring import Scorer
@@ -64,6 +65,7 @@ class Startup:
         self._tokenizer = load_tokenizer(
             data.tokenizer_name or str(base_model(self.policy).name_or_path)
         )
+        self._eos_token_ids = eos_token_ids(self.policy, self._tokenizer)
         context, embeddings = context_length(self.policy), num_embeddings(self.policy)
         self.prompts: PromptSets = tokenize(
             {name: rows for name, rows in data.rows.items() if isinstance(rows, RowTable)},
@@ -225,7 +227,7 @@ class Startup:
             model=str(base_model(self.policy).name_or_path),
             slots=0,
             max_model_len=self.prompts.longest + data.sampling.max_completion_length,
-            eos_token_ids=eos_token_ids(self.policy, self._tokenizer),
+            eos_token_ids=self._eos_token_ids,
             dtype=_ENGINE_DTYPES.get(precision, torch.float32),
             device=self._trainer.lightning_module.device,
             policy=self.policy,
@@ -277,9 +279,14 @@ class Startup:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Convert the tokens of a completion to text."""
-        ids = np.asarray(token_ids)  # transformers checks every element of a list
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        """Convert the tokens of a completion to the text that rewards, judges and tables see.
+
+        With `skip_special_tokens=False` the token that ended it is left out, as vLLM does.
+        """
+        ids, skip = np.asarray(token_ids), self._data.skip_special_tokens  # a list would be checked
+        if not skip and len(ids) and ids[-1] in self._eos_token_ids:
+            ids = ids[:-1]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
 
     @cached_property
     def policy_reader(self) -> PolicyReader:
@@ -337,8 +344,24 @@ class Startup:
         )
         if trains and (half := half_learner(self._trainer.lightning_module)):
             told.append(half)
+        if lost := self._lost_tokens():
+            told.append(
+                f"The special tokens {', '.join(map(repr, lost))} of the tokenizer are left out of "
+                "the text that reward functions, judges and tables see, so that a reward that "
+                "looks for them never finds them. Set `skip_special_tokens=False`."
+            )
         for text in told:
             rank_zero_warn(text)
+
+    def _lost_tokens(self) -> list[str]:
+        """Special tokens that rewards are likely to look for, and that they do not see."""
+        if not self._data.skip_special_tokens:
+            return []
+        found = special_tokens(self._tokenizer)
+        tokens = [text for token, text in found.items() if token not in self._eos_token_ids]
+        prompts = [str(prompt.text) for prompt in self.prompts.first(2)]
+        template = str(self._tokenizer.chat_template)
+        return self._data.rewards.tokens_looked_for(tokens, template, prompts)
 
     def _trainer_state(self, step: int) -> SimpleNamespace:
         data = self._data

@@ -5,7 +5,8 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any
@@ -198,6 +199,57 @@ def check_columns(
             f"Functions are called as TRL calls them, with {', '.join(GIVEN)} and every column "
             f"of the row, which are {columns} in {at}. Add `**kwargs` to its arguments."
         )
+
+
+_TAGS = re.compile("think|answer|reason|solution", re.I)
+"""What stands in the names of tokens that rewards look for, although chat templates use some."""
+
+
+def tokens_looked_for(
+    functions: Iterable[Callable[..., Any]],
+    tokens: Collection[str],
+    template: str,
+    prompts: Sequence[str],
+) -> list[str]:
+    """Return those of a tokenizer's special tokens that reward functions are likely to look for.
+
+    These are tags for reasoning and answers, pairs such as `<sql>` and `</sql>`, and what stands in
+    the code of a function or in a prompt. Other tokens of the chat template mark turns: they count
+    only if they stand in the function itself.
+
+    Args:
+        functions: The reward functions.
+        tokens: Special tokens besides those that end, begin or pad a text.
+        template: The chat template.
+        prompts: Some prompts, as text.
+    """
+    own, around = map("\n".join, zip(*map(_sources, functions), strict=True))
+    asked = [around, *prompts]
+
+    def paired(token: str) -> bool:
+        opening = token.replace("/", "", 1)
+        return {opening, f"{opening[:1]}/{opening[1:]}"} <= {*tokens}
+
+    return [
+        token
+        for token in tokens
+        if _TAGS.search(token)
+        or token in own
+        or (token not in template and (paired(token) or any(token in text for text in asked)))
+    ]
+
+
+def _sources(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return the code of a function and that of its module, as far as they are known."""
+    function = unwrap(function)
+    kind = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    texts = []
+    for what in (kind, inspect.getmodule(kind)):
+        try:
+            texts.append(inspect.getsource(what))  # type: ignore[arg-type]
+        except (OSError, TypeError):
+            texts.append("")
+    return texts[0], texts[1]
 
 
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -153,7 +153,9 @@ class EngineJudgeReward(Judge):
                 f"{len(prompt_ids)} tokens and max_tokens={self.max_tokens}"
             )
         token_ids, reason = await self._decode(prompt_ids)
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        # the words around a grade may be special tokens
+        skip = not any(token in self._pattern.pattern for token in self.control_tokens())
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=skip))
         if reason == "length":
             raise Unparsed(f"cut at max_tokens={self.max_tokens}: {text:.200}")
         return text

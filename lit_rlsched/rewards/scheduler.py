@@ -24,6 +24,7 @@ from lit_rlsched.rewards.checks import (
     environment_of,
     is_async,
     offered_arguments,
+    tokens_looked_for,
     unique_names,
     unwrap,
 )
@@ -172,6 +173,12 @@ class RewardScheduler:
         check_names(names, at)
         for name, function in zip(self.names, self._functions, strict=True):
             check_columns(function, name, names, at)
+
+    def tokens_looked_for(
+        self, tokens: Sequence[str], template: str, prompts: Sequence[str]
+    ) -> list[str]:
+        """Return those of a tokenizer's special tokens that a function is likely to look for."""
+        return tokens_looked_for(self._functions, tokens, template, prompts)
 
     def start(self) -> None:
         """Launch the workers and wait until all have imported the functions.

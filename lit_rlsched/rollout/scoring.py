@@ -18,7 +18,7 @@ class Scorer:
 
     Args:
         scheduler: Runs the reward functions outside this process.
-        decode: Turns token ids into text, without special tokens.
+        decode: Turns token ids into the text that rewards see.
         timeouts: Time-out of a reward call by prompt; by default the scheduler's own.
         trainer_state: Returns the training progress that reward functions may ask for, given the
             number of optimizer steps.
