@@ -1,5 +1,6 @@
 """Load the Hugging Face model that is trained, find it in a module, and read its weights."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+_NOISE = re.compile("drop|jitter")
+"""Finds the settings of a config that are rates of noise."""
 
 _ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
 
@@ -15,7 +25,7 @@ _ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
 def load_policy(
     model: str, dtype: torch.dtype = torch.float32, **kwargs: object
 ) -> PreTrainedModel:
-    """Load a causal language model with dropout off.
+    """Load a causal language model without dropout, in train mode too.
 
     With dropout the trained policy would differ from the engine's. Under `torch.device("meta")`
     the model is built from `config.json` without weights.
@@ -34,24 +44,29 @@ def load_policy(
             f"`model={model}`: no such folder. Give a checkpoint folder or a hub name."
         )
     try:
+        config = AutoConfig.from_pretrained(model, **kwargs)
+        _without_noise(config)
         if torch.get_default_device().type == "meta":
-            config = AutoConfig.from_pretrained(model)
-            policy = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
-        else:
-            policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **kwargs)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
+        return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype, **kwargs)
     except (OSError, ValueError) as error:
         if "requires `accelerate`" in str(error):
             raise ImportError(
                 "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
             ) from error
         raise ValueError(f"`model={model}`: {_what_is_wrong(Path(model))} ({error})") from error
-    for part in policy.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(policy.config, name, 0.0):
-            setattr(policy.config, name, 0.0)
-    return policy
+
+
+def _without_noise(config: PreTrainedConfig) -> None:
+    """Set the rates of all that is random in train mode to 0, in the configs of all parts.
+
+    Dropout of layers, tokens and paths, and jitter of a router; models hold many as plain numbers.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _without_noise(value)
+        elif type(value) in (int, float) and _NOISE.search(name):
+            setattr(config, name, type(value)(0))
 
 
 def _what_is_wrong(folder: Path) -> str:

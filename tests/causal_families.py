@@ -102,6 +102,8 @@ NOT_TINY: dict[str, str] = {
 """Why a family is not tried."""
 LOOK_AHEAD = ("cpmant", "xlnet")
 """A prompt, or all, is attended to in both directions."""
+TEXT_MODELS = ("emu3", "mllama")
+"""Families whose text models `AutoModelForCausalLM` saves, but does not load."""
 
 
 def make_config(family: str) -> Any:

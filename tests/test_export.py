@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, make_family
+from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, TEXT_MODELS, make_family
 from character_tokenizer import make_tokenizer
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
@@ -171,10 +171,6 @@ def test_what_transformers_keeps_in_float32(saved, tmp_path):
     in_family("deepseek_v3", saved, tmp_path)  # a float32 buffer, and experts saved one by one
     kept = [t for n, t in load(tmp_path / "half").named_buffers() if "correction_bias" in n]
     assert {tensor.dtype for tensor in kept} == {torch.float32}
-
-
-TEXT_MODELS = ("emu3", "mllama")
-"""Families whose text models `AutoModelForCausalLM` saves, but does not load."""
 
 
 @pytest.mark.slow
