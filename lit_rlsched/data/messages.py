@@ -88,8 +88,9 @@ def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> d
     """
     given = {**settings, **(_column(row, "chat_template_kwargs", Mapping, "a dict") or {})}
     check_template_kwargs(given)
-    if tools := _column(row, "tools", list, "a list of tools, each with its JSON schema"):
-        given["tools"] = tools
+    what = "a list of tools, each with its JSON schema"
+    if tools := _column(row, "tools", list, what) or given.pop("tools", None):
+        given["tools"] = tools  # some templates announce an empty list
     begins = given.pop("add_generation_prompt", None)
     goes_on = given.pop("continue_final_message", None)
     if goes_on is None:

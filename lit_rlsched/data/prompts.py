@@ -21,6 +21,7 @@ from lit_rlsched.data.row_table import Row, RowTable, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches, unknown_token
 from lit_rlsched.data.uids import UidIndex
+from lit_rlsched.settings import ENDS
 from lit_rlsched.types import Prompt
 
 _FORMAT = "tokens-2"
@@ -253,6 +254,13 @@ def make_prompts(
             stacklevel=2,
         )
     settings = chat_template_kwargs or {}
+    if unread := _unread(table, tokenizer, settings):
+        warnings.warn(
+            f"{' and '.join(f'`{name}`' for name in unread)}: the "
+            f"{'chat template does' if table.has_chats else 'prompts are strings, which do'} not "
+            "read this. It has no effect on the prompts: check the spelling, or leave it out.",
+            stacklevel=2,
+        )
     tokens = mapped(
         _key(table, tokenizer, settings),
         lambda: token_batches(table, PromptTokenizer(tokenizer, settings)),
@@ -264,6 +272,21 @@ def make_prompts(
     return prompts
 
 
+def _unread(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> list[str]:
+    """Names of template arguments that no prompt depends on."""
+    if not rows.has_chats:
+        return [f"chat_template_kwargs.{name}" for name in settings]
+    template = _template(tokenizer, settings)
+    more = [name for name in settings if name not in (*ENDS, "chat_template")]
+    unread = [f"chat_template_kwargs.{name}" for name in more if name not in template]
+    tools = any("tools" in columns for columns in rows.column_sets)
+    return [*unread, "tools"] if tools and "tools" not in template else unread
+
+
+def _template(tokenizer: Any, settings: Mapping[str, Any]) -> str:
+    return str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
+
+
 def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | None:
     """Name of the rows' token ids; `None` if rows or tokenizer have no stable name."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -271,7 +294,7 @@ def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | N
         return None
     backend.no_truncation()  # as every call does, but the first call must not change the key
     backend.no_padding()
-    template = str(settings.get("chat_template") or tokenizer.chat_template)
+    template = _template(tokenizer, settings)
     return digest(
         _FORMAT,
         rows.key,

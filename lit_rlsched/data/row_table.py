@@ -66,7 +66,9 @@ class RowTable(Sequence[Row]):
             return [*map(_decoded, rows.to_pylist())]
         names = [name for name in PROMPT_COLUMNS if rows.type.get_field_index(name) >= 0]
         columns = [pc.struct_field(rows, name).to_pylist() for name in names]
-        return [normalized(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+        return [
+            normalized(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)
+        ]
 
     @cached_property
     def uids(self) -> pa.StringArray:
@@ -91,6 +93,11 @@ class RowTable(Sequence[Row]):
         for _, columns, number, _ in self._forms:
             sets.setdefault(columns, number)
         return sets
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a prompt is a chat."""
+        return any(chat for chat, *_ in self._forms)
 
     @property
     def odd_prompts(self) -> tuple[str, int, int] | None:

@@ -282,7 +282,8 @@ def _one_split(data: Any, name: str) -> Any:
         return data
     if "train" not in data:
         raise ValueError(
-            f"`{name}` has no split `train`, only {sorted(data)}. Give one, or the folder of a split."
+            f"`{name}` has no split `train`, only {sorted(data)}. Give one split: "
+            "`data['test']`, or its folder."
         )
     return data["train"]
 

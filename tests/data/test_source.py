@@ -105,7 +105,7 @@ def test_bad_places_are_named(tmp_path: Path) -> None:
         load_rows(tmp_path / "rows.json")
     splits = datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)})
     splits.save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ValueError, match=r"has no split `train`, only \['test'\].*of a split"):
+    with pytest.raises(ValueError, match=r"has no split `train`, only \['test'\].*or its folder"):
         load_rows(tmp_path / "splits")
     assert list(load_rows(tmp_path / "splits" / "test")) == ROWS
     with pytest.raises(TypeError, match="Cannot read prompts from a int"):
