@@ -16,12 +16,15 @@ from transformers import AutoConfig, GenerationConfig
 from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.model_card import model_card
 from lit_rlsched.policy import (
+    adapter_config,
     add_lora,
     base_model,
     eos_token_ids,
     load_policy,
     load_tokenizer,
     named_weights,
+    read_config,
+    with_adapter,
 )
 from lit_rlsched.precision import kept_in_float32, main_dtype
 from lit_rlsched.resuming import check_same_weights
@@ -37,6 +40,8 @@ DTYPES = {
     "fp16": torch.float16,
 }
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+_Lora = tuple[Mapping[str, Any], Mapping[str, Any] | None]
+"""Settings of the module, and the adapter's config, which earlier versions did not write."""
 _SUFFIX = ".export-tmp"
 
 
@@ -124,22 +129,26 @@ def export_state(
             f"`adapter=True`: the run of `{source}` trained all weights (`lora_rank=0`), so there "
             "are no adapters. Leave `adapter` out."
         )
-    base = model or settings["model"]
+    lora = checkpoint.get("policy", {}).get("adapter")
+    named = model or settings["model"]
+    base = named if model or lora is None else lora["base_model_name_or_path"]
+    if (given := adapter_config(base)) is not None:
+        base = str(given.base_model_name_or_path)
     sampling = checkpoint.get("datamodule_hyper_parameters", {})
     trained = _trained_dtype(checkpoint, weights)
     used = DTYPES.get(dtype, main_dtype(weights.values()) if adapter else trained)
     with torch.device("meta"):
         shell = load_policy(base, dtype=used)  # has config and names, but no weights
-    tokenizer = load_tokenizer(sampling.get("tokenizer") or base)
+    tokenizer = load_tokenizer(sampling.get("tokenizer") or named)
     shell.config = AutoConfig.from_pretrained(base)  # `load_policy` sets dropout to 0
     shell.generation_config = _generation_config(base, shell, tokenizer, sampling)
     with _written_at_once(out) as folder:
         tokenizer.save_pretrained(folder)
         if adapter:
-            _write_adapter(shell, base, settings, weights, used, folder)
+            _write_adapter(shell, base, (settings, lora), weights, used, folder)
         else:
             if settings["lora_rank"]:
-                weights = _merged(base, settings, weights, trained)
+                weights = _merged(base, (settings, lora), weights, trained)
             _write_model(shell, weights, used, folder)
         served = trained if adapter else used
         card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
@@ -187,10 +196,10 @@ def _trained_dtype(checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor])
 
 
 def _merged(
-    base: str, settings: Mapping[str, Any], adapters: Mapping[str, Tensor], dtype: torch.dtype
+    base: str, lora: _Lora, adapters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return weights and buffers of the base with the adapters added."""
-    policy = _with_lora(load_policy(base, dtype=dtype), settings, adapters)
+    policy = _with_lora(load_policy(base, dtype=dtype), lora, adapters)
     policy.load_state_dict(adapters, strict=False)  # the base has its weights
     inner = base_model(policy)
     buffers = {name for name, _ in inner.named_buffers()}
@@ -198,11 +207,14 @@ def _merged(
     return saved | dict(named_weights(policy))
 
 
-def _with_lora(
-    model: nn.Module, settings: Mapping[str, Any], adapters: Mapping[str, Tensor]
-) -> nn.Module:
-    lora = (settings[f"lora_{name}"] for name in ("rank", "alpha", "target_modules"))
-    policy = add_lora(model, *lora)
+def _with_lora(model: Any, lora: _Lora, adapters: Mapping[str, Tensor]) -> nn.Module:
+    settings, config = lora
+    if config is None:
+        policy = add_lora(
+            model, *(settings[f"lora_{name}"] for name in ("rank", "alpha", "target_modules"))
+        )
+    else:
+        policy = with_adapter(model, read_config(config))
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     _check_names(trained, adapters)
     return policy
@@ -227,13 +239,13 @@ def _write_model(
 def _write_adapter(
     shell: nn.Module,
     base: str,
-    settings: Mapping[str, Any],
+    lora: _Lora,
     adapters: Mapping[str, Tensor],
     dtype: torch.dtype,
     folder: Path,
 ) -> None:
     with torch.device("meta"):
-        policy: Any = _with_lora(shell, settings, adapters)
+        policy: Any = _with_lora(shell, lora, adapters)
     policy.peft_config["default"].base_model_name_or_path = base
     cast = {name: _cast(tensor, dtype) for name, tensor in adapters.items()}
     policy.save_pretrained(folder, state_dict=cast, save_embedding_layers=False)

@@ -1,5 +1,6 @@
 """What checkpoints hold of the policy, and the checks before they are loaded."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched.advice import restored_settings
-from lit_rlsched.policy import base_model
+from lit_rlsched.policy import ADAPTER, base_model
 from lit_rlsched.precision import main_dtype
 from lit_rlsched.resuming import check_resumable, check_same_weights
 from lit_rlsched.training.optimizers import is_fused, keep_step
@@ -28,6 +29,11 @@ class PolicyCheckpoints(LightningModule):
         base = base_model(self.model).named_parameters()
         dtype = main_dtype(p for name, p in base if "lora_" not in name)
         checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
+        if self.hparams["lora_rank"]:
+            config: Any = self.model.peft_config[ADAPTER]  # type: ignore[union-attr, index]
+            checkpoint["policy"]["adapter"] = json.loads(
+                json.dumps(config.to_dict(), default=sorted)
+            )
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 

@@ -15,7 +15,15 @@ from lit_rlsched.evaluation_steps import EvaluationSteps
 from lit_rlsched.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import StepMetrics
-from lit_rlsched.policy import add_lora, load_policy
+from lit_rlsched.policy import (
+    adapter_config,
+    add_lora,
+    add_reference,
+    as_reference,
+    base_model,
+    load_policy,
+    lora_settings,
+)
 from lit_rlsched.policy_checkpoints import PolicyCheckpoints, without_base
 from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
 from lit_rlsched.settings import check_finite
@@ -62,7 +70,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
     manual, so gradient clipping is set here and not in the Trainer.
 
     Args:
-        model: Folder or hub name of the initial checkpoint.
+        model: Folder or hub name of the initial checkpoint. If it is a LoRA adapter, this adapter
+            is trained further, and the `lora_*` settings follow from it.
         learning_rate: Peak learning rate of AdamW.
         betas: AdamW's decay rates.
         weight_decay: AdamW's weight decay.
@@ -74,10 +83,13 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights, or
             the adapters alone with `VLLMEngine(enable_lora=True)`. Checkpoints hold only the
-            adapters, and the base is the reference model. Adapters are float32; in `bf16-mixed` and
-            `bf16-true` the base is bfloat16 (`docs/explanation/precision.md`).
-        lora_alpha: LoRA's scale.
-        lora_target_modules: Layers that get adapters, as in peft.
+            adapters. Adapters are float32; in `bf16-mixed` and `bf16-true` the base is bfloat16
+            (`docs/explanation/precision.md`).
+        lora_alpha: LoRA's scale, by default 32.
+        lora_target_modules: Layers that get adapters, as in peft: their names, a regular
+            expression, or `all-linear`, the default.
+        reference_model: Reference model of the KL: `initial`, the model at the start of training,
+            or for a `model` that is an adapter `base`, the model under it.
         loss_type: Ratio and normalisation of the loss; see `losses.policy_loss`.
         epsilon: Clip distance of the ratio.
         epsilon_high: Upper clip distance if it differs (clip-higher); the cap of CISPO.
@@ -115,8 +127,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         gradient_clip_val: float | None = 1.0,
         gradient_checkpointing: bool = False,
         lora_rank: int = 0,
-        lora_alpha: int = 32,
-        lora_target_modules: str = "all-linear",
+        lora_alpha: int | None = None,
+        lora_target_modules: list[str] | str | None = None,
+        reference_model: Literal["initial", "base"] = "initial",
         loss_type: LossType = "dapo",
         epsilon: float = 0.2,
         epsilon_high: float | None = None,
@@ -164,9 +177,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
             return
         hp = self._hp
         self._check_ranks()
+        adapter = adapter_config(hp.model)
+        hp.update(lora_settings(hp, adapter))
         precision = None if self._trainer is None else self.trainer.precision
         dtype = load_dtype(precision, lora=hp.lora_rank > 0)
-        model = self.model = load_policy(hp.model, dtype=dtype)
+        policy = load_policy(hp.model, dtype=dtype)
+        model = base_model(policy)
         if hp.shared_prefix and (why := obstacle(model)) is not None:
             raise ValueError(
                 f"`shared_prefix=True`: completions of `{type(model).__name__}` cannot share "
@@ -174,12 +190,16 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
             )
         if hp.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-            model.train()  # required by checkpointing; dropout is off
+            policy.train()  # required by checkpointing; dropout is off
         if hp.lora_rank:
-            self.model = add_lora(model, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+            if adapter is None:
+                policy = add_lora(policy, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+            elif self.needs_reference and hp.reference_model == "initial":
+                add_reference(policy)
             self.register_load_state_dict_post_hook(without_base)  # type: ignore[no-untyped-call]
         elif self.needs_reference:
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
+        self.model = policy
         if is_sharded(self._trainer) and self.device_mesh is not None:  # an estimate has no mesh
             for reference in self._reference:  # not a submodule, so nothing else casts it
                 self.trainer.precision_plugin.convert_module(reference)
@@ -266,7 +286,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
     @contextmanager
     def _reference_model(self) -> Iterator[nn.Module]:
         if self._hp.lora_rank:
-            with self.model.disable_adapter():  # type: ignore[union-attr, operator]
+            with as_reference(self.model):
                 yield self.model  # type: ignore[misc]
         else:
             yield to_like(self._reference[0], next(self.parameters()))

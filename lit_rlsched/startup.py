@@ -26,6 +26,7 @@ from lit_rlsched.hooks import fire
 from lit_rlsched.interrupts import heed
 from lit_rlsched.policy import (
     base_model,
+    check_adapters,
     context_length,
     eos_token_ids,
     find_policy,
@@ -62,9 +63,8 @@ class Startup:
     def __init__(self, data: "RolloutDataModule") -> None:
         self._data = data
         limit = data.sampling.max_completion_length
-        self._tokenizer = load_tokenizer(
-            data.tokenizer_name or str(base_model(self.policy).name_or_path)
-        )
+        check_adapters(self.policy)
+        self._tokenizer = load_tokenizer(data.tokenizer_name or str(self.policy.name_or_path))
         self._eos_token_ids = eos_token_ids(self.policy, self._tokenizer)
         context, embeddings = context_length(self.policy), num_embeddings(self.policy)
         self.prompts: PromptSets = tokenize(

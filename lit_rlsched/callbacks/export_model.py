@@ -54,8 +54,7 @@ class ExportModel(Callback):
         """Refuse a module that cannot be exported.
 
         Raises:
-            MisconfigurationException: the module is not a `GRPOModule` or `RLOOModule`, or has no
-                adapters for `adapter=True`.
+            MisconfigurationException: the module is not a `GRPOModule` or `RLOOModule`.
         """
         if stage != "fit":
             return
@@ -64,6 +63,13 @@ class ExportModel(Callback):
                 f"`ExportModel` exports `GRPOModule` and `RLOOModule`, not "
                 f"`{type(pl_module).__name__}`. Call `save_pretrained` of the model in it instead."
             )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse `adapter=True` without adapters, which `model` may bring.
+
+        Raises:
+            MisconfigurationException: there are none.
+        """
         if self.adapter and not pl_module.hparams["lora_rank"]:
             raise MisconfigurationException(
                 "`ExportModel(adapter=True)`: the run trains all weights (`lora_rank=0`), so there "

@@ -6,10 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_rlsched.engines.base import AdapterSpec
-from lit_rlsched.policy import base_model
-
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of peft's `init_lora_weights` that leave the base weights as they are."""
+from lit_rlsched.policy import PLAIN_STARTS, base_model
 
 
 def adapter_spec(policy: nn.Module) -> AdapterSpec:
