@@ -7,12 +7,22 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Precision
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rlsched.policy import base_model
 
 HALF = (torch.bfloat16, torch.float16)
+PASSES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+"""What forward and backward passes compute in, by `trainer.precision`. The engine decodes in it."""
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 """Enters a Trainer's precision: `trainer.precision_plugin.forward_context`."""
 
@@ -26,6 +36,22 @@ def load_dtype(precision: str | None, lora: bool) -> torch.dtype:
     if precision == "bf16-true" or (precision == "bf16-mixed" and lora):
         return torch.bfloat16
     return {"16-true": torch.float16, "64-true": torch.float64}.get(str(precision), torch.float32)
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse a Trainer's precision that an engine could not decode in.
+
+    Raises:
+        ValueError: it quantises weights, or computes in float8.
+    """
+    quantises = isinstance(plugin, BitsandbytesPrecision)
+    if quantises or plugin.precision not in PASSES:
+        name = type(plugin).__name__ if quantises else f"precision={plugin.precision}"
+        raise ValueError(
+            f"`Trainer`: `{name}` trains in a precision that no engine decodes in, so completions "
+            f"would come from another policy than the one that is trained. Use one of "
+            f"{', '.join(map(repr, PASSES))}, with `lora_rank` to save memory."
+        )
 
 
 class KeepsFloat32(nn.Module):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,7 +33,7 @@ from lit_rlsched.policy import (
     num_embeddings,
     special_tokens,
 )
-from lit_rlsched.precision import check_float32
+from lit_rlsched.precision import PASSES, check_float32
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
@@ -46,8 +45,6 @@ from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
-
-_ENGINE_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
 class Startup:
@@ -222,13 +219,12 @@ class Startup:
     def spec(self) -> EngineSpec:
         """Settings that the engine is started with."""
         data = self._data
-        precision = str(self._trainer.precision).partition("-")[0]
         spec = EngineSpec(
             model=str(base_model(self.policy).name_or_path),
             slots=0,
             max_model_len=self.prompts.longest + data.sampling.max_completion_length,
             eos_token_ids=self._eos_token_ids,
-            dtype=_ENGINE_DTYPES.get(precision, torch.float32),
+            dtype=PASSES[str(self._trainer.precision)],
             device=self._trainer.lightning_module.device,
             policy=self.policy,
             seed=data.seed,
@@ -335,6 +331,13 @@ class Startup:
                 "importance sampling is off."
             )
         warn_of_unseen_gpu(self.spec.device.type)
+        ours, theirs = self.spec.dtype, data.engine.cache_dtype(self.spec)
+        if ours != theirs and data.engine.logprobs:
+            rank_zero_warn(
+                f"`{data.engine.name}` decodes in {theirs}, and "
+                f"`precision={self._trainer.precision}` computes in {ours}: the log-probs of a "
+                "token differ by what the coarser one rounds (`docs/explanation/precision.md`)."
+            )
         trains = bool(self.prompts.train)
         told = data.run.advice.at_start(
             self.spec.eos_token_ids,

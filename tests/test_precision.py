@@ -2,22 +2,31 @@
 
 import re
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import transformers
 from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, make_config
 from lightning import LightningModule
-from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.fabric.connector import _PRECISION_INPUT_STR
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, HalfPrecision, Precision
 from plain_module import Plain
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.policy import add_lora, base_model, load_policy, named_weights
-from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like, trains_in_half
+from lit_rlsched.precision import (
+    PASSES,
+    KeepsFloat32,
+    check_precision,
+    load_dtype,
+    to_like,
+    trains_in_half,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -236,3 +245,84 @@ def test_our_own_engine_decodes_with_adapters_on_a_half_base(fit, tiny_model):
     module = GRPOModule(tiny_model, lora_rank=4, learning_rate=1e-2)
     trainer, _, _ = fit(module, engine=TransformersEngine(), trainer={"precision": "bf16-mixed"})
     assert trainer.callback_metrics["sync/max_logp_diff"] < 0.5
+
+
+# The engine's precision.
+
+
+def test_every_precision_is_one_of_an_engine_or_is_refused():
+    """None falls back to another one in silence."""
+    lightnings = set(get_args(_PRECISION_INPUT_STR))
+    refused = {"transformer-engine", "transformer-engine-float16"}
+    assert lightnings == PASSES.keys() | refused
+    for precision in lightnings:
+        plugin = Precision()
+        plugin.precision = precision
+        if precision not in refused:
+            check_precision(plugin)
+            continue
+        with pytest.raises(ValueError, match=f"`precision={precision}` trains in a precision that"):
+            check_precision(plugin)
+    quantises = object.__new__(BitsandbytesPrecision)  # which bitsandbytes would make
+    with pytest.raises(ValueError, match="`BitsandbytesPrecision` trains in a precision that no"):
+        check_precision(quantises)
+
+
+class Drawn(RolloutCallback):
+    """Tokens and log-probs of each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[tuple[list[int], Tensor]]] = []
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round: Any) -> None:
+        drawn = [(list(c.token_ids), torch.tensor(list(c.logprobs))) for c in round.completions]
+        self.rounds.append(drawn)
+
+
+@pytest.mark.parametrize("engines", ["process", "two"])
+def test_an_engine_of_its_own_decodes_in_float64_where_the_trainer_does(fit, exact_model, engines):
+    runs = []
+    for kind in ("trainer", engines):
+        engine = ProcessEngine(TransformersEngine()) if kind == "process" else TransformersEngine()
+        drawn, module = Drawn(), GRPOModule(exact_model, learning_rate=1e-3)
+        trainer, _, data = fit(
+            module,
+            [drawn],
+            engine=engine,
+            num_engines=2 if kind == "two" else 1,
+            trainer={"precision": "64-true", "max_epochs": 3},
+        )
+        assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-12
+        assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-12
+        assert data.startup.spec.dtype == data.engine.cache_dtype(data.startup.spec)
+        runs.append(drawn.rounds)
+    for ours, theirs in zip(*runs, strict=True):
+        for (tokens, logp), (others, other) in zip(ours, theirs, strict=True):
+            assert tokens == others
+            torch.testing.assert_close(logp, other, rtol=0, atol=1e-12)
+
+
+def test_vllm_has_no_float64(fit, tiny_model):
+    with pytest.raises(ValueError, match=r"`precision: 64-true` with `VLLMEngine`: vLLM computes"):
+        fit(engine=VLLMEngine(), trainer={"precision": "64-true"})
+    with pytest.raises(ValueError, match=r"`VLLMEngine\(dtype='float64'\)` is unknown"):
+        VLLMEngine(dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("precision", "engine", "told"),
+    [
+        ("32-true", TransformersEngine(), False),
+        ("bf16-mixed", TransformersEngine(), True),
+        ("bf16-mixed", ProcessEngine(TransformersEngine()), False),
+    ],
+)
+def test_two_precisions_are_said(fit, precision, engine, told):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, _, data = fit(engine=engine, trainer={"precision": precision, "max_epochs": 1})
+    texts = [str(w.message) for w in said if " decodes in torch.float" in str(w.message)]
+    assert len(texts) == told
+    assert not told or "`precision=bf16-mixed` computes in torch.bfloat16" in texts[0]
+    theirs = data.engine.cache_dtype(data.startup.spec)
+    assert (theirs != data.startup.spec.dtype) == told

@@ -65,6 +65,8 @@ PASSED_ON = (
 )
 """`engine_kwargs` that change where and how fast tokens are drawn, but, beyond rounding, not which
 tokens. Every other argument is refused."""
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+"""Precisions that vLLM computes in."""
 OWN = (
     "dtype",
     "gpu_memory_utilization",
@@ -116,9 +118,15 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
 
     Raises:
-        ValueError: `engine_kwargs` allow fewer requests than there are slots, or vLLM has no slot
-            for the adapters.
+        ValueError: `engine_kwargs` allow fewer requests than there are slots, vLLM cannot compute
+            in the Trainer's precision, or it has no slot for the adapters.
     """
+    if (dtype := engine.cache_dtype(spec)) not in DTYPES.values():
+        raise ValueError(
+            f"`precision: 64-true` with `VLLMEngine`: vLLM computes in {', '.join(DTYPES)}, not in "
+            f"{str(dtype).removeprefix('torch.')}. Use `engine: TransformersEngine` or `precision: "
+            "32-true`."
+        )
     on_cpu = spec.device.type == "cpu"
     own = None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30)
     budget = spec.kv_cache_bytes
@@ -127,7 +135,7 @@ def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
     cache = min((b for b in (own, budget) if b is not None), default=None)
     args: dict[str, Any] = {
         "model": spec.model,
-        "dtype": engine.dtype or spec.dtype,
+        "dtype": dtype,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.slots,
         "max_num_batched_tokens": batched_tokens(engine, spec),

@@ -141,7 +141,7 @@ class ProcessEngine(RolloutEngine):
         return self.engine.max_tensor_parallel_size(spec)
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        return self.engine.cache_dtype(spec)
+        return self.engine.cache_dtype(replace(spec, policy=None))
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """The engine's memory, on a GPU that of one of its GPUs, and the weights handed over."""

@@ -35,7 +35,7 @@ from lit_rlsched.engines.base import (
 from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.gpu_setup import warn_of_missing_tools
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import check_choice, check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -56,7 +56,8 @@ class VLLMEngine(RolloutEngine):
     says otherwise.
 
     Args:
-        dtype: Precision of the weights and the cache, such as `bfloat16`. By default the policy's.
+        dtype: Precision of the weights and the cache: `float32`, `bfloat16` or `float16`. By
+            default the one that the trainer computes in.
         kv_cache_gib: Memory for the key-value cache, in GiB, per worker if the model is split. A
             `memory_budget` of the run holds as well. By default the cache takes that budget or,
             without one, up to 4 GiB on CPU and what `gpu_memory_utilization` leaves on a GPU; on
@@ -80,10 +81,10 @@ class VLLMEngine(RolloutEngine):
             new value of the attribute takes effect at the next `start`.
 
     Raises:
-        ValueError: `tensor_parallel_size` is not a positive integer, or `engine_kwargs` has an
-            argument that is not accepted; in `start`: `engine_kwargs` allow fewer requests than
-            there are slots, the cache cannot hold one full context, or there are fewer CPU cores
-            than worker processes.
+        ValueError: `tensor_parallel_size` is not a positive integer, `dtype` is unknown, or
+            `engine_kwargs` has an argument that is not accepted; in `start`: `engine_kwargs` allow
+            fewer requests than there are slots, vLLM has not the Trainer's precision, the cache
+            cannot hold one full context, or there are fewer CPU cores than worker processes.
 
     Example:
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
@@ -109,6 +110,8 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(
                 f"`VLLMEngine({tensor_parallel_size=})`: must be a whole number, 1 or more."
             )
+        if dtype is not None:
+            check_choice("VLLMEngine", "dtype", dtype, arguments.DTYPES)
         self.dtype = dtype
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -128,7 +131,7 @@ class VLLMEngine(RolloutEngine):
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        return getattr(torch, self.dtype) if self.dtype else spec.dtype
+        return arguments.DTYPES[self.dtype] if self.dtype else spec.dtype
 
     def most_slots(self, spec: EngineSpec) -> int:
         return arguments.default_slots(spec.device)

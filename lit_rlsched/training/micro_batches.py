@@ -126,8 +126,7 @@ class MicroBatch:
             rows = [i for i, row in enumerate(prompt_rows) for _ in row.samples]
             self.completion_rows = torch.tensor(rows)
         self.completion_mask = _pad([step.mask(c) for c in completions])
-        # Explicit float32: in bf16-true training the default dtype is bf16.
-        self.advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32)
+        self.advantages = torch.tensor([c.advantage for c in completions], dtype=_float_dtype())
         self.rollout_logp = _pad([c.logprobs for c in completions])
         self.old_logp = _pad_optional([c.old_logprobs for c in completions])
         self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
@@ -389,8 +388,13 @@ def _cheapest_split(
     return runs[::-1]
 
 
-def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    padded = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
+def _float_dtype() -> torch.dtype:
+    """Return float64 in a pass of `64-true`, else float32; in `bf16-true` the default is bf16."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype | None = None) -> torch.Tensor:
+    padded = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype or _float_dtype())
     for i, row in enumerate(rows):
         padded[i, : len(row)] = torch.from_numpy(np.asarray(row))  # copies no array
     return padded
