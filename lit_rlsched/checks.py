@@ -7,14 +7,17 @@ set-up is at fault, a `MisconfigurationException`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning import Trainer
+from lightning import Callback, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.fsdp2 import FSDP2Strategy
+from lit_rlsched.fsdp2 import FSDP2Strategy, is_sharded
+from lit_rlsched.precision import check_precision
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
 from lit_rlsched.settings import check_finite, check_template_kwargs
 from lit_rlsched.types import Sampling
@@ -29,6 +32,37 @@ _LEAST = {
     "val_num_generations": 0,
     "num_engines": 1,
 }
+
+_CLIPS = (
+    "the module clips gradients itself, by their norm and once per optimizer step. Leave it out; "
+    "the module's `gradient_clip_val` sets the largest norm"
+)
+_ACCUMULATES = (
+    "an optimizer step has as many micro-batches as its completions need. Leave it out; "
+    "`micro_batch_tokens` sets the size of a micro-batch, and `prompts_per_round` divided by "
+    "`steps_per_round` that of a step"
+)
+OF_THE_MODULE: dict[str, tuple[Any, str]] = {
+    "gradient_clip_val": (None, _CLIPS),
+    "gradient_clip_algorithm": (None, _CLIPS),
+}
+"""Arguments of a Trainer that a module with manual optimization sets itself: default and reason."""
+_AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
+REFUSED_CALLBACKS: dict[str, str] = {
+    "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
+    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says how "
+    "much fits. (`Tuner.scale_batch_size` adds this callback)",
+    "GradientAccumulationScheduler": _ACCUMULATES,
+    "LearningRateFinder": "the loss of a policy gradient says nothing about a learning rate: it is "
+    "near zero with each. Compare the reward of short runs with different `learning_rate`. "
+    "(`Tuner.lr_find` adds this callback)",
+    "ModelPruning": "it renames weights and masks them in each pass, which the engine that decodes "
+    "does not see. Prune the exported model",
+    "SpikeDetection": "it stops a run whose loss is far above its mean, and the loss of a policy "
+    "gradient is near zero on average. A step that is not finite stops the run anyway; "
+    "`EarlyStopping('grad_norm', stopping_threshold=...)` watches the gradient",
+}
+"""Callbacks of Lightning that would do nothing or do harm, with the reason and what to use."""
 
 # Arguments of the data module and of the module.
 
@@ -97,6 +131,70 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
 
 
 # The data module with the Trainer, the module and the engine.
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse a strategy, a precision or a callback of the Trainer that cannot work."""
+    check_strategy(trainer)
+    check_precision(trainer.precision_plugin)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        names = [cls.__name__ for cls in type(callback).__mro__ if _is_lightnings(cls)]
+        name = type(callback).__name__
+        for why in filter(None, map(REFUSED_CALLBACKS.get, names)):
+            raise MisconfigurationException(f"`{name}`: {why}.")
+        averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
+        if averages and is_sharded(trainer):
+            raise MisconfigurationException(f"`{name}`: {_AVERAGES}.")
+        module = trainer.lightning_module
+        has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
+        if "BackboneFinetuning" in names and module and not has:
+            raise MisconfigurationException(
+                f"`{name}` freezes the module's `backbone`, and `{type(module).__name__}` has "
+                "none. Add a property of this name to a subclass, or use `lora_rank`, which "
+                "freezes the whole base."
+            )
+
+
+def _is_lightnings(cls: type) -> bool:
+    return getattr(lightning_callbacks, cls.__name__, None) is cls
+
+
+def check_given_to(module: str, trainer: Trainer) -> None:
+    """Refuse what a Trainer is given in place of a setting of the module or of its data module.
+
+    Args:
+        module: Class of the module, which optimizes manually.
+        trainer: Trainer that is about to run it.
+    """
+    for name, (default, why) in OF_THE_MODULE.items():
+        value = getattr(trainer, name)
+        if value != default:
+            value = getattr(value, "value", value)
+            raise MisconfigurationException(f"`Trainer({name}={value!r})`: {why}.")
+    check_accumulation(trainer)
+    fn, loader, data = trainer.state.fn, "dataloaders", "val"
+    loop: Any = trainer.validate_loop
+    if fn == TrainerFn.FITTING:
+        loop, loader, data = trainer.fit_loop, "train_dataloaders", "train"
+    elif fn in (TrainerFn.TESTING, TrainerFn.PREDICTING):
+        data = fn.value
+        loop = trainer.test_loop if fn == TrainerFn.TESTING else trainer.predict_loop
+    if not hasattr(loop._data_source.instance, "has_rewards"):
+        method = "fit" if fn is None else fn.value
+        raise MisconfigurationException(
+            f"`Trainer.{method}`: `{module}` takes completions, which a data module draws. In "
+            f"place of `{loader}=...` use "
+            f"`trainer.{method}(module, datamodule=RolloutDataModule({data}_data=prompts, ...))`."
+        )
+
+
+def check_accumulation(trainer: Trainer) -> None:
+    """Refuse a fixed number of micro-batches per optimizer step."""
+    if (value := trainer.accumulate_grad_batches) != 1:
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={value})`: {_ACCUMULATES}."
+        )
 
 
 def check_strategy(trainer: Trainer) -> None:

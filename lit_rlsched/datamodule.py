@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning import LightningDataModule
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -21,6 +22,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
+from lit_rlsched.policy_module import PolicyModule
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.session import RolloutSession
@@ -205,6 +207,9 @@ class RolloutDataModule(LightningDataModule):
                 self._read("val", stage)
         else:
             self._read("val" if stage == "validate" else stage, stage)
+        assert self.trainer is not None
+        if isinstance(self.trainer.lightning_module, PolicyModule):
+            _call_configure_model(self.trainer)  # callbacks may look at the weights in `setup`
 
     @property
     def hparams_initial(self) -> AttributeDict:

@@ -4,9 +4,12 @@ import math
 from typing import Any
 
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_rlsched.checks import check_accumulation
 
 
 class FitSettings:
@@ -37,6 +40,9 @@ class FitSettings:
         """Number of optimizer steps taken per round."""
         if self.steps and trainer.log_every_n_steps > self.steps:  # type: ignore[attr-defined]
             self._set(log_every_n_steps=self.steps)
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
+            bar._get_train_description = "Epoch {}".format  # Lightning writes `Epoch 1/-2`
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
 
@@ -50,13 +56,7 @@ class FitSettings:
     def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import MicroBatchAccumulation
 
-        if trainer.accumulate_grad_batches != 1:
-            raise MisconfigurationException(
-                f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})`: an "
-                "optimizer step has as many micro-batches as its completions need. Leave it out; "
-                "`micro_batch_tokens` sets the size of a micro-batch, and `prompts_per_round` "
-                "divided by `steps_per_round` that of a step."
-            )
+        check_accumulation(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, MicroBatchAccumulation) for c in callbacks):
             self._added = MicroBatchAccumulation()
@@ -77,6 +77,7 @@ class FitSettings:
     def undo(self) -> None:
         """Restore the Trainer's own settings; safe to call twice."""
         self.begin()
+        vars(self._trainer.progress_bar_callback or self).pop("_get_train_description", None)
         for name, value in self._before.items():
             setattr(self._trainer, name, value)
         self._before = {}

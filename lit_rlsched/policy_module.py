@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning import Callback
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lit_rlsched.checks import check_module_settings
+from lit_rlsched.checks import check_given_to, check_module_settings
 from lit_rlsched.evaluation_steps import EvaluationSteps
 from lit_rlsched.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.interrupts import heed
@@ -45,6 +46,8 @@ from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCos
 from lit_rlsched.training.optimizers import (
     Optim,
     check_optim,
+    check_optimizers,
+    due_schedulers,
     is_fused,
     make_adamw,
     with_schedule,
@@ -167,6 +170,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
     def _hp(self) -> Any:
         return self.hparams
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what the Trainer was given in place of our settings, before it loads anything."""
+        check_given_to(type(self).__name__, self.trainer)
+        return []
+
     def configure_model(self) -> None:
         """Load the policy and, if the loss needs one, the reference model, unless already loaded.
 
@@ -221,6 +229,14 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
                 "`shared_prefix=True`: completions cannot share a prompt while the weights are "
                 "sharded. Leave `shared_prefix` out, or use `strategy='ddp'`."
             )
+
+    def on_fit_start(self) -> None:
+        """Check what `configure_optimizers`, which a subclass may have, has returned."""
+        check_optimizers(
+            self.trainer.optimizers,
+            self.trainer.lr_scheduler_configs,
+            [p for p in self.parameters() if p.requires_grad],
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hp = self._hp
@@ -367,7 +383,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         total, metrics = self._total, self._figures.compute()
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
-        self.lr_schedulers().step()  # type: ignore[union-attr]
+        for scheduler in due_schedulers(self.trainer):
+            self.lr_scheduler_step(scheduler, None)
         # Lightning discards what was logged before the optimizer's hooks.
         self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)

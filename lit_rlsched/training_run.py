@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.advice import Advice
-from lit_rlsched.checks import check_group_size, check_logprobs, check_same_ranks, check_strategy
+from lit_rlsched.checks import check_group_size, check_logprobs, check_same_ranks, check_trainer
 from lit_rlsched.clock import Clock
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.data.stream import StreamSource
@@ -152,11 +152,12 @@ class TrainingRun:
         """Form a team with the Trainer's other processes.
 
         Raises:
-            MisconfigurationException: the Trainer's strategy is not supported, or processes differ
-                in version, seed or sizes.
+            MisconfigurationException: the Trainer's strategy or one of its callbacks is not
+                supported, or processes differ in version, seed or sizes.
+            ValueError: the Trainer's precision is not supported.
         """
         trainer = self._trainer
-        check_strategy(trainer)
+        check_trainer(trainer)
         if trainer.world_size > 1:
             self._data.engine = in_own_process(self._data.engine)
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not

@@ -5,10 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plain_module import Plain, vector
+from torch.utils.data import DataLoader
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState, RolloutCallback
@@ -171,6 +173,47 @@ def test_a_limit_that_leaves_nothing_or_a_fixed_accumulation_is_refused(fit, tin
         fit(module, trainer={"limit_train_batches": 0.4}, steps_per_round=2)
     with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches"):
         fit(module, trainer={"accumulate_grad_batches": 4}, steps_per_round=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gradient_clip_val": 0.5}, "the module clips gradients itself, .* `gradient_clip_val`"),
+        ({"gradient_clip_val": 0}, "the module clips gradients itself"),
+        ({"gradient_clip_algorithm": "value"}, "by their norm"),
+        ({"accumulate_grad_batches": 2}, "`micro_batch_tokens` sets the size"),
+    ],
+)
+def test_what_the_module_does_itself_is_named(fit, tiny_model, given, said):
+    module, ((name, value),) = GRPOModule(tiny_model), given.items()
+    message = rf"`Trainer\({name}={value!r}\)`: .*{said}"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, trainer=given)
+    assert module.model is None, "before anything was loaded"
+
+
+@pytest.mark.parametrize(
+    ("method", "loader", "data"),
+    [
+        ("fit", "train_dataloaders", "train"),
+        ("validate", "dataloaders", "val"),
+        ("test", "dataloaders", "test"),
+        ("predict", "dataloaders", "predict"),
+    ],
+)
+def test_a_loader_in_place_of_the_data_module(fit, tiny_model, method, loader, data):
+    message = rf"`trainer.{method}\(module, datamodule=RolloutDataModule\({data}_data=prompts, "
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    for given in ([1, 2], LightningDataModule(), DataLoader([1, 2]), None):
+        name = "datamodule" if isinstance(given, LightningDataModule) else loader
+        with pytest.raises(MisconfigurationException, match=message):
+            getattr(trainer, method)(GRPOModule(tiny_model), **{name: given})
+
+
+def test_a_loader_for_a_trainer_that_has_had_a_data_module(fit, tiny_model):
+    trainer, module, _ = fit(trainer={"max_epochs": 1})
+    with pytest.raises(MisconfigurationException, match="`GRPOModule` takes completions, which a"):
+        trainer.predict(module, dataloaders=[1, 2])
 
 
 @pytest.mark.parametrize("steps_per_round", [1, 2])

@@ -6,10 +6,115 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from plain_module import Plain
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.estimate.live import LiveBytes
 from lit_rlsched.training.optimizers import is_fused, keep_step, make_adamw
+
+RETURNED = {
+    "alone": lambda o, s: o,
+    "list": lambda o, s: [o],
+    "tuple": lambda o, s: (o,),
+    "lists": lambda o, s: ([o], [s]),
+    "no schedule": lambda o, s: ([o], []),
+    "dictionary": lambda o, s: {"optimizer": o},
+    "scheduler": lambda o, s: {"optimizer": o, "lr_scheduler": s},
+    "interval": lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}},
+    "frequency": lambda o, s: ([o], [{"scheduler": s, "interval": "step", "frequency": 3}]),
+    "rounds": lambda o, s: ([o], [{"scheduler": s, "frequency": 2}]),
+    "dictionaries": lambda o, s: [{"optimizer": o, "lr_scheduler": s}],
+}
+"""What Lightning accepts from `configure_optimizers`."""
+HALVED = {
+    "lists": [0, 0, 1, 1, 2, 2],
+    "scheduler": [0, 0, 1, 1, 2, 2],
+    "dictionaries": [0, 0, 1, 1, 2, 2],
+    "interval": [0, 1, 2, 3, 4, 5],
+    "frequency": [0, 0, 0, 1, 1, 1],
+    "rounds": [0, 0, 0, 0, 1, 1],
+}
+"""How often the learning rate is halved before each of six steps, in rounds of two."""
+
+
+class Own(GRPOModule):
+    """With an optimizer of its own."""
+
+    form = "alone"
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=64.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        return RETURNED[self.form](self.optimizer, scheduler)
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.rates.append(float(trainer.callback_metrics["learning_rate"]))
+
+
+@pytest.mark.parametrize("form", RETURNED)
+def test_every_form_of_configure_optimizers_trains(fit, tiny_model, form):
+    rates, module = Rates(), Own(tiny_model, gradient_clip_val=1e-3)
+    module.form = form
+    trainer, _, _ = fit(module, [rates], trainer={"max_epochs": 3}, steps_per_round=2)
+    assert trainer.global_step == 6 and trainer.optimizers == [module.optimizer]
+    assert rates.rates == [64.0 / 2**n for n in HALVED.get(form, [0] * 6)]
+
+
+def plateau(module: GRPOModule, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "reward"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (plateau, "`ReduceLROnPlateau` needs its `monitor`"),
+        (lambda m, o: [o, torch.optim.SGD(m.parameters())], "returned 2 optimizers. The Trainer"),
+        (lambda m, o: None, "returned no optimizer of the policy's weights"),
+        (lambda m, o: torch.optim.SGD([torch.ones(1)]), "no optimizer of the policy's weights"),
+    ],
+)
+def test_what_would_not_train_is_refused_before_a_round(fit, tiny_model, returned, said):
+    class Returns(GRPOModule):
+        def configure_optimizers(self) -> Any:
+            return returned(self, torch.optim.SGD(self.parameters()))
+
+        def on_round_start(self, plan: Any) -> None:
+            raise AssertionError("a round was drawn")
+
+    with pytest.raises(ValueError, match=said):
+        fit(Returns(tiny_model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plateau_works_with_automatic_optimization(fit, tiny_model):
+    class Reduced(Plain):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, "max", patience=0, threshold=10.0, factor=0.5
+            )
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "reward"}
+
+    trainer, _, _ = fit(Reduced(tiny_model), trainer={"max_epochs": 3})
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25e-6
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_fused_optimizer_of_ones_own_is_clipped(fit, tiny_model, precision):
+    class Fused(GRPOModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+    norms, module = Norms(), Fused(tiny_model, gradient_clip_val=0.01)
+    fit(module, [norms], trainer={"precision": precision})
+    assert 0 < max(norms.norms) <= 0.01 * 1.001
 
 
 class Norms(Callback):

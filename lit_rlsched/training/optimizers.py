@@ -1,12 +1,14 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW and its learning-rate schedule, and checks of other optimizers."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from lightning import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 
 Optim = Literal["adamw_torch", "adamw_torch_fused"]
@@ -31,10 +33,64 @@ def make_adamw(parameters: Iterable[nn.Parameter], fused: bool, **settings: Any)
     On a GPU the step that is not fused needs a temporary as large as all parameters.
     """
     optimizer = AdamW(parameters, fused=True if fused else None, **settings)
-    # A fused step can unscale gradients itself. Lightning then refuses to clip, even in bf16-mixed,
-    # where there is nothing to unscale.
-    optimizer._step_supports_amp_scaling = False
+    _leave_scale(optimizer)
     return optimizer
+
+
+def _leave_scale(optimizer: Optimizer) -> None:
+    """Keep a fused step from unscaling gradients itself.
+
+    Lightning then refuses to clip, even in bf16-mixed, where there is nothing to unscale.
+    """
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[LRSchedulerConfig],
+    trained: Sequence[nn.Parameter],
+) -> None:
+    """Refuse what a module's `configure_optimizers` returned if it would not train the policy.
+
+    The gradients of the optimizer are unscaled and clipped by the module from now on.
+
+    Raises:
+        ValueError: there is not exactly one optimizer, it has no weight of the policy, or a
+            scheduler needs a metric.
+    """
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"`configure_optimizers` returned {len(optimizers)} optimizers. The Trainer counts a "
+            "step of each, and the policy versions of a run are its steps. Return one; it may have "
+            "several parameter groups."
+        )
+    (optimizer,) = optimizers
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in trained):
+        raise ValueError(
+            "`configure_optimizers` returned no optimizer of the policy's weights. Make it from "
+            "`self.parameters()`, which are complete when Lightning calls it."
+        )
+    _leave_scale(optimizer)
+    for config in schedulers:
+        if isinstance(config.scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "`ReduceLROnPlateau` needs its `monitor`, which Lightning does not pass on to a "
+                "module with manual optimization. Use `lr_scheduler_type` or another scheduler; in "
+                "a LightningModule with automatic optimization it works."
+            )
+
+
+def due_schedulers(trainer: Trainer) -> Iterator[LRScheduler]:
+    """Yield the schedulers to step after an optimizer step, by their `interval` and `frequency`.
+
+    An interval of `epoch` ends with the last optimizer step of a round.
+    """
+    for config in trainer.lr_scheduler_configs:
+        by_step = config.interval == "step"
+        count = trainer.global_step if by_step else trainer.current_epoch + 1
+        if (by_step or trainer.is_last_batch) and count % config.frequency == 0:
+            yield config.scheduler
 
 
 def keep_step(checkpoint: Mapping[str, Any], fused: bool) -> None:
@@ -58,4 +114,12 @@ def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) 
     )
     # One step ahead, because a warm-up that begins at zero would waste a round.
     factor = scheduler.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda step: factor(step + 1))
+    return _Schedule(optimizer, lambda step: factor(step + 1))
+
+
+class _Schedule(LambdaLR):
+    """Leaves parameter groups alone that a callback adds later, such as `BackboneFinetuning`."""
+
+    def get_lr(self) -> list[Any]:
+        scheduled = super().get_lr()
+        return [*scheduled, *(g["lr"] for g in self.optimizer.param_groups[len(scheduled) :])]
