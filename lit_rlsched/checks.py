@@ -19,7 +19,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.fsdp2 import FSDP2Strategy, is_sharded
 from lit_rlsched.precision import check_precision
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
-from lit_rlsched.settings import check_finite, check_template_kwargs
+from lit_rlsched.settings import check_finite, check_name, check_template_kwargs
 from lit_rlsched.types import Sampling
 
 _LEAST = {
@@ -86,6 +86,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             "completions of a prompt are decoded by one engine: some would have none. Use "
             f"{prompts} or less, or more prompts."
         )
+    _check_objects(settings)
     _check_sampling(settings)
     check_template_kwargs(settings["chat_template_kwargs"] or {})
     given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
@@ -93,6 +94,24 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate "
             f"`{given[0]}` with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
+
+
+def _check_objects(settings: Mapping[str, Any]) -> None:
+    """Refuse an object in place of a name, and a name in place of an object."""
+    if (tokenizer := settings["tokenizer"]) is not None:
+        check_name(
+            "RolloutDataModule",
+            "tokenizer",
+            tokenizer,
+            "The engine loads it by its name: save it with `save_pretrained(folder)`, and give the "
+            "folder.",
+        )
+    engine = settings["engine"]
+    if engine is not None and not isinstance(engine, RolloutEngine):
+        raise ValueError(
+            f"`RolloutDataModule({engine=})` is not an engine: give an object such as "
+            "`VLLMEngine()` or `TransformersEngine()`."
         )
 
 

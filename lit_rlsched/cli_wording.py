@@ -141,12 +141,19 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str, _Parser], str]], ...] 
     (r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", _unknown_argument),
     (r".*Expected a (typing\.Literal\[[^\]]*\]|<class '\w+'>)\. Got value: ([^\n]*)", _bad_value),
     (r"Expected a dot import path string: ([\w.]+)", _unknown_class),
-    (r"a callable class: (.*)\. Got value: (.*)", _bad_function),
+    (
+        r"a callable class: ([^\n]*?)(?:\. Got value: |\n.*Given value: )([^\n]*)",
+        _bad_function,
+    ),
     (r'"config": File does not exist: \'(.*)\'', _no_file),
     (r"Problems parsing config: ", _bad_yaml),
     (
         r"Subtypes: \[((?:<class '(?:int|float|str|bool|NoneType)'>(?:, )?)+)\]"
         r".*Given value: (.*)",
+        _bad_value,
+    ),
+    (
+        r"Subtypes: \[(typing\.Literal\[[^\n]*)\]\n.*?Given value: ([^\n]*)",
         _bad_value,
     ),
     (r"arguments are required: (.+)", _missing),

@@ -20,6 +20,7 @@ from lit_rlsched.data.rows import Rows, is_stream, load_rows, open_stream
 from lit_rlsched.data.stream import RowStream
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.evaluation import EvaluationSettings
+from lit_rlsched.init_args import KnownArguments
 from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.logs import log_now
 from lit_rlsched.policy_module import PolicyModule
@@ -35,7 +36,7 @@ from lit_rlsched.types import Sampling
 from lit_rlsched.wandb_runs import run_ids, warn_of_new_runs
 
 
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(LightningDataModule, KnownArguments):
     """Provides the optimizer steps of one round per Lightning epoch.
 
     A round has `prompts_per_round * num_generations` completions and is trained on in
@@ -47,7 +48,7 @@ class RolloutDataModule(LightningDataModule):
             name, a task such as `Countdown`, or rows; also a `datasets.IterableDataset`, which is
             read while the run needs it. A row has a `prompt` (string or chat messages), optionally
             a `uid`, and any columns that the reward functions take.
-        reward_funcs: Reward functions with TRL's signature.
+        reward_funcs: Reward functions with TRL's signature, or one.
         val_data: Held-out prompts for validation, in the same forms.
         test_data: Prompts for `test`; by default `val_data`.
         predict_data: Prompts for `predict`, which answers them as validation does and computes
@@ -105,7 +106,7 @@ class RolloutDataModule(LightningDataModule):
     def __init__(
         self,
         train_data: Rows,
-        reward_funcs: list[Callable],  # type: ignore[type-arg]  # as jsonargparse reads it
+        reward_funcs: list[Callable] | Callable,  # type: ignore[type-arg]  # for jsonargparse
         *,
         val_data: Rows | None = None,
         test_data: Rows | None = None,

@@ -1,4 +1,4 @@
-"""Objects that remember the arguments of their constructor, so that loggers can show them."""
+"""Constructors that explain a wrong argument and remember the right ones, for loggers."""
 
 import functools
 import inspect
@@ -6,11 +6,69 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from lit_rlsched.trl_names import suggestion
+
 MAX_ENTRIES = 100
 """Longer lists are shown by their length."""
 
 
-class RemembersInit:
+class KnownArguments:
+    """Base class of modules, data modules and whatever else is configured: names a wrong argument.
+
+    `__new__` and not a wrapper of `__init__`: Lightning's `save_hyperparameters` looks for the
+    constructor's frame.
+
+    Raises:
+        TypeError: an argument does not exist; says which one was meant, or what TRL's is here.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        known, open_ended = constructor_arguments(cls)
+        if not open_ended:
+            for name in (name for name in kwargs if name not in known):
+                raise TypeError(
+                    f"`{cls.__name__}({name}=...)`: there is no such argument."
+                    + suggestion(name, known, functools.partial(_written, cls.__name__, known))
+                )
+            if args and not known:  # `object` lets them pass where there is a `__new__`
+                raise TypeError(f"`{cls.__name__}()` takes no arguments.")
+        return super().__new__(cls)
+
+
+_OWNERS = {"model": "GRPOModule", "data": "RolloutDataModule", "trainer": "Trainer"}
+
+
+def _written(owner: str, known: set[str], setting: str) -> str:
+    """Return how Python writes a setting such as `data.train_data`, next to those of `owner`."""
+    home, _, name = setting.rpartition(".")
+    home = _OWNERS.get(home, home)
+    return f"`{name}`" if name in known or not home else f"`{home}({name}=...)`"
+
+
+def constructor_arguments(cls: type) -> tuple[set[str], bool]:
+    """Return the arguments of a class and of those that it passes `**kwargs` to.
+
+    Returns:
+        The names, and whether a class outside this package may take others from `**kwargs`.
+    """
+    known: set[str] = set()
+    for owner in cls.__mro__:
+        if (init := vars(owner).get("__init__")) is None or owner is object:
+            continue
+        _, *parameters = inspect.signature(init).parameters.values()
+        kinds = {parameter.name: parameter.kind for parameter in parameters}
+        known |= {n for n, kind in kinds.items() if kind not in _VARIADIC}
+        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            return known, False
+        if owner.__module__.partition(".")[0] != __package__:
+            return known, True
+    return known, False
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class RemembersInit(KnownArguments):
     """Base class of callbacks, engines, predictors and tasks, whose arguments are settings.
 
     `init_args` has every argument of the constructor, defaults included, as `plain` values.

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lit_rlsched.policy_module import PolicyModule
+from lit_rlsched.settings import check_choice
 from lit_rlsched.training.advantages import (
     batch_normalized,
     group_relative,
@@ -29,7 +30,7 @@ class GRPOModule(PolicyModule):
             (REINFORCE++, arXiv 2501.03262), which allows `num_generations=1` and lets
             `SortedBatching` train on single completions.
         scale_rewards: Divisor of advantages: the standard deviation of the `group` or of the whole
-            `batch`, or `none` (Dr. GRPO).
+            `batch`, or `none` (Dr. GRPO). As in TRL, true is `group` and false is `none`.
         **kwargs: See `PolicyModule`.
 
     Raises:
@@ -45,9 +46,12 @@ class GRPOModule(PolicyModule):
         model: str,
         *,
         advantage: Literal["group", "reinforce++"] = "group",
-        scale_rewards: Literal["group", "batch", "none"] = "group",
+        scale_rewards: Literal["group", "batch", "none"] | bool = "group",
         **kwargs: Any,
     ) -> None:
+        if isinstance(scale_rewards, bool):
+            scale_rewards = "group" if scale_rewards else "none"
+        check_choice("GRPOModule", "scale_rewards", scale_rewards, ("group", "batch", "none"))
         super().__init__(model, **kwargs)
         if advantage not in ("group", "reinforce++"):
             raise ValueError(f"`{advantage=}` is unknown. Use 'group' or 'reinforce++'.")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_rlsched.checks import check_given_to, check_module_settings
 from lit_rlsched.evaluation_steps import EvaluationSteps
 from lit_rlsched.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
+from lit_rlsched.init_args import KnownArguments
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import StepMetrics
 from lit_rlsched.policy import (
@@ -27,7 +28,7 @@ from lit_rlsched.policy import (
 )
 from lit_rlsched.policy_checkpoints import PolicyCheckpoints, without_base
 from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import check_finite, check_name
 from lit_rlsched.sharding import whole
 from lit_rlsched.team import Team
 from lit_rlsched.training.finite import check_gradient
@@ -66,7 +67,7 @@ for _expected in (
     warnings.filterwarnings("ignore", _expected)
 
 
-class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
+class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArguments):
     """Trains a causal language model on scored completions; base of `GRPOModule` and `RLOOModule`.
 
     One item of the loader is one optimizer step, an iterator of micro-batches. Optimization is
@@ -144,6 +145,13 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps):
         shared_prefix: bool | None = None,
     ) -> None:
         check_finite(locals())
+        check_name(
+            type(self).__name__,
+            "model",
+            model,
+            "The engine, the reference model and a resumed run load the model by its name: save it "
+            "and its tokenizer with `save_pretrained(folder)`, and give the folder.",
+        )
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False

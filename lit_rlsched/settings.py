@@ -1,7 +1,8 @@
 """Checks of single settings; each raises a `ValueError` with the setting, its value and a fix."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -46,6 +47,19 @@ def check_choice(owner: str, name: str, value: object, choices: Collection[str])
     if value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")
+
+
+def check_name(owner: str, name: str, value: object, why: str) -> None:
+    """Refuse an object in place of a name; for `owner` and `name` see `check_count`."""
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise ValueError(f"`{owner}({name}=...)` is a `{kind}` object: give a string. {why}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that suggests the nearest of the known names; empty if none is near."""
+    near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.7)
+    return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def _finite(value: Any) -> bool:

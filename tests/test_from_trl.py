@@ -1,4 +1,4 @@
-"""The names of `docs/tutorials/from_trl.md` exist in TRL and here."""
+"""The names of `docs/tutorials/from_trl.md` exist in TRL and here, and wrong ones are answered."""
 
 import inspect
 import re
@@ -7,25 +7,32 @@ from pathlib import Path
 
 import pytest
 from lightning import Trainer
-from transformers import TrainingArguments
-from trl import GRPOConfig, GRPOTrainer
+from torch import nn
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
-from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.data.tasks import Countdown
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.init_args import constructor_arguments
 from lit_rlsched.module import PolicyModule
+from lit_rlsched.rewards.functions import countdown_reward
+from lit_rlsched.trl_names import TRL_NAMES, trl_as_markdown
 
 TEXT = (Path(__file__).parents[1] / "docs/tutorials/from_trl.md").read_text()
 PAGE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)  # without its code
 DEFAULTS = {f.name: f.default for f in fields(GRPOConfig)}
-THEIRS = {*DEFAULTS, *inspect.signature(GRPOTrainer).parameters}
-OWN_TO_GRPO = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
+THEIRS = {f.name for config in (GRPOConfig, RLOOConfig) for f in fields(config)}
+THEIRS |= {n for cls in (GRPOTrainer, RLOOTrainer) for n in inspect.signature(cls).parameters}
 OWNERS = {
     "model": (GRPOModule, PolicyModule),
     "data": (RolloutDataModule,),
     "trainer": (Trainer,),
-    **{cls.__name__: (cls,) for cls in (RolloutLogger, RoundCheckpoint, VLLMEngine)},
+    **{cls.__name__: (cls,) for cls in (RLOOModule, RolloutLogger, RoundCheckpoint, VLLMEngine)},
 }
+
+
+CURRENT = ["Batches", "Settings", "What is missing here"]
 
 
 def section(title: str) -> str:
@@ -37,8 +44,16 @@ def names(text: str) -> list[str]:
 
 
 def rows(title: str) -> list[list[str]]:
-    lines = [line for line in section(title).splitlines() if line.startswith("| ")]
+    lines = [line for line in table(title).splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def table(title: str) -> str:
+    return PAGE.split(f"<!-- trl: {title} -->\n")[1].split("\n<!-- end -->")[0]
+
+
+def listed(*titles: str) -> list[str]:
+    return [name for title in titles for row in rows(title) for name in names(row[0])]
 
 
 def settings() -> dict[str, inspect.Parameter]:
@@ -50,17 +65,117 @@ def settings() -> dict[str, inspect.Parameter]:
     }
 
 
-def test_every_name_of_trl_exists() -> None:
-    mapped = [n for title in ("Batches", "Settings") for row in rows(title) for n in names(row[0])]
-    missing = [name for row in rows("What is missing here") for name in names(row[1])]
-    assert len(mapped) > 50 and len(missing) > 30
-    assert not {*mapped, *missing} - THEIRS
-    assert not {*mapped} & {*missing}
+@pytest.mark.parametrize("title", TRL_NAMES)
+def test_the_tables_are_those_of_the_code(title: str) -> None:
+    assert table(title) == trl_as_markdown(title)
 
 
-def test_every_setting_of_grpo_is_on_the_page() -> None:
-    assert len(OWN_TO_GRPO) > 70
-    assert not OWN_TO_GRPO - {*names(PAGE)}
+def test_every_name_of_trl_is_on_the_page_once() -> None:
+    theirs = listed(*CURRENT)
+    assert sorted(theirs) == sorted(THEIRS)
+    assert [*TRL_NAMES] == [*CURRENT, "Names of earlier versions"]
+    assert not THEIRS & {*listed("Names of earlier versions")}
+
+
+@pytest.mark.parametrize("name", listed(*TRL_NAMES))
+def test_a_wrong_name_is_answered_with_ours_or_with_why_there_is_none(name: str) -> None:
+    (row,) = (row for title in TRL_NAMES for row in rows(title) if name in names(row[0]))
+    ours = {one.rpartition(".")[2] for one in names(row[1])} if len(row) > 2 else set()
+    tried = 0
+    for cls, args in MADE.items():
+        if name in constructor_arguments(cls)[0]:
+            continue
+        tried += 1
+        with pytest.raises(TypeError, match=rf"^`{cls.__name__}\({name}=...\)`: ") as refused:
+            cls(*args, **{name: 1})
+        said = str(refused.value)
+        assert f"TRL's `{name}` " in said
+        if ours and row[1] != "no counterpart":
+            assert any(re.search(rf"\b{one}\b", said.partition(" is ")[2]) for one in ours), said
+        else:
+            assert "has no counterpart here: " in said and said.endswith(".")
+        assert "](" not in said and "**" not in said
+    assert tried >= 3
+
+
+MADE = {
+    GRPOModule: ["model"],
+    RLOOModule: ["model"],
+    RolloutDataModule: [[{"prompt": "1+1="}], [countdown_reward]],
+    RolloutLogger: [],
+    TransformersEngine: [],
+    Countdown: [],
+}
+
+
+def test_a_setting_of_the_same_class_has_no_owner_and_another_has() -> None:
+    with pytest.raises(TypeError, match="TRL's `eval_dataset` is `val_data` here"):
+        RolloutDataModule(*MADE[RolloutDataModule], eval_dataset=[])
+    with pytest.raises(TypeError, match=r"is `GRPOModule\(gradient_clip_val=...\)` here\."):
+        RolloutDataModule(*MADE[RolloutDataModule], max_grad_norm=1.0)
+    with pytest.raises(TypeError, match=r"is `RLOOModule\(normalize_advantages=...\)` here"):
+        GRPOModule("model", normalize_advantages=True)
+    with pytest.raises(TypeError, match=r"such argument\. Did you mean `learning_rate`"):
+        GRPOModule("model", learn_rate=1e-5)
+    with pytest.raises(TypeError, match=r"`TransformersEngine\(\)` takes no arguments"):
+        TransformersEngine(8)
+
+
+def test_a_class_of_the_user_may_take_any_name_and_passes_on_the_others() -> None:
+    class Mine(RLOOModule):
+        def __init__(self, model: str, **kwargs: object) -> None:
+            self.args = kwargs.pop("args")
+            super().__init__(model, **kwargs)
+
+    mine = Mine("model", args=3, beta=0.5)
+    assert mine.args == 3 and mine.hparams.beta == 0.5
+    with pytest.raises(TypeError, match="max_grad_norm"):
+        Mine("model", args=3, max_grad_norm=1.0)
+
+    class Other(RolloutDataModule):
+        def __init__(self, extra: int, **kwargs: object) -> None:
+            super().__init__([{"prompt": "1+1="}], countdown_reward, **kwargs)
+
+    assert Other(4, num_generations=2).hparams == {
+        **RolloutDataModule([{"prompt": ""}], countdown_reward, num_generations=2).hparams,
+        "extra": 4,
+    }
+
+
+def test_forms_of_trl() -> None:
+    one = RolloutDataModule([{"prompt": "1+1="}], countdown_reward)
+    path = "lit_rlsched.rewards.functions.countdown_reward"
+    for same in ([countdown_reward], (countdown_reward,), path, [path]):
+        other = RolloutDataModule([{"prompt": "1+1="}], same)
+        assert other.rewards.names == one.rewards.names == ["countdown_reward"]
+        assert other.rewards.weights == [1.0]
+    for given, meant in ((True, "group"), (False, "none"), ("batch", "batch")):
+        module = GRPOModule("model", scale_rewards=given)
+        assert module.hparams.scale_rewards == module.hparams_initial.scale_rewards == meant
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GRPOModule(nn.Linear(2, 2)), r"`GRPOModule\(model=...\)` is a `Linear` object"),
+        (lambda: RLOOModule(Path("m")), r"`RLOOModule\(model=...\)` is a `PosixPath` object"),
+        (lambda: GRPOModule("m", scale_rewards="no"), "scale_rewards='no'.*Use one of 'group', "),
+        (lambda: data("Qwen/Reward-8B"), "`reward_funcs=Qwen/Reward-8B`: .*Reward models of the"),
+        (lambda: data(["mine.score"]), "`reward_funcs=mine.score`: No module named 'mine'"),
+        (lambda: data([3]), r"`reward_funcs\[0\]=3` is not callable"),
+        (lambda: data([]), "`reward_funcs` is empty"),
+        (lambda: data(countdown_reward, tokenizer=object()), "`.*tokenizer=...\\)` is a `object`"),
+        (lambda: data(countdown_reward, engine="VLLMEngine"), "engine='VLLMEngine'.* is not an en"),
+        (lambda: data(countdown_reward, engine=VLLMEngine), "engine=<class .* is not an engine"),
+    ],
+)
+def test_forms_that_are_refused_say_why(make, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def data(reward_funcs: object, **settings: object) -> RolloutDataModule:
+    return RolloutDataModule([{"prompt": "1+1="}], reward_funcs, **settings)
 
 
 def test_every_name_of_ours_exists() -> None:

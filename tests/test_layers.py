@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "lit_rlsched"
 BASE = [
     "types",
     "settings",
+    "trl_names",
     "init_args",
     "sizes",
     "text",

@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -64,6 +65,35 @@ def check_memory_limit(limit: str | int | None) -> int | None:
     if size < MIN_MEMORY:
         raise ValueError(f"`memory_limit={limit!r}`: use '64MiB' or more.")
     return size
+
+
+def as_functions(given: object) -> list[Callable[..., Any]]:
+    """Return reward functions as a list.
+
+    Args:
+        given: One or several, each a function or, as in a configuration, its import path.
+
+    Raises:
+        ValueError: names what is not a function, and why.
+    """
+    if not given:
+        raise ValueError("`reward_funcs` is empty. Give at least one reward function.")
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    functions = [_imported(one) if isinstance(one, str) else one for one in several]
+    for index, function in enumerate(functions):
+        check_reward_function(index, function)
+    return functions
+
+
+def _imported(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"`reward_funcs={path}`: {error}. Give a function or its import path, such as "
+            "`my_rewards.score`. Reward models of the Hub are not run: wrap yours in a function "
+            "that returns a list of scores."
+        ) from None
 
 
 def check_reward_function(index: int, function: object) -> None:

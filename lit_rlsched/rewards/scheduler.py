@@ -15,11 +15,11 @@ import cloudpickle
 from lit_rlsched._environment import hide_environment, worker_environment
 from lit_rlsched.platforms import require_posix
 from lit_rlsched.rewards.checks import (
+    as_functions,
     check_columns,
     check_env_vars,
     check_memory_limit,
     check_names,
-    check_reward_function,
     check_timeout,
     environment_of,
     is_async,
@@ -50,9 +50,10 @@ class RewardScheduler:
 
     Args:
         reward_funcs: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
-            sync or async. An attribute `warm_up` is called once in each worker before time-outs
-            count. An attribute `env_vars` names environment variables, such as a key, that only
-            this function may see: it is called in workers of its own.
+            sync or async; one or several, each a function or its import path. An attribute
+            `warm_up` is called once in each worker before time-outs count. An attribute `env_vars`
+            names environment variables, such as a key, that only this function may see: it is
+            called in workers of its own.
         reward_weights: Weight of each function in the reward. None: 1 each.
         workers: Number of worker processes; the same number again for functions with `env_vars`.
         timeout: Seconds one call of one function may take before its process is killed.
@@ -72,7 +73,7 @@ class RewardScheduler:
 
     def __init__(
         self,
-        reward_funcs: Sequence[Callable[..., Any]],
+        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str],
         *,
         reward_weights: Sequence[float] | None = None,
         workers: int = 1,
@@ -80,10 +81,7 @@ class RewardScheduler:
         memory_limit: str | int | None = None,
         env_vars: Sequence[str] = (),
     ) -> None:
-        if not reward_funcs:
-            raise ValueError("`reward_funcs` is empty. Give at least one reward function.")
-        for index, function in enumerate(reward_funcs):
-            check_reward_function(index, function)
+        reward_funcs = as_functions(reward_funcs)
         if reward_weights is not None and len(reward_weights) != len(reward_funcs):
             raise ValueError(
                 f"`reward_weights={list(reward_weights)}` has {len(reward_weights)} entries, but "
@@ -97,7 +95,7 @@ class RewardScheduler:
         self.weights = [float(w) for w in reward_weights or [1.0] * len(reward_funcs)]
         self.timeout = timeout
         """May be changed at any time; applies to jobs submitted afterwards."""
-        self._functions = list(reward_funcs)
+        self._functions = reward_funcs
         self._is_async = [is_async(function) for function in reward_funcs]
         self._offered = [offered_arguments(function) for function in reward_funcs]
         self._num_workers = workers
