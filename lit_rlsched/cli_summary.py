@@ -200,7 +200,7 @@ def _saved(trainer: Trainer) -> str | None:
         Path(path)
         for callback in trainer.checkpoint_callbacks
         if not getattr(callback, "save_weights_only", False)
-        for name in ("last_path", "last_model_path")
+        for name in ("last_path", "_last_checkpoint_saved")
         if (path := getattr(callback, name, None)) and Path(path).exists()
     ]
     if not paths:

@@ -1,11 +1,13 @@
 """Loaders that the Trainer iterates over; each draws its rollouts when it is iterated."""
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.evaluation import Evaluated, check_scored, evaluate, never_correct
+from lit_rlsched.hooks import fire
 from lit_rlsched.interrupts import begin_validation
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.rounds import Drawing
@@ -91,12 +93,25 @@ class Evaluation:
             if how and following:
                 rounds.keep_begun(how, following)
 
+        prompts = data.held_out(stage)
+        done, settings = count(1), data.evaluation
+        total = len(prompts) * (settings.num_generations + settings.greedy)
+
+        def tell(done: int) -> None:
+            fire(data.trainer, "on_evaluation_progress", done, total)  # type: ignore[arg-type]
+
+        tell(0)
         yield from evaluate(
-            data.held_out(stage),
-            data.evaluation,
+            prompts,
+            settings,
             stage,
             lambda groups: session.rollout(
-                groups, version, salt=stage, same_noise=True, hooks=False, following=following
+                groups,
+                version,
+                salt=stage,
+                same_noise=True,
+                watch=lambda _: tell(next(done)),
+                following=following,
             ),
             data.rewards.weights,
             look,

@@ -16,9 +16,9 @@ class RolloutCallback(RemembersInit, Callback):
     """Base class of callbacks with hooks for rounds; override what you need.
 
     Each hook fires exactly once per round, completion or group of training, even if the run is
-    resumed. Validation rollouts fire no hooks. A callback that sets a field of the schedule says in
-    `sets` what it decides; two callbacks that decide the same are refused. Loggers get the
-    arguments of those callbacks as part of the run's configuration.
+    resumed. Held-out prompts fire only `on_evaluation_progress`. A callback that sets a field of
+    the schedule says in `sets` what it decides; two callbacks that decide the same are refused.
+    Loggers get the arguments of those callbacks as part of the run's configuration.
 
     Example::
 
@@ -50,4 +50,12 @@ class RolloutCallback(RemembersInit, Callback):
         """Called when the round has its advantages, before it is trained on.
 
         The entries of `round.metrics`, to which this hook may add, are logged after it.
+        """
+
+    def on_evaluation_progress(
+        self, trainer: Trainer, pl_module: LightningModule, done: int, total: int
+    ) -> None:
+        """Called while held-out prompts are answered, on the rank that draws.
+
+        First with `done=0`, then each time a completion is scored.
         """

@@ -96,8 +96,8 @@ class RolloutLogger(RolloutCallback):
         elif first:  # whoever looks early sees whether answers look as they should
             self.table.publish(trainer.loggers, trainer.global_step)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the metrics of the round's optimizer steps."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Remember the metrics of the round's last step, before a checkpoint is saved."""
         self.curve.add_update(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -141,10 +141,12 @@ class RolloutLogger(RolloutCallback):
 
     def summary(self, trainer: Trainer) -> str:
         """Return the run in one line."""
-        took = self.curve.effort(rollout_datamodule(trainer, self).counters["num_completions"])
+        data = rollout_datamodule(trainer, self)
+        took = self.curve.effort(data.counters["num_completions"])
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
-        return self.curve.summary(folder_of(trainer), took)
+        temperature = data.evaluation.sampling.temperature
+        return self.curve.summary(folder_of(trainer), took, temperature)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curve and time of the run."""

@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.round_line import RoundLine
+from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.logs import is_partial_check
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.text import percent
+from lit_rlsched.text import duration, percent
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
 
@@ -25,6 +26,17 @@ SECONDS_PER_LINE = 2.0
 they were validated."""
 SECONDS_PER_ROLLOUT_LINE = 30.0
 """Shortest time between two lines about one rollout in a log."""
+
+
+class RunBar(Tqdm):
+    """Bar of the run. It shows `left`, as tqdm knows nothing of validations that are still due."""
+
+    left = "?"
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """Add `left` to what the bar's format may name."""
+        return super().format_dict | {"left": self.left}
 
 
 class RolloutBar(Tqdm):
@@ -97,12 +109,46 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         self._rollout_bar: RolloutBar | None = None
         self._figures: dict[str, float] = {}
         self._line = RoundLine()
-        self._printed = -math.inf
+        self._left = TimeLeft()
+        self._printed = self._evaluated = -math.inf
 
     @property
     def is_disabled(self) -> bool:
         """Whether no bars are drawn; `is_enabled` says whether anything is shown at all."""
         return super().is_disabled or not _interactive()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say what is started before anything else is shown; it may take minutes."""
+        super().setup(trainer, pl_module, stage)
+        engine = getattr(getattr(trainer, "datamodule", None), "engine", None)
+        if engine is not None and self.is_enabled and trainer.is_global_zero:
+            print(f"Loading the model and starting {engine.name} ...", flush=True)
+
+    def on_evaluation_progress(
+        self, trainer: Trainer, pl_module: LightningModule, done: int, total: int
+    ) -> None:
+        """Print a line now and then, if no bars are drawn."""
+        now = time.monotonic()
+        if not done:
+            self._evaluated = now
+        begins = not done and (trainer.state.fn != "fit" or trainer.sanity_checking)
+        if begins or (now - self._evaluated >= SECONDS_PER_ROLLOUT_LINE and done < total):
+            self._evaluated = now
+            what = next((w for w in ("test", "predict") if trainer.state.fn == w), "validation")
+            self._print(f"  {what}: {done:,} of {total:,} completions")
+
+    def init_train_tqdm(self) -> Tqdm:
+        """Make the bar of the run."""
+        return RunBar(
+            desc=self.train_description,
+            position=2 * self.process_position,
+            disable=self.is_disabled,
+            leave=True,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            smoothing=0,
+            bar_format=self.BAR_FORMAT.replace("remaining", "left"),
+        )
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Draw one bar for the whole run."""
@@ -114,7 +160,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         bar.set_description(f"{bar.unit.capitalize()}s")
         bar.reset(None if total == -1 else total)
         bar.initial = bar.n = done
-        self._line.training_starts(self._share(trainer, trainer.current_epoch))
+        self._left.training_starts(trainer)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Keep Lightning from resetting the bar for each epoch."""
@@ -127,6 +173,9 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the round."""
         rounds = trainer.current_epoch + 1
+        self._left.round_ends()
+        left = self._left.seconds(trainer, rounds)
+        self.train_progress_bar.left = "?" if left is None else duration(left)
         self._advance(trainer, pl_module, rounds)
         last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
         validated = self._line.accuracy is not None
@@ -135,18 +184,18 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
             of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
             others = self.get_metrics(trainer, pl_module)
             others = {k: v for k, v in others.items() if k not in self._figures}
-            share = self._share(trainer, rounds)
-            self._print(self._line.text(f"round {rounds}{of}", share, others))
+            self._print(self._line.text(f"round {rounds}{of}", left, others))
             self._printed = now
 
-    def _share(self, trainer: Trainer, rounds: int) -> float:
-        """Return the share of the run that is done; NaN if it has no end."""
-        ends = [(rounds, trainer.max_epochs or -1), (trainer.global_step, trainer.max_steps)]
-        shares = [done / end for done, end in ends if end > 0]
-        return max(shares, default=math.nan)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the validation."""
+        self._left.validation_starts()
+        super().on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the held-out accuracy."""
+        if not is_partial_check(trainer):
+            self._left.validation_ends()
         accuracy = trainer.callback_metrics.get("val/accuracy")
         if trainer.state.fn == "fit" and accuracy is not None and not is_partial_check(trainer):
             self._figures["val/accuracy"] = float(accuracy)

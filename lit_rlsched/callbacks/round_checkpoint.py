@@ -20,7 +20,7 @@ class RoundCheckpoint(Checkpoint):
     It saves after the first round, then whenever all saves together take at most `max_share` of the
     run's time, and after the last round. It also saves when SIGTERM (or Ctrl-C in the CLI) stops
     the run, even in the middle of a round. It works beside a `ModelCheckpoint`, and skips steps at
-    which one with `save_last` has just saved.
+    which one has just saved.
 
     If a save fails, for example because the disk is full, the run continues with a warning.
 
@@ -118,11 +118,14 @@ def _is_last(trainer: Trainer) -> bool:
 
 
 def _just_saved(trainer: Trainer) -> bool:
-    """Return whether a `ModelCheckpoint` has saved a resumable checkpoint at this step."""
+    """Return whether a `ModelCheckpoint` has saved a resumable checkpoint at this step.
+
+    It deletes that file only after it has saved a later one.
+    """
     return any(
         isinstance(callback, ModelCheckpoint)
-        and callback.save_last
         and not callback.save_weights_only
         and callback._last_global_step_saved == trainer.global_step
+        and Path(callback._last_checkpoint_saved).exists()
         for callback in trainer.checkpoint_callbacks
     )

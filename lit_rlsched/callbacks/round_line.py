@@ -8,21 +8,13 @@ from lit_rlsched.training.round import Round
 
 
 class RoundLine:
-    """Collects what happens in a round and says it in one line.
-
-    The time that is left follows from the mean time of the rounds since the training began.
-    """
+    """Collects what happens in a round and says it in one line."""
 
     def __init__(self) -> None:
-        self._began = self._rollout_ended = self._update_ended = 0.0
-        self._share_before = 0.0
+        self._rollout_ended = self._update_ended = 0.0
         self._round: Round | None = None
         self.accuracy: float | None = None
         """Held-out accuracy, if it was measured since the last line."""
-
-    def training_starts(self, share: float) -> None:
-        """Start the clock of the run, of which `share` is done; it may be NaN."""
-        self._began, self._share_before = time.monotonic(), share
 
     def rollout_ends(self, round: Round) -> None:
         """Remember the round and start the clock of its update."""
@@ -32,20 +24,19 @@ class RoundLine:
         """Stop the clock of the update, if this is its last step."""
         self._update_ended = time.monotonic()
 
-    def text(self, head: str, share: float, others: Mapping[str, object]) -> str:
+    def text(self, head: str, left: float | None, others: Mapping[str, object]) -> str:
         """Return the line of the round that has ended, and forget the round.
 
         Args:
             head: Beginning of the line.
-            share: Share of the run that is done; NaN if it has no end.
+            left: Seconds until the run ends, if that is known.
             others: More values to show, by name.
         """
         parts = [] if self._round is None else self._results(self._round)
         if self.accuracy is not None:
             parts.insert(min(1, len(parts)), f"held-out accuracy {self.accuracy:.2f}")
         parts += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in others.items()]
-        if (done := share - self._share_before) > 0 and share < 1:
-            left = (time.monotonic() - self._began) / done * (1 - share)
+        if left is not None:
             parts.append(f"{duration(left)} left")
         self._round = self.accuracy = None
         return f"{head}: {', '.join(parts)}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_rlsched.clock import Clock
 from lit_rlsched.run_folder import name_of
+from lit_rlsched.text import counted
 from lit_rlsched.training.round import Round
 
 STEP_METRICS = ("kl", "entropy")
@@ -57,20 +58,41 @@ class RunCurve:
             f"{self.clock.seconds:.0f} s"
         )
 
-    def summary(self, folder: Path, took: str) -> str:
-        """Return the run in one line; a run in `runs/countdown/version_3` is called `countdown`."""
-        return f"{name_of(folder)}: {self.result()} ({took}); pictures and metrics in {folder}"
+    def summary(self, folder: Path, took: str, temperature: float) -> str:
+        """Return the run in one line; a run in `runs/countdown/version_3` is called `countdown`.
 
-    def result(self) -> str:
-        """Return held-out accuracy or reward, at the beginning and at the end."""
-        accuracy = measured(self.validations, "val/accuracy")
+        Args:
+            folder: The run's folder.
+            took: What `effort` returns.
+            temperature: That of the sampled held-out completions.
+        """
+        result = self.result(temperature)
+        return f"{name_of(folder)}: {result} ({took}); pictures and metrics in {folder}"
+
+    def result(self, temperature: float) -> str:
+        """Return held-out accuracies or reward, at the beginning and at the end."""
+        accuracy = self._accuracy(temperature)
         rewards = measured(self.rounds, "reward")
-        if accuracy and accuracy[-1][0] > 0:
-            return f"held-out accuracy {from_to(accuracy)}"
+        if accuracy and self.validations[-1]["step"] > 0:
+            return f"held-out accuracy {accuracy}"
         result = f"reward {from_to(rewards)}" if rewards else "nothing trained"
         if accuracy:
-            result = f"held-out accuracy {accuracy[0][1]:.2f} before training, {result}"
+            result = f"held-out accuracy before training {accuracy}, {result}"
         return result
+
+    def _accuracy(self, temperature: float) -> str:
+        """Return the accuracies, and of which completions; empty if none was measured."""
+        kinds = {
+            name: f"as the mean of {counted(int(samples), 'sample')} at temperature {temperature:g}"
+            for name in sorted({name for row in self.validations for name in row})
+            if (samples := name.removeprefix("val/mean@")).isdecimal()
+        }
+        kinds["val/greedy_accuracy"] = "of greedy decoding"
+        found = {kind: measured(self.validations, name) for name, kind in kinds.items()}
+        if not any(found.values()):
+            found = {"": measured(self.validations, "val/accuracy")}
+        said = (f"{from_to(points)} {kind}".rstrip() for kind, points in found.items() if points)
+        return ", ".join(said)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curve and its time."""

@@ -76,7 +76,7 @@ class RolloutSession:
         self._background: futures.Future[None] | None = None
         self._held: list[Callable[[], None]] | None = None
         """Hooks that the rollout in the background has not called yet."""
-        self._calls_hooks = True
+        self._watch: Callable[[Completion], None] | None = None
         self._closing = False
         self._wanted = threading.Event()
         """Set while the trainer waits for the rollout in the background."""
@@ -93,7 +93,7 @@ class RolloutSession:
             self.controller = RolloutController(
                 worker,
                 scorer,
-                on_completion=self._held_back(on_completion),
+                on_completion=self._held_back(on_completion, watched=True),
                 on_group=self._held_back(on_group),
                 heed=self._heed,
                 **controller,
@@ -136,22 +136,22 @@ class RolloutSession:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
-        hooks: bool = True,
+        watch: Callable[[Completion], None] | None = None,
         following: Following | None = None,
         verify: Callable[[Sequence[Group]], None] | None = None,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
         The arguments are those of `RolloutController.run`; by default every group runs to its end.
-        Without `hooks` no hook is called. Starting a rollout drops an earlier one that did not run
-        to its end, but waits for one in the background.
+        With `watch` no hook is called, but `watch` with each scored completion. Starting a rollout
+        drops an earlier one that did not run to its end, but waits for one in the background.
 
         With `following`, free slots draw these groups, which are neither scored nor yielded. When
         the round is over, they are cut, or what remains of them is drawn by `go_on`.
         """
         self.wait()
         self._rollout.close()
-        self.scorer.version, self._began, self._calls_hooks = version, version, hooks
+        self.scorer.version, self._began, self._watch = version, version, watch
         self.scorer.kept_ahead = 0
         rule, controller = rule or FullRound(len(groups)), self.controller
         if following is not None and not following.goes_on and self._moves(groups):
@@ -288,14 +288,16 @@ class RolloutSession:
         elif self._closing:
             raise futures.CancelledError
 
-    def _held_back(self, hook: Callable[[T], None]) -> Callable[[T], None]:
+    def _held_back(self, hook: Callable[[T], None], watched: bool = False) -> Callable[[T], None]:
         """Return a hook that is called if the rollout calls hooks, after one in the background."""
 
         def call(of: T) -> None:
             if self._held is not None:
                 self._held.append(partial(hook, of))
-            elif self._calls_hooks:
+            elif self._watch is None:
                 hook(of)
+            elif watched:
+                self._watch(of)  # type: ignore[arg-type]
 
         return call
 

@@ -1,15 +1,17 @@
-import math
 import re
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
 from lit_rlsched.callbacks.round_line import RoundLine
+from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.text import duration, three_digits
 from lit_rlsched.training.round import Round
@@ -167,14 +169,100 @@ def test_log_of_a_long_rollout_shows_that_it_moves(tmp_path, capsys, log, monkey
     assert out == ["  rollout: 2 of 4 completions, 1 tokens/s, 50 % idle"]
 
 
-def test_time_left_follows_from_the_rounds_so_far(monkeypatch):
-    clock = iter((0.0, 100.0, 130.0, 200.0, 300.0))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    line = RoundLine()
-    line.training_starts(0.5)  # resumed
-    assert line.text("round 6/10", 0.6, {}) == "round 6/10: 7 min left"  # 4 more of 100 s
-    line.training_starts(math.nan)  # has no end
-    assert line.text("round 6", math.nan, {"loss": 0.25}) == "round 6: loss 0.25"
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def a_run(**settings):
+    """What `TimeLeft` asks a Trainer for."""
+    defaults = {"current_epoch": 0, "global_step": 0, "max_epochs": -1, "max_steps": -1}
+    validates = {"check_val_every_n_epoch": 1, "val_check_interval": 1.0}
+    return SimpleNamespace(**{"callbacks": [], **defaults, **validates, **settings})
+
+
+def predicted(clock, trainer, rounds, round_seconds, validation=0.0, every=10**9, steps=1):
+    """Let a run take its time; return what was predicted after each round and what was true."""
+    left, told, ends = TimeLeft(), [], []
+    left.validation_starts()
+    clock.now += validation  # of the untrained model
+    left.validation_ends()
+    clock.now += 1000  # until training starts
+    left.training_starts(trainer)
+    for number in range(trainer.current_epoch + 1, rounds + 1):
+        clock.now += round_seconds(number)
+        trainer.global_step += steps
+        if number % every == 0:
+            left.validation_starts()
+            clock.now += validation
+            left.validation_ends()
+        left.round_ends()
+        told.append(left.seconds(trainer, number))
+        ends.append(clock.now)
+        clock.now += 0.5  # a checkpoint
+    return told, [ends[-1] - end for end in ends]
+
+
+@pytest.mark.parametrize("done", [0, 30])
+def test_time_left_counts_the_rounds_and_validations_that_are_due(clock, done):
+    trainer = a_run(max_epochs=60, current_epoch=done, check_val_every_n_epoch=20)
+    told, true = predicted(clock, trainer, 60, lambda n: 4.5, validation=25.0, every=20)
+    # the first round has no checkpoint before it
+    assert told[1:-1] == pytest.approx(true[1:-1], rel=0.05) and told[-1] is None
+
+
+def test_time_left_follows_rounds_that_become_longer_or_began_slowly(clock):
+    told, true = predicted(clock, a_run(max_epochs=100), 100, lambda n: 300 if n == 1 else 2)
+    assert told[30] == pytest.approx(true[30])
+    told, true = predicted(clock, a_run(max_epochs=100), 100, lambda n: 2 + n / 10)
+    assert told[-11] == pytest.approx(true[-11], rel=0.15)
+
+
+def test_time_left_of_runs_that_end_otherwise(clock):
+    told, true = predicted(clock, a_run(max_steps=40), 20, lambda n: 30, steps=2)
+    assert told[:-1] == pytest.approx(true[:-1], rel=0.02)
+    told, _ = predicted(clock, a_run(), 5, lambda n: 3)
+    assert told == [None] * 5  # it has no end
+    timer = Timer(timedelta(seconds=7))
+    told, _ = predicted(clock, a_run(callbacks=[timer]), 2, lambda n: 3)
+    assert told == [pytest.approx(7)] * 2
+    half = a_run(max_epochs=40, val_check_interval=0.5)  # twice a round
+    told, true = predicted(clock, half, 40, lambda n: 4, validation=9, every=1)
+    assert told[5:-1] == pytest.approx(true[5:-1], rel=0.05)
+
+
+def test_a_run_without_an_end_shows_no_time_left():
+    assert RoundLine().text("round 6/10", 420.0, {}) == "round 6/10: 7 min left"
+    assert RoundLine().text("round 6", None, {"loss": 0.25}) == "round 6: loss 0.25"
+
+
+def test_bar_shows_our_time_left_and_seconds_a_round(tmp_path, capsys, terminal, monkeypatch):
+    monkeypatch.setattr(TimeLeft, "seconds", lambda *_: 5400.0)
+    fit(tmp_path, RolloutProgressBar(), max_epochs=2)
+    out = capsys.readouterr().out
+    assert re.search(r"Rounds:  50%.* 1/2 \[00:\d\d<1 h 30 min, .*round.*, reward=0.500", out), out
+    bar = RolloutProgressBar().init_train_tqdm()
+    bar.unit = "round"
+    bar.reset(60)
+    bar.n, bar.start_t = 3, bar._time() - 36
+    assert "12.00s/round" in str(bar)
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_log_of_an_evaluation_shows_that_it_moves(capsys, log, clock, function):
+    bar, trainer = RolloutProgressBar(), SimpleNamespace(sanity_checking=False)
+    trainer.state = SimpleNamespace(fn=function)
+    for done in range(5):
+        bar.on_evaluation_progress(trainer, None, done, 4)
+        clock.now += 12
+    what = {"validate": "validation"}.get(function, function)
+    lines = [f"  {what}: {done} of 4 completions" for done in (0, 3)]
+    assert capsys.readouterr().out.splitlines() == lines
+    trainer.state.fn = "fit"  # quick validations between rounds have no line
+    bar.on_evaluation_progress(trainer, None, 0, 4)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

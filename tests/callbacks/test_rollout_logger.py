@@ -79,6 +79,7 @@ def make_trainer(folder: Path, *loggers):
     datamodule = RolloutDataModule.__new__(RolloutDataModule)
     datamodule.rewards = SimpleNamespace(names=["accuracy", "format"])
     datamodule.run = SimpleNamespace(counters={"num_completions": 24})
+    datamodule.evaluation = SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7))
     return SimpleNamespace(
         default_root_dir=str(folder),
         datamodule=datamodule,
@@ -331,7 +332,7 @@ def test_tensorboard_gets_the_pictures_and_the_newest_completions(tmp_path):
     callback = RolloutLogger(num_completions=2, pictures_every_n_rounds=2)
     run(callback, trainer := make_trainer(tmp_path, logger), [0])
     callback.on_round_end(trainer, None, round)
-    logger.experiment.flush()
+    logger.experiment.close()
     found = events(tmp_path / "board")
     names = {value.tag for value, _ in found if value.HasField("image")}
     assert names == {"pictures/learning", "pictures/lengths", "pictures/timeline"}
@@ -379,6 +380,27 @@ def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
     )
 
 
+def test_summary_says_which_completions_the_accuracy_is_of(tmp_path):
+    callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
+    run(callback, trainer, [0, 1])
+
+    def said(*names):
+        names = ("val/accuracy", *names)
+        callback.curve.validations = [
+            {"step": step, **{name: value for name in names}}
+            for step, value in ((0, 0.4), (2, 0.9))
+        ]
+        return callback.summary(trainer).partition(" (2 rounds")[0].partition("accuracy ")[2]
+
+    sampled = "0.40 -> 0.90 as the mean of 4 samples at temperature 0.7"
+    assert said("val/mean@4", "val/pass@4") == sampled
+    greedy = "0.40 -> 0.90 of greedy decoding"
+    assert said("val/greedy_accuracy") == greedy
+    assert said("val/greedy_accuracy", "val/mean@4") == f"{sampled}, {greedy}"
+    assert said("val/mean@1") == "0.40 -> 0.90 as the mean of 1 sample at temperature 0.7"
+    assert said() == "0.40 -> 0.90"
+
+
 def test_summary_claims_no_start_that_was_not_measured(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
     run(callback, trainer, [0, 1])
@@ -389,7 +411,7 @@ def test_summary_claims_no_start_that_was_not_measured(tmp_path):
     figure = pictures.learning_curve("run", callback.curve.rounds, callback.curve.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.89"
     callback.curve.validations = [{"step": 0, "val/accuracy": 0.42}]
-    assert "run: held-out accuracy 0.42 before training, reward 0.00 -> 0.10 (2 rounds" in (
+    assert "run: held-out accuracy before training 0.42, reward 0.00 -> 0.10 (2 rounds" in (
         callback.summary(trainer)
     )
     figure = pictures.learning_curve("run", callback.curve.rounds, callback.curve.validations)
@@ -577,7 +599,7 @@ def test_curve_has_what_the_last_step_of_each_round_logged(tmp_path):
     for number in range(2):
         callback.on_round_end(trainer, None, make_round(number))
         trainer.callback_metrics = {"kl": torch.tensor(0.5 + number), "loss": torch.tensor(1.0)}
-        callback.on_train_epoch_end(trainer, None)
+        callback.on_train_batch_end(trainer, None)
     resumed = RolloutLogger()
     resumed.load_state_dict(callback.state_dict())
     resumed.on_round_end(trainer, None, make_round(2))

@@ -5,8 +5,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_rlsched.callbacks import RNGState, RolloutCallback, RoundCheckpoint
+from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_rlsched.cli_summary import next_commands
 from lit_rlsched.interrupts import heed
 from lit_rlsched.run_folder import newest_checkpoint
 
@@ -62,7 +63,35 @@ def test_nothing_is_saved_twice(fit, tmp_path):
     assert files(tmp_path) == ["round_00001-step_000001.ckpt", "round_00003-step_000003.ckpt"]
 
 
-@pytest.mark.parametrize("more", [{"save_weights_only": True, "save_last": True}, {}])
+def test_the_best_checkpoint_is_not_saved_twice_and_can_be_gone_on_with(fit, tmp_path, sums):
+    def train(epochs, *more, ckpt_path=None):
+        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
+        trainer |= {"check_val_every_n_epoch": 2}
+        best = ModelCheckpoint(tmp_path / "best", monitor="val/reward", mode="max", save_top_k=-1)
+        callbacks = [RNGState(), RolloutLogger(), *more, best, callback := RoundCheckpoint(keep=9)]
+        held_out = {"val_data": sums[80:84], "val_num_generations": 1}
+        run = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **held_out)
+        return *run, next_commands(run[0]), callback
+
+    *_, commands, first = train(2)
+    assert files(tmp_path) == ["round_00001-step_000001.ckpt"]
+    assert first.last_path.name == files(tmp_path)[0]
+    saved = newest_checkpoint(tmp_path)
+    assert saved.parent.name == "best" and f"--ckpt_path {saved}" in commands[0]
+    _, resumed, data, *_ = train(4, ckpt_path=saved)
+    curve = [(row["round"], row["entropy"]) for row in logger_of(resumed).curve.rounds]
+    _, whole, other, *_ = train(4)
+    assert data.counters == other.counters and data.rounds_over == other.rounds_over == 4
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
+    assert curve == [(row["round"], row["entropy"]) for row in logger_of(whole).curve.rounds]
+
+
+def logger_of(module):
+    return next(c for c in module.trainer.callbacks if isinstance(c, RolloutLogger))
+
+
+@pytest.mark.parametrize("more", [{"save_weights_only": True, "save_last": True}])
 def test_a_file_that_cannot_be_gone_on_with_does_not_count(fit, tmp_path, more):
     run(fit, 0.0, 1, ModelCheckpoint(tmp_path / "mine", **more))
     assert files(tmp_path) == ["round_00001-step_000001.ckpt"]
