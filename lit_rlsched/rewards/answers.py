@@ -75,6 +75,11 @@ _READ_BY_JSON = """
 """
 _READ_MOVE_BY_MOVE = "shortest_path sokoban"
 
+_NEED_NO_ANSWER = """
+    bitwise_arithmetic boxnet countdown graph_color intermediate_integration n_queens
+    propositional_logic puzzle24 rubiks_cube rush_hour simple_integration
+"""
+
 _FORMULA = r"[-+*/0-9a-zA-Z.() \t\r\n]*"
 _INTEGRAL = Review(_FORMULA, columns=verifiers.check_integrand, score=verifiers.integration)
 _GRID = Review(columns=verifiers.check_grid)
@@ -179,6 +184,10 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
     check_columns = REVIEWED[task].columns
     try:
         facts = json.loads(metadata) if isinstance(metadata, str) else metadata
+        if not isinstance(answer, str) and (
+            answer is not None or task not in _NEED_NO_ANSWER.split()
+        ):
+            raise ValueError(f"`answer={answer!r:.80}` is not text, to which answers are compared")
         if not isinstance(facts, Mapping):
             raise ValueError(f"`metadata={facts!r:.80}` is not a dict")
         entry = {"answer": answer, "metadata": dict(facts), "question": question}

@@ -1,11 +1,18 @@
 """Ready-made reward functions with TRL's signature. Verifiers are imported on first use."""
 
 import functools
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_rlsched.rewards.answers import checked_entry, import_reasoning_gym, score_entry
+from lit_rlsched.rewards.golds import (
+    CHOICES,
+    check_gold,
+    choice_of,
+    decimals,
+    read_gold,
+    time_limit,
+)
 
 Completion = str | list[dict[str, str]]
 
@@ -114,6 +121,18 @@ def countdown_reward(
     return scores
 
 
+def check_countdown_row(columns: Mapping[str, Any]) -> None:
+    """Refuse a row that `countdown_reward` would not score.
+
+    Raises:
+        ValueError: `metadata` is missing, or not what it must be.
+    """
+    checked_entry("countdown", columns.get("metadata"), None, None)
+
+
+countdown_reward.check_row = check_countdown_row  # type: ignore[attr-defined]
+
+
 @functools.cache
 def import_math_verify() -> Any:
     import math_verify
@@ -127,36 +146,62 @@ def math_verify_reward(
     *,
     answer: Sequence[Any] | None = None,
     solution: Sequence[Any] | None = None,
+    log_failure: Callable[[str, str], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return 1 if math-verify finds the completion equal to the gold answer, else 0.
+    r"""Return 1 if math-verify finds the completion equal to the gold answer, else 0.
+
+    The whole gold counts: with the gold `7\sqrt{11}` the answer 7 is wrong. As math-verify does,
+    units, percent signs and a variable before the answer (`x=5`) are left out.
 
     Args:
         completions: Completions, as text or chat messages; a boxed answer takes precedence.
-        answer: Gold answers; of a worked solution that ends in `#### 72`, as in GSM8K, only the
-            number counts. The score is None if a gold answer cannot be parsed.
+        answer: Gold answers: a number, or one answer in LaTeX, alone (`$...$` or not) or at the end
+            of a worked solution, in `\boxed{...}` or after `####`, as in GSM8K. A run refuses a row
+            whose gold cannot be read; elsewhere its score is None.
         solution: Gold answers under TRL's name, used if there is no column `answer`.
+        log_failure: Called if a gold answer cannot be read.
         **kwargs: Ignored.
     """
     golds = answer if answer is not None else solution
     if golds is None:
         raise ValueError("`math_verify_reward` needs a column `answer` or `solution`.")
-    mv = import_math_verify()
-    # math-verify's time limits are alarm signals, which only the main thread may use
-    limit = 5 if threading.current_thread() is threading.main_thread() else None
-    targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
     scores: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
-        parsed = mv.parse(str(gold).rpartition("####")[2], parsing_timeout=limit)
-        if not parsed:
+        try:
+            scores.append(_verified(text_of(completion), gold))
+        except ValueError as error:
             scores.append(None)
-            continue
-        given = mv.parse(text_of(completion), extraction_config=targets, parsing_timeout=limit)
-        scores.append(float(mv.verify(parsed, given, timeout_seconds=limit)))
+            if log_failure is not None:
+                log_failure("unparsed", f"the gold answer {gold!r:.200}: {error}")
     return scores
 
 
+def _verified(text: str, gold: Any) -> float:
+    mv, wanted = import_math_verify(), read_gold(gold)
+    targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
+    if letter := choice_of(gold):
+        wanted = [*wanted, letter]
+        targets.append(mv.StringExtractionConfig(CHOICES, False, lowercase=False))
+    given = mv.parse(text, extraction_config=targets, parsing_timeout=time_limit())
+    rounding = {"float_rounding": decimals(gold), "timeout_seconds": time_limit()}
+    return float(mv.verify(wanted, given, **rounding))
+
+
+def check_math_verify_row(columns: Mapping[str, Any]) -> None:
+    """Refuse a row whose gold answer `math_verify_reward` would not read as a whole.
+
+    Raises:
+        ValueError: says why.
+    """
+    golds = [columns[name] for name in ("answer", "solution") if name in columns]
+    if not golds:
+        raise ValueError("there is no column `answer` or `solution`.")
+    check_gold(golds[0])
+
+
 math_verify_reward.warm_up = import_math_verify  # type: ignore[attr-defined]
+math_verify_reward.check_row = check_math_verify_row  # type: ignore[attr-defined]
 
 
 class SoftOverlongPunishment:

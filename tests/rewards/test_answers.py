@@ -279,6 +279,9 @@ def test_where_ours_are_stricter() -> None:
         ("tower_of_hanoi", {"num_disks": 10**9, "num_pegs": 3}, "1", r"from 1 to 100"),
         ("propositional_logic", {"variables": ["P"], "premises": ["Q"]}, None, r"letters that"),
         ("coin_flip", {}, "1e999999999", r"`answer='1e999999999'` is not a number"),
+        ("gcd", {}, 42, r"`answer=42` is not text"),  # "42" would never equal it
+        ("gcd", {}, None, r"`answer=None` is not text"),
+        ("countdown", {"numbers": [1], "target": 1}, 0, r"`answer=0` is not text"),
         ("ab", {"x": object()}, "1", r"type object is not JSON serializable"),
         ("ab", {"x": "y" * 300_000}, "1", r"more than 300000 characters as JSON"),
     ],

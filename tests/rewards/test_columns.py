@@ -129,6 +129,14 @@ def test_a_judge_refuses_a_row_that_its_question_would_not_show(
         scheduler.check_rows([("a", columns)])
 
 
+@pytest.mark.parametrize("metadata", [None, {"numbers": [1, 2]}, {"numbers": ["1"], "target": 1}])
+def test_a_countdown_that_cannot_be_scored_is_refused(metadata: Any) -> None:
+    scheduler = RewardScheduler([countdown_reward])
+    scheduler.check_rows([("a", {"metadata": '{"numbers": [1, 2], "target": 3}'})])
+    with pytest.raises(ValueError, match="`countdown_reward` refuses the row `b`"):
+        scheduler.check_rows([("b", {"metadata": metadata})])
+
+
 @pytest.mark.parametrize("number", [0, 5])
 def test_a_row_of_a_stream_is_refused_when_it_is_drawn(
     fit: Callable, sums: list, number: int
