@@ -61,7 +61,9 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         reward_env_vars: Names of environment variables that reward functions may read, besides the
             few that Python needs.
         tokenizer: Folder or hub name; by default the policy's tokenizer.
-        chat_template_kwargs: Additional arguments for the chat template.
+        chat_template_kwargs: Additional arguments for the chat template, such as
+            `{"enable_thinking": False}`. A last message of the assistant is continued; with
+            `{"add_generation_prompt": True}` a new one begins after it.
         skip_special_tokens: Whether the text of completions is without the tokenizer's special
             tokens, for rewards, judges, tables and files alike. Use False for tags such as
             `<answer>` that the tokenizer holds as special tokens: then only the token that ended

@@ -487,7 +487,7 @@ def context_length(policy: nn.Module) -> int:
 
 def num_embeddings(policy: nn.Module) -> int:
     """Number of tokens the model has an embedding for."""
-    return int(base_model(policy).get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
+    return int(base_model(policy).get_input_embeddings().weight.shape[0])
 
 
 def eos_token_ids(policy: nn.Module, tokenizer: Any) -> tuple[int, ...]:

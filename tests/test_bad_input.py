@@ -5,11 +5,13 @@ import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import AutoTokenizer
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
@@ -21,6 +23,7 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
     SortedBatching,
 )
+from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_guest import check_head_size
@@ -117,6 +120,36 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("stage", ["train", "val", "stream"])
+def test_a_token_that_the_model_has_no_embedding_for(fit, sums, tiny_model, tmp_path, stage):
+    """Where the prompt is known, before the engine starts; of a stream when the row is drawn."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(["QQQ"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    rows = [{"prompt": f"row {i}", "answer": "1"} for i in range(6)]
+    rows[4]["prompt"] = "row QQQ"
+    began = []
+    engine = TransformersEngine()
+    engine.start = began.append
+    data = {"train_data": sums[:9], "tokenizer": str(tmp_path / "other"), "prompts_per_round": 2}
+    token = (
+        r"has the token 66 \('QQQ'\) of the tokenizer `.*other`.*for 0 to 65\. Use the model's own"
+    )
+    if stage == "stream":
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+        with pytest.raises(ValueError, match=rf"row 4 of pass 0 .*cannot be tokenised: it {token}"):
+            fit(**data | {"train_data": stream, "shuffle": False}, trainer={"max_epochs": 3})
+        return
+    with pytest.raises(
+        ValueError, match=rf"`{stage}_data`: The prompt of row 4 \(uid .*\) {token}"
+    ):
+        fit(**data | {f"{stage}_data": rows, "engine": engine})
+    assert not began
+    for first in (rows[:4], rows[5:]):  # the tokenizer may know more than the prompts need
+        assert make_prompts(first, tokenizer, max_prompt_length=99, embeddings=66)
+    assert make_prompts(rows, tokenizer, max_prompt_length=99, embeddings=128)
+
+
 def test_heads_that_vllm_has_not_on_cpu():
     with pytest.raises(ValueError, match=r"heads have a size of 48, .*32, 64.*TransformersEngine"):
         check_head_size(SimpleNamespace(head_dim=None, hidden_size=96, num_attention_heads=2))
