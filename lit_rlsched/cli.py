@@ -29,8 +29,15 @@ from lit_rlsched.callbacks import (
     RoundCheckpoint,
 )
 from lit_rlsched.checkpoints import with_atomic_io
-from lit_rlsched.checks import check_strategy
-from lit_rlsched.cli_errors import DebugOption, Parser, command_of, plain_warnings, refusals
+from lit_rlsched.checks import check_trainer
+from lit_rlsched.cli_errors import (
+    DebugOption,
+    OnlyInFiles,
+    Parser,
+    command_of,
+    plain_warnings,
+    refusals,
+)
 from lit_rlsched.cli_folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli_summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
@@ -64,6 +71,12 @@ HELP = {
 }
 """Help of Lightning's own settings, where this command line treats them in its own way."""
 
+OF_A_COMMAND = {
+    *("ckpt_path", "weights_only", "verbose", "return_predictions"),  # Lightning's
+    *("memory", "device"),  # of `estimate`
+}
+"""Settings that some subcommands have. The others ignore them in a file, which serves them all."""
+
 
 class RolloutTrainer(Trainer):
     """Lightning's Trainer with the subcommand `estimate`."""
@@ -87,7 +100,11 @@ class RolloutTrainer(Trainer):
             device: Device that the run will train on. By default it follows from
                 `trainer.accelerator`.
         """
-        assert isinstance(model, PolicyModule)
+        if not isinstance(model, PolicyModule):
+            raise ValueError(
+                f"`model={type(model).__name__}`: the passes of your own module are not known, so "
+                "their memory cannot be estimated. Use `GRPOModule` or `RLOOModule`."
+            )
         available = device_memory(device or "cpu", memory)
         print(report(Ledger(PlannedRun(self, model, datamodule, device or "cpu"), available)))
 
@@ -97,7 +114,7 @@ class RolloutCLI(LightningCLI):
 
     def __init__(self, run: "_RunStatus", **kwargs: Any) -> None:
         self._run = run
-        super().__init__(PolicyModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
+        super().__init__(LightningModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--debug` and set defaults of the Trainer, which a configuration file overrides."""
@@ -127,6 +144,9 @@ class RolloutCLI(LightningCLI):
         parser._action_groups[-1].title = f"Settings of `{subcommand}` itself"
         for action in parser._actions:
             action.help = HELP.get(action.dest, action.help)
+        taken = {action.dest for action in parser._actions}
+        for name in sorted(OF_A_COMMAND - taken):
+            parser.add_argument(f"--{name}", action=OnlyInFiles)
         return parser
 
     @staticmethod
@@ -185,7 +205,7 @@ class RolloutCLI(LightningCLI):
         refuse_unseen_gpu(config["accelerator"])
         refuse_missing_gpus(config["accelerator"], config["devices"])
         self.trainer = super()._instantiate_trainer(config, callbacks)
-        check_strategy(self.trainer)  # before the Trainer starts other processes
+        check_trainer(self.trainer)  # before the Trainer starts other processes
         for callback in self._callbacks(SaveConfig):
             callback.config = self._given
         return self.trainer

@@ -60,6 +60,18 @@ class DebugOption(argparse.Action):
         """Store nothing."""
 
 
+class OnlyInFiles(argparse.Action):
+    """Accept a setting in a configuration file and ignore it; on the command line it is unknown."""
+
+    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
+        hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        super().__init__(option_strings, dest, **(kwargs | hidden))
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Refuse it as any unknown option."""
+        parser.error(f"unrecognized arguments: {option}")
+
+
 def command_of(parser: argparse.ArgumentParser) -> str:
     """Return the command that a parser belongs to, such as `lit-rlsched fit`."""
     return parser.prog.replace(" [options]", "")

@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import counted_peaks
+from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.policy_module import PolicyModule
 from lit_rlsched.run_folder import name_of
 from lit_rlsched.sizes import format_bytes
 from lit_rlsched.text import counted, three_digits
@@ -78,8 +80,9 @@ def _model(module: LightningModule, precision: str) -> str:
     size = f"{_count(total)} parameters"
     if settings.get("lora_rank"):
         size += f", of which LoRA adapters of rank {settings['lora_rank']} train {_count(trained)}"
-    loss = f"{type(module).__name__} with loss_type {settings['loss_type']}"
-    return f"{settings['model']}, {size}, precision {precision}; {loss}"
+    name = base_model(find_policy(module)).name_or_path
+    loss = f" with loss_type {settings['loss_type']}" if isinstance(module, PolicyModule) else ""
+    return f"{name}, {size}, precision {precision}; {type(module).__name__}{loss}"
 
 
 def _count(number: int) -> str:
@@ -171,10 +174,12 @@ def next_commands(trainer: Trainer) -> list[str]:
     if (saved := _saved(trainer)) is None:
         return []
     run = f"{_config(trainer)} {saved}"
-    commands = [
-        f"lit-rlsched predict {run} --data.predict_data prompts.jsonl",
-        f"lit-rlsched export {saved} --out my-model",
-    ]
+    commands = []
+    if isinstance(trainer.lightning_module, PolicyModule):
+        commands = [
+            f"lit-rlsched predict {run} --data.predict_data prompts.jsonl",
+            f"lit-rlsched export {saved} --out my-model",
+        ]
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if data.val_data is not None:
         commands.insert(0, f"lit-rlsched validate {run}")

@@ -75,6 +75,8 @@ def _unknown_setting(match: re.Match[str], key: str, parser: _Parser) -> str:
 def _unknown_argument(match: re.Match[str], key: str, parser: _Parser) -> str:
     path, name = match[1], match[2]
     prefix = f"{key}." if key else ""
+    if path == "lightning.LightningModule":
+        return f"`{prefix}{name}`: no class is named. Add it in front: `--{key}=GRPOModule`."
     near = _did_you_mean(name, _arguments(path)).replace("`", f"`{prefix}", 1)
     return f"There is no setting `{prefix}{name}` of `{path.rpartition('.')[2]}`.{near}"
 
@@ -94,13 +96,17 @@ def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
     return f"`{key}={given}`: must be {' or '.join(_TYPES.get(t, t) for t in types)}."
 
 
-def _bad_function(match: re.Match[str], key: str, parser: _Parser) -> str:
-    path = match[2].strip()
+def _bad_import(match: re.Match[str], key: str, parser: _Parser) -> str:
+    path, why = match["path"].strip(), match["why"].strip()
     home, _, name = path.rpartition(".")
     near = ""
     with suppress(ImportError, ValueError):
         near = _did_you_mean(name, vars(import_module(home))).replace("`", f"`{home}.", 1)
-    return f"`{key}={path}`: {match[1].strip()}.{near}"
+    return f"`{key}={path}`: {why}.{near}"
+
+
+def _other_class(match: re.Match[str], key: str, parser: _Parser) -> str:
+    return f"`{key}={match[2].strip()}`: must be a subclass of `{match[1]}`."
 
 
 def _no_file(match: re.Match[str], key: str, parser: _Parser) -> str:
@@ -120,7 +126,11 @@ def _bad_yaml(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 
 def _missing(match: re.Match[str], key: str, parser: _Parser) -> str:
-    names = [name.partition(".")[2] or name for name in match[1].split(", ")]
+    names = match[1].split(", ")
+    if key:  # arguments of a class
+        names = [f"{key}.{name}" for name in names]
+    else:  # settings of a subcommand
+        names = [name.partition(".")[2] or name for name in names]
     listed = ", ".join(f"`{name}`" for name in names)
     return f"{listed} must be given: in a file (`--config run.yaml`) or as `--{names[0]}=...`."
 
@@ -142,8 +152,13 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str, _Parser], str]], ...] 
     (r".*Expected a (typing\.Literal\[[^\]]*\]|<class '\w+'>)\. Got value: ([^\n]*)", _bad_value),
     (r"Expected a dot import path string: ([\w.]+)", _unknown_class),
     (
-        r"a callable class: ([^\n]*?)(?:\. Got value: |\n.*Given value: )([^\n]*)",
-        _bad_function,
+        r"Problem with given class_path '(?P<path>[\w.]+)':\s+(?P<why>(?:module|No module)[^\n]*)",
+        _bad_import,
+    ),
+    (r"does not correspond to a subclass of (\w+).*Given value: ([^\n]*)", _other_class),
+    (
+        r"a callable class: (?P<why>[^\n]*?)(?:\. Got value: |\n.*Given value: )(?P<path>[^\n]*)",
+        _bad_import,
     ),
     (r'"config": File does not exist: \'(.*)\'', _no_file),
     (r"Problems parsing config: ", _bad_yaml),
@@ -156,7 +171,7 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str, _Parser], str]], ...] 
         r"Subtypes: \[(typing\.Literal\[[^\n]*)\]\n.*?Given value: ([^\n]*)",
         _bad_value,
     ),
-    (r"arguments are required: (.+)", _missing),
+    (r"arguments are required: ([^\n]+)", _missing),
     (r"argument subcommand: invalid choice: '(\w+)' \(choose from (.*)\)", _unknown_command),
     (r'expected "subcommand" to be one of \{([\w,]+)', _no_command),
 )
@@ -184,7 +199,8 @@ def _has(file: Path, key: str) -> bool:
 
 
 def _options(parser: _Parser) -> list[str]:
-    return [o for action in parser._actions for o in action.option_strings if o.startswith("--")]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return [o for action in shown for o in action.option_strings if o.startswith("--")]
 
 
 def _arguments(path: str) -> set[str]:

@@ -106,7 +106,8 @@ def config_schema() -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for command in map(whole["properties"].get, whole["properties"]["subcommand"]["enum"]):
         if "trainer" in command["properties"]:  # a file may serve several commands
-            settings = command["properties"] | settings
+            known = {name: value for name, value in command["properties"].items() if value}
+            settings = known | settings  # without what the command ignores
     schema = {
         "$schema": whole["$schema"],
         "title": "Configuration of lit-rlsched",
@@ -118,7 +119,7 @@ def config_schema() -> dict[str, Any]:
     for part in ("model", "data", "trainer"):  # an overlay sets a part of them
         settings[part].pop("required", None)
         add_append_keys(settings[part])
-    for choice in schema["$defs"]["PolicyModule"]["anyOf"]:
+    for choice in schema["$defs"]["LightningModule"]["anyOf"]:
         choice.pop("required", None)
         choice.get("properties", {}).get("init_args", {}).pop("required", None)
     drop_machine_paths(schema)

@@ -97,6 +97,83 @@ def test_what_is_printed_parses_again(capsys, tmp_path):
     assert config["data"]["val_data"]["init_args"]["size"] == 128
 
 
+def test_every_command_takes_the_configuration_that_a_run_wrote(capsys, tmp_path, monkeypatch):
+    """Also one of another command, and one with a setting of `fit` alone."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    more = f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.predict_data={rows}"
+    main([*SMALL, *more])
+    written = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(written.read_text())
+    assert config["ckpt_path"] is None and "memory" not in config and "verbose" not in config
+    capsys.readouterr()
+    for command in ("validate", "test", "predict", "estimate"):
+        again = (
+            [] if command == "estimate" else [f"--trainer.default_root_dir={tmp_path / command}"]
+        )
+        main([command, "-c", str(written), *again])
+        assert capsys.readouterr().out
+    with_settings = {"ckpt_path": "last", "verbose": False, "memory": "1GiB"}
+    both = tmp_path / "both.yaml"
+    both.write_text(yaml.safe_dump({**config, **with_settings}))
+    for written in (both, tmp_path / "validate" / "config.yaml"):
+        for command in ("validate", "estimate", "predict"):
+            assert "data" in printed(capsys, command, "-c", str(written))
+    said = refused(capsys, "estimate", "-c", str(both), "--ckpt_path=last")
+    assert "There is no option `--ckpt_path`." in said
+
+
+def test_a_module_of_ones_own_starts_from_the_command_line(capsys, tmp_path, monkeypatch):
+    """`examples/drop_in.py`, by an option and by a class path in a file."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
+    model = {"class_path": "examples.drop_in.Policy"}
+    overlay = tmp_path / "own.yaml"
+    overlay.write_text(
+        yaml.safe_dump({"model": {**model, "init_args": {"model": "examples/countdown/model"}}})
+    )
+    data = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump({name: data[name] for name in ("data", "trainer")}))
+    by_option = "--model=examples.drop_in.Policy", "--model.model=examples/countdown/model"
+    for name, given in (("file", ("-c", str(overlay))), ("option", by_option)):
+        folder = f"--trainer.default_root_dir={tmp_path / name}"
+        main(["fit", "-c", str(base), *given, *SMALL[3:], folder])
+        assert "1 round, 4 completions" in capsys.readouterr().out
+        config = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
+        assert config["model"]["class_path"] == "examples.drop_in.Policy"
+    said = refused(capsys, "estimate", "-c", str(base), *by_option)
+    assert "`model=Policy`: the passes of your own module are not known" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--model=examples.drop_in.Polcy"],
+            "`model=examples.drop_in.Polcy`: module 'examples.drop_in' has no attribute 'Polcy'. "
+            "Did you mean `examples.drop_in.Policy`?",
+        ),
+        (["--model=nowhere.Policy"], "`model=nowhere.Policy`: No module named 'nowhere'."),
+        (["--model=torch.nn.Linear"], "`model=torch.nn.Linear`: must be a subclass of `Lightning"),
+        (["--model=examples.drop_in.main"], "must be a subclass of `LightningModule`."),
+        (["--model=examples.drop_in.Policy"], "`model.model` must be given: in a file"),
+        (["--model=GRPOModule"], "`model.model` must be given: in a file"),
+        (["--model.learning_rate=1"], "`model.learning_rate`: no class is named. Add it in front"),
+        (
+            ["--model=examples.drop_in.Policy", "--model.model=.", "--model.rate=1"],
+            "There is no setting `model.rate` of `Policy`.",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_module_is_one_sentence(capsys, tmp_path, given, said):
+    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump({name: config[name] for name in ("data", "trainer")}))
+    error = refused(capsys, "fit", "-c", str(base), *given)
+    assert said in error and "Union" not in error
+
+
 def test_one_device_by_default(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "-c", "configs/quickstart.yaml", "--print_config"])
