@@ -60,7 +60,16 @@ TITLES = {
 }
 """Headings of the groups of settings in `--help`."""
 
+ABOUT = {
+    "fit": "Train: draw rounds of completions, score them and take optimizer steps.",
+    "validate": "Answer the held-out prompts of `data.val_data` and print accuracy and rewards.",
+    "test": "Answer the prompts of `data.test_data` and print accuracy and rewards.",
+    "predict": "Answer the prompts of `data.predict_data` and write the completions to a file.",
+}
+"""What Lightning's commands do here."""
+
 HELP = {
+    "seed_everything": "Seed of Python, NumPy and torch; `true` draws one.",
     "ckpt_path": "Checkpoint: a file, or `last` for the newest one of the newest run with these "
     "configuration files. `fit` resumes the run from it, the other commands use its weights.",
     "weights_only": "Passed to `torch.load`: `true` refuses a checkpoint that holds anything but "
@@ -139,6 +148,7 @@ class RolloutCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.description = ABOUT.get(subcommand, parser.description)
         for group, title in TITLES.items():
             parser.groups[group].title = title  # type: ignore[index]
         parser._action_groups[-1].title = f"Settings of `{subcommand}` itself"

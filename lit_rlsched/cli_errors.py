@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -13,22 +12,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
+from lit_rlsched.cli_quick import Refusal
 from lit_rlsched.cli_wording import plain, refused_by_class
 from lit_rlsched.refusals import RunFailed, is_refusal
-
-
-class Refusal(SystemExit):
-    """Exit with code 2 because of a wrong setting; `refusals` prints the message.
-
-    Args:
-        message: Setting, value and fix.
-        command: Command whose `--help` lists the settings, such as `lit-rlsched fit`.
-    """
-
-    def __init__(self, message: str, command: str) -> None:
-        super().__init__(2)
-        self.message = message
-        self.command = command
 
 
 class Parser(LightningArgumentParser):
@@ -98,9 +84,7 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
     except Refusal as refusal:
         if debug:
             traceback.print_exception(refusal.__cause__ or refusal)
-        tip = f"`{refusal.command} --help` lists the settings"
-        more = "" if debug else ", `--debug` shows the traceback"
-        print(f"error: {refusal.message}\ntip: {tip}{more}.", file=sys.stderr, flush=True)
+        refusal.show("" if debug else ", `--debug` shows the traceback")
         raise
 
 

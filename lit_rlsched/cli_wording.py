@@ -4,18 +4,20 @@ import argparse
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import reduce
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
+
+from lit_rlsched.cli_quick import bad_yaml, no_file
+from lit_rlsched.init_args import constructor_arguments
+from lit_rlsched.settings import did_you_mean
 
 _TYPES = {
     "int": "a whole number",
@@ -53,23 +55,18 @@ def refused_by_class(message: str) -> str:
     return found[1] if found else message
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.7)
-    return f" Did you mean `{near[0]}`?" if near else ""
-
-
 def _unknown_option(match: re.Match[str], key: str, parser: _Parser) -> str:
     name = match[1].split()[0].partition("=")[0]
     if not name.startswith("-"):
         fix = f" Did you mean `--config {name}`?" if Path(name).is_file() else ""
         return f"`{name}` is not an option.{fix}"
-    return f"There is no option `{name}`.{_did_you_mean(name, _options(parser))}"
+    return f"There is no option `{name}`.{did_you_mean(name, _options(parser))}"
 
 
 def _unknown_setting(match: re.Match[str], key: str, parser: _Parser) -> str:
     name, known = match[1], [option.removeprefix("--") for option in _options(parser)]
     where = "".join(f" (given in `{path}`)" for path, file in _files(parser) if _has(file, name))
-    return f"There is no setting `{name}`{where}.{_did_you_mean(name, known)}"
+    return f"There is no setting `{name}`{where}.{did_you_mean(name, known)}"
 
 
 def _unknown_argument(match: re.Match[str], key: str, parser: _Parser) -> str:
@@ -77,12 +74,14 @@ def _unknown_argument(match: re.Match[str], key: str, parser: _Parser) -> str:
     prefix = f"{key}." if key else ""
     if path == "lightning.LightningModule":
         return f"`{prefix}{name}`: no class is named. Add it in front: `--{key}=GRPOModule`."
-    near = _did_you_mean(name, _arguments(path)).replace("`", f"`{prefix}", 1)
-    return f"There is no setting `{prefix}{name}` of `{path.rpartition('.')[2]}`.{near}"
+    module, _, class_name = path.rpartition(".")
+    known, _ = constructor_arguments(getattr(import_module(module), class_name))
+    near = did_you_mean(name, known).replace("`", f"`{prefix}", 1)
+    return f"There is no setting `{prefix}{name}` of `{class_name}`.{near}"
 
 
 def _unknown_class(match: re.Match[str], key: str, parser: _Parser) -> str:
-    near = _did_you_mean(match[1].rpartition(".")[2], _classes())
+    near = did_you_mean(match[1].rpartition(".")[2], _classes())
     return f"`{key}={match[1]}`: there is no such class.{near}"
 
 
@@ -91,7 +90,7 @@ def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
     choices = re.findall(r"'([^']*)'", expected) if "Literal" in expected else []
     if choices:
         use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        return f"`{key}={given}`: {use}.{_did_you_mean(given, choices)}"
+        return f"`{key}={given}`: {use}.{did_you_mean(given, choices)}"
     types = re.findall(r"<class '(\w+)'>", expected) or [expected]
     return f"`{key}={given}`: must be {' or '.join(_TYPES.get(t, t) for t in types)}."
 
@@ -101,8 +100,8 @@ def _bad_import(match: re.Match[str], key: str, parser: _Parser) -> str:
     home, _, name = path.rpartition(".")
     near = ""
     with suppress(ImportError, ValueError):
-        near = _did_you_mean(name, vars(import_module(home))).replace("`", f"`{home}.", 1)
-    return f"`{key}={path}`: {why}.{near}"
+        near = did_you_mean(name, vars(import_module(home))).replace("`", f"`{home}.", 1)
+    return f"`{key}={path}`: {why.strip()}.{near}"
 
 
 def _other_class(match: re.Match[str], key: str, parser: _Parser) -> str:
@@ -110,19 +109,11 @@ def _other_class(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 
 def _no_file(match: re.Match[str], key: str, parser: _Parser) -> str:
-    path = Path(match[1])
-    others = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    return f"`--config {path}`: there is no such file.{_did_you_mean(str(path), others)}"
+    return no_file(Path(match[1]))
 
 
 def _bad_yaml(match: re.Match[str], key: str, parser: _Parser) -> str:
-    for path, file in _files(parser):
-        try:
-            yaml.safe_load(file.read_text(encoding="utf-8"))
-        except yaml.MarkedYAMLError as error:
-            line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-            return f"`{path}`{line} is not valid YAML: {error.problem}."
-    return ""
+    return next(filter(None, (bad_yaml(path, file) for path, file in _files(parser))), "")
 
 
 def _missing(match: re.Match[str], key: str, parser: _Parser) -> str:
@@ -133,16 +124,6 @@ def _missing(match: re.Match[str], key: str, parser: _Parser) -> str:
         names = [name.partition(".")[2] or name for name in names]
     listed = ", ".join(f"`{name}`" for name in names)
     return f"{listed} must be given: in a file (`--config run.yaml`) or as `--{names[0]}=...`."
-
-
-def _unknown_command(match: re.Match[str], key: str, parser: _Parser) -> str:
-    choices = re.findall(r"[a-z]+", match[2])
-    near = _did_you_mean(match[1], choices)
-    return f"There is no command `{match[1]}`: use {', '.join(choices)}.{near}"
-
-
-def _no_command(match: re.Match[str], key: str, parser: _Parser) -> str:
-    return f"A command is missing: use {', '.join(match[1].split(','))}."
 
 
 _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str, _Parser], str]], ...] = (
@@ -172,8 +153,6 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str, _Parser], str]], ...] 
         _bad_value,
     ),
     (r"arguments are required: ([^\n]+)", _missing),
-    (r"argument subcommand: invalid choice: '(\w+)' \(choose from (.*)\)", _unknown_command),
-    (r'expected "subcommand" to be one of \{([\w,]+)', _no_command),
 )
 """Pattern of jsonargparse's message and the function that rewords it; the first match counts."""
 
@@ -201,14 +180,6 @@ def _has(file: Path, key: str) -> bool:
 def _options(parser: _Parser) -> list[str]:
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     return [o for action in shown for o in action.option_strings if o.startswith("--")]
-
-
-def _arguments(path: str) -> set[str]:
-    """Return the constructor arguments of a class and of the classes it inherits from."""
-    module, _, name = path.rpartition(".")
-    cls: Any = getattr(import_module(module), name)
-    owners = [c for c in inspect.getmro(cls) if "__init__" in vars(c) and c is not object]
-    return {n for c in owners for n in inspect.signature(vars(c)["__init__"]).parameters} - {"self"}
 
 
 def _classes() -> list[str]:

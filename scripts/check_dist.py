@@ -14,7 +14,7 @@ SDIST = (
     *("benchmarks/__main__.py", "benchmarks/counts.json"),
 )
 """Some of each kind of file that it must hold."""
-WHEEL = ("lit_rlsched/module.py", "lit_rlsched/py.typed")
+WHEEL = ("lit_rlsched/module.py", "lit_rlsched/py.typed", "lit_rlsched/lit-rlsched.schema.json")
 
 
 def problems(sdist: set[str], wheel: set[str]) -> list[str]:

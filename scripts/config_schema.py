@@ -2,7 +2,8 @@
 
 jsonargparse derives it from the parser of `lit-rlsched`. What is added here: classes may be named
 without their module, `KEY+` appends to a list, overlays need not repeat required settings, and a
-reward function may be an object.
+reward function may be an object. `x-commands` has what each command takes besides: the help and the
+quick answers of `lit-rlsched` come from this file.
 """
 
 import json
@@ -18,8 +19,9 @@ from lightning.pytorch import loggers
 
 import lit_rlsched
 from lit_rlsched import callbacks, cli, engines, rewards
+from lit_rlsched.cli_help import SHARED
 
-FILE = Path(__file__).parents[1] / "docs/schema/lit-rlsched.schema.json"
+FILE = Path(__file__).parents[1] / "lit_rlsched/lit-rlsched.schema.json"
 PUBLIC = (lit_rlsched, callbacks, engines, rewards, lightning_callbacks, loggers)
 """Packages whose classes a configuration may name without their module, or by `PACKAGE.NAME`."""
 JUDGES = ("lit_rlsched.rewards.JudgeReward", "lit_rlsched.rewards.EngineJudgeReward")
@@ -104,16 +106,24 @@ def config_schema() -> dict[str, Any]:
     parser = capture_parser(cli.main)
     whole = ConfigSchema().generate(parser)
     settings: dict[str, Any] = {}
-    for command in map(whole["properties"].get, whole["properties"]["subcommand"]["enum"]):
-        if "trainer" in command["properties"]:  # a file may serve several commands
+    commands: dict[str, Any] = {}
+    for name in whole["properties"]["subcommand"]["enum"]:
+        command = whole["properties"][name]
+        command["properties"].pop("==SUPPRESS==")  # `--debug`
+        run = "trainer" in command["properties"]
+        if run:  # a file may serve several commands
             known = {name: value for name, value in command["properties"].items() if value}
             settings = known | settings  # without what the command ignores
+        besides = ("$schema", *SHARED) if run else ("$schema",)
+        options = {n: node for n, node in command["properties"].items() if n not in besides}
+        commands[name] = {"description": command["description"], "run": run, "options": options}
     schema = {
         "$schema": whole["$schema"],
         "title": "Configuration of lit-rlsched",
         "type": "object",
         "additionalProperties": False,
         "properties": settings,
+        "x-commands": commands,
         "$defs": whole["$defs"],
     }
     for part in ("model", "data", "trainer"):  # an overlay sets a part of them
@@ -122,10 +132,10 @@ def config_schema() -> dict[str, Any]:
     for choice in schema["$defs"]["LightningModule"]["anyOf"]:
         choice.pop("required", None)
         choice.get("properties", {}).get("init_args", {}).pop("required", None)
+    settings["model"]["description"] = cli.TITLES["model"]
     drop_machine_paths(schema)
     return schema
 
 
 if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
     FILE.write_text(json.dumps(config_schema(), indent=1) + "\n", encoding="utf-8")

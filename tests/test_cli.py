@@ -216,18 +216,6 @@ def test_bad_values_are_refused_at_the_command_line(capsys):
     assert "loss_type" in refused(capsys, *base, "--model.loss_type=ppo")
 
 
-@pytest.mark.parametrize("command", [["fit"], ["validate"], ["test"], ["estimate"], []])
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert ("--data.num_generations" if command else "fit") in shown
-    if command:
-        assert "\nPrompts, rewards, engine and rounds:\n" in shown
-        assert "\nSettings of Lightning's Trainer:\n" in shown and "--debug" in shown
-
-
 @pytest.fixture
 def estimated(capsys, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_rlsched.cli import main
+from lit_rlsched.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 BASE = [
@@ -208,7 +208,7 @@ def test_warnings_are_printed_without_path_and_source(capfd, monkeypatch):
     before = warnings.formatwarning
     monkeypatch.setattr("warnings.showwarning", _shown_as_python_does)
     with pytest.raises(SystemExit):
-        main([])
+        main(["fit"])
     assert capfd.readouterr().err == "UserWarning: mind this\n"
     assert warnings.formatwarning is before
 

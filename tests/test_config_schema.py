@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "docs/schema/lit-rlsched.schema.json"
+FILE = ROOT / "lit_rlsched/lit-rlsched.schema.json"
 CHECK = jsonschema.Draft202012Validator(json.loads(FILE.read_text()))
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*/*.md")]
 BLOCKS = {

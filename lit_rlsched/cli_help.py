@@ -1,0 +1,186 @@
+"""Help of the command line, from the JSON Schema of configuration files."""
+
+import textwrap
+from collections.abc import Iterator
+from shutil import get_terminal_size
+from typing import Any
+
+Node = dict[str, Any]
+"""A part of the schema."""
+SHARED = ("seed_everything", "trainer", "model", "data")
+"""Settings that all commands have which use a run's configuration."""
+GROUPS = SHARED[1:]
+KINDS = {
+    "Callback": "callbacks",
+    "RolloutEngine": "engines",
+    "PromptTask": "tasks",
+    "LengthPredictor": "predictors",
+    "Logger": "loggers",
+}
+"""Base classes whose classes the help of a command lists; of callbacks this package's."""
+_WORDS = {
+    **{"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"},
+    **{"null": "null", "array": "list", "object": "mapping"},
+}
+_FILE = {
+    "-c, --config FILE": "Configuration file in YAML. Of several the last one wins.",
+    "--print_config": "Print the configuration that all arguments give, and exit.",
+}
+_ALWAYS = {
+    "--debug": "Print the traceback of an error in the settings.",
+    "--help TOPIC": "Help on a group of settings or a class, as listed below, or on `all`.",
+}
+
+
+def overview(schema: Node) -> str:
+    """Return the help of `lit-rlsched` itself."""
+    lines = ["usage: lit-rlsched COMMAND [--config FILE ...] [--SETTING=VALUE ...]", ""]
+    for name, about in schema["x-commands"].items():
+        lines += _item(f"{name:11}", about["description"], 13, beside=True)
+    tip = (
+        "`lit-rlsched COMMAND --help` says what a command takes, `lit-rlsched --version` prints "
+        "the version."
+    )
+    return "\n".join([*lines, "", *textwrap.wrap(tip, _width())])
+
+
+def of_command(schema: Node, command: str, topic: str) -> str:
+    """Return the help of a command.
+
+    Args:
+        schema: Schema of configuration files.
+        command: The command, such as `fit`.
+        topic: Empty for the command's own options, else a group, the name of a class, or `all`.
+
+    Raises:
+        KeyError: there is no such topic; its argument has those that there are.
+    """
+    about = schema["x-commands"][command]
+    classes = {kind["properties"]["class_path"]["enum"][0]: kind for kind in _classes(schema)}
+    topics = [*GROUPS, *classes] if about["run"] else []
+    if topic in GROUPS and about["run"]:
+        return "\n".join(_group(schema, topic))
+    if topic in classes and about["run"]:
+        return "\n".join(_class(topic, classes[topic]))
+    if topic not in ("", "all"):
+        raise KeyError([*topics, "all"])
+    usage = "[--config FILE ...] [--SETTING=VALUE ...]" if about["run"] else "[--OPTION=VALUE ...]"
+    lines = [f"usage: lit-rlsched {command} {usage}", ""]
+    lines += [*textwrap.wrap(about["description"], _width()), ""]
+    for option, text in (_FILE if about["run"] else {}).items():
+        lines += _item(option, text)
+    own = {"seed_everything": schema["properties"]["seed_everything"]} if about["run"] else {}
+    for name, node in {**about["options"], **own}.items():
+        lines += _setting(name, node)
+    for option, text in _ALWAYS.items():
+        if about["run"] or option == "--debug":
+            lines += _item(option, text)
+    if not about["run"]:
+        return "\n".join(lines)
+    if topic == "all":
+        for group in GROUPS:
+            lines += ["", *_group(schema, group)]
+        for name, kind in classes.items():
+            lines += ["", *_class(name, kind)]
+    else:
+        lines += ["", "Topics:"]
+        for group in GROUPS:
+            lines += _item(f"{group:11}", schema["properties"][group]["description"], 13, True)
+        for base, plural in KINDS.items():
+            names = ", ".join(sorted(_enum(kind)[0] for kind in _listed(schema, base)))
+            lines += _item(f"{plural:11}", names, 13, True)
+        lines += ["", f"Such as `lit-rlsched {command} --help data`."]
+    return "\n".join(lines)
+
+
+def _group(schema: Node, group: str) -> Iterator[str]:
+    node = schema["properties"][group]
+    yield f"{node['description']}:"
+    if group != "model":
+        for name, setting in _settings(node).items():
+            yield from _setting(f"{group}.{name}", setting)
+        return
+    first, *others = [kind for kind in schema["$defs"]["PolicyModule"]["anyOf"] if _enum(kind)]
+    shown = _arguments(first)
+    for name, setting in shown.items():
+        yield from _setting(f"model.{name}", setting)
+    for kind in others:
+        own = {n: s for n, s in _arguments(kind).items() if shown.get(n) != s}
+        yield from ["", f"Other with `--model={_enum(kind)[0]}`:"]
+        for name, setting in own.items():
+            yield from _setting(f"model.{name}", setting)
+
+
+def _class(name: str, kind: Node) -> Iterator[str]:
+    yield from textwrap.wrap(f"{name}: {kind.get('description', '')}", _width())
+    for argument, node in _arguments(kind).items():
+        yield from _setting(argument, node, dashes="")
+
+
+def _classes(schema: Node) -> Iterator[Node]:
+    for base in schema["$defs"]:
+        yield from (kind for kind in schema["$defs"][base].get("anyOf", ()) if _enum(kind))
+
+
+def _listed(schema: Node, base: str) -> list[Node]:
+    kinds = [kind for kind in schema["$defs"][base]["anyOf"] if _enum(kind)]
+    return [k for k in kinds if base != "Callback" or _enum(k)[1].startswith("lit_rlsched.")]
+
+
+def _enum(kind: Node) -> list[str]:
+    return kind.get("properties", {}).get("class_path", {}).get("enum", [])
+
+
+def _settings(node: Node) -> Node:
+    named = node["properties"].items()
+    return {n: s for n, s in named if n != "$schema" and not n.endswith("+")}
+
+
+def _arguments(kind: Node) -> Node:
+    arguments = kind["properties"].get("init_args", {})
+    return _settings(arguments) if "properties" in arguments else {}
+
+
+def _setting(name: str, node: Node, dashes: str = "--") -> Iterator[str]:
+    kinds = " or ".join(dict.fromkeys(_kinds(node)))
+    default = f", default {node['default']}" if "default" in node else ""
+    text = " ".join(node.get("description", "").replace("``", "`").split())
+    return _item(f"{dashes}{name} ({kinds}{default})" if kinds else f"{dashes}{name}", text)
+
+
+def _kinds(node: Node) -> Iterator[str]:
+    for option in node.get("anyOf", [node]):
+        if "$ref" in option:
+            yield option["$ref"].rpartition("/")[2]
+        elif "enum" in option:
+            yield from map(str, option["enum"])
+        elif "class_path" not in option.get("properties", {}):
+            types = option.get("type", [])
+            yield from (_WORDS[t] for t in ([types] if isinstance(types, str) else types))
+
+
+def choices(schema: Node, node: Node) -> list[str] | None:
+    """Return the values that a setting may have by name; None if it may have any."""
+    found: list[str] = []
+    for option in node.get("anyOf", [node]):
+        if "enum" in option:
+            found += map(str, option["enum"])
+        elif option.get("type") == "boolean":
+            found += ["true", "false"]
+        for base in (option, option.get("items")):
+            if isinstance(base, dict) and "$ref" in base:
+                kinds = schema["$defs"][base["$ref"].rpartition("/")[2]].get("anyOf", ())
+                found += [_enum(kind)[0] for kind in kinds if _enum(kind)]
+    return found or None
+
+
+def _item(head: str, text: str, indent: int = 6, beside: bool = False) -> Iterator[str]:
+    """Yield a head and its text in lines, the text beside the head or below it."""
+    start = f"  {head}" if beside else " " * indent
+    if not beside:
+        yield from textwrap.wrap(head, _width(), initial_indent="  ", subsequent_indent=" " * 6)
+    yield from textwrap.wrap(text, _width(), initial_indent=start, subsequent_indent=" " * indent)
+
+
+def _width() -> int:
+    return min(100, get_terminal_size((100, 24)).columns)
