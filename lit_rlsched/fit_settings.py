@@ -42,7 +42,8 @@ class FitSettings:
             self._set(log_every_n_steps=self.steps)
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
-            bar._get_train_description = "Epoch {}".format  # Lightning writes `Epoch 1/-2`
+            # Lightning writes `Epoch 1/-2`
+            bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
 

@@ -179,13 +179,16 @@ class Written(callbacks.BasePredictionWriter):
         self.rows += prediction
 
 
+@pytest.mark.logs("lr-AdamW")
 @pytest.mark.filterwarnings("ignore")
 def test_those_that_only_look_on(fit, tiny_model, sums, tmp_path, capsys):
     """All in one run."""
     begun = []
     timer = callbacks.Timer(timedelta(hours=1), interval="step")
     speed = callbacks.ThroughputMonitor(
-        batch_size_fn=lambda step: len(step.samples), window_size=2, length_fn=lambda step: 1
+        batch_size_fn=lambda batch: len(getattr(batch, "samples", "1")),
+        window_size=2,
+        length_fn=lambda batch: 99,
     )
     written = Written("batch")
     trainer, module, data = fit(
