@@ -110,12 +110,12 @@ def config_schema() -> dict[str, Any]:
     for name in whole["properties"]["subcommand"]["enum"]:
         command = whole["properties"][name]
         command["properties"].pop("==SUPPRESS==")  # `--debug`
-        run = "trainer" in command["properties"]
+        known = {n: node for n, node in command["properties"].items() if node}  # heeded ones
+        run = "trainer" in known
         if run:  # a file may serve several commands
-            known = {name: value for name, value in command["properties"].items() if value}
-            settings = known | settings  # without what the command ignores
+            settings = known | settings
         besides = ("$schema", *SHARED) if run else ("$schema",)
-        options = {n: node for n, node in command["properties"].items() if n not in besides}
+        options = {n: node for n, node in known.items() if n not in besides}
         commands[name] = {"description": command["description"], "run": run, "options": options}
     schema = {
         "$schema": whole["$schema"],
