@@ -24,6 +24,12 @@ Node = dict[str, Any]
 """A part of the schema."""
 FLAGS = ("--debug", "--print_config", "--adapter")
 """Options without a value."""
+_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "null",
+}
 _PARTS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -120,17 +126,14 @@ class Unknown:
     """A name that the schema does not have."""
 
     key: str
-    """The setting, such as `data.num_generation`; of a class also its name, after `=`."""
+    """The setting, such as `data.num_generation`."""
     known: list[str]
     """What could be there."""
-    owner: str | None
-    """` of CLASS` for a class's argument, None for a class itself."""
+    owner: str
+    """` of CLASS` for a class's argument."""
 
     def message(self, where: str = "") -> str:
         """Return a sentence with what was probably meant."""
-        if self.owner is None:
-            near = did_you_mean(self.key.rpartition("=")[2], self.known)
-            return f"`{self.key}`: there is no such class.{near}"
         near = _meant(self.key, self.known)
         return f"There is no setting `{self.key}`{self.owner}{where}.{near}"
 
@@ -203,9 +206,9 @@ class Check:
             yield said
             return
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for unknown in self._unknown(content, {"properties": self._settings}, ""):
-            where = "" if unknown.owner else f" (given in `{given}`)"
-            yield unknown.message(where)
+        for wrong in self._wrong(content, {"properties": self._settings}, ""):
+            where = "" if isinstance(wrong, Unknown) and wrong.owner else f" (given in `{given}`)"
+            yield wrong if isinstance(wrong, str) else wrong.message(where)
 
     def _option(self, option: str, value: str) -> Iterator[str]:
         path = option.removeprefix("--").rstrip("+").split(".")
@@ -217,12 +220,14 @@ class Check:
                 raise Unclear from None
         for name in reversed(path):
             content = {name: content}
-        for unknown in self._unknown(content, {"properties": self._options}, ""):
-            if unknown.owner == "":
-                near = _meant(unknown.key, dict(self.options()), "--")
-                yield f"There is no option `{option}`.{near}"
+        for wrong in self._wrong(content, {"properties": self._options}, ""):
+            if isinstance(wrong, str):
+                yield wrong
+            elif wrong.owner:
+                yield wrong.message()
             else:
-                yield unknown.message()
+                near = _meant(wrong.key, dict(self.options()), "--")
+                yield f"There is no option `{option}`.{near}"
 
     def options(self) -> Iterator[tuple[str, Node]]:
         """Yield all options, those of the model's classes and of the engines too."""
@@ -236,13 +241,13 @@ class Check:
                 }
         yield from found.items()
 
-    def _unknown(self, value: Any, node: Node, path: str) -> Iterator[Unknown]:
-        """Yield the names in and below the setting `path` that the schema does not have."""
+    def _wrong(self, value: Any, node: Node, path: str) -> Iterator[Unknown | str]:
+        """Yield what the schema does not have in and below the setting `path`, or a sentence."""
         kinds = list(alternatives(node))
         items = [kind["items"] for kind in kinds if isinstance(kind.get("items"), dict)]
         if isinstance(value, list):
             for entry in value if items else ():
-                yield from self._unknown(entry, items[0], path)
+                yield from self._wrong(entry, items[0], path)
             return
         kinds += [kind for item in items for kind in alternatives(item)]
         classes = [kind for kind in kinds if "enum" in _class_path(kind)]
@@ -255,18 +260,22 @@ class Check:
         elif isinstance(value, dict) and all("properties" in k for k in kinds if is_mapping(k)):
             for kind in filter(is_mapping, kinds):
                 yield from self._entries(value, kind["properties"], path, "")
+        elif isinstance(value, str) and not fits(value, kinds):
+            choices = [str(choice) for kind in kinds for choice in kind.get("enum", ())]
+            yield bad_value(path, value, choices, [name for k in kinds for name in types(k)])
 
     def _choose(
         self, name: str, classes: list[Node], path: str, may_be_text: bool = False
-    ) -> Iterator[Unknown]:
-        """Remember which class a setting has; yield it if it is a known one mistyped."""
+    ) -> Iterator[str]:
+        """Remember which class a setting has; say so if it is a known one mistyped."""
         named = [kind for kind in classes if name in _class_path(kind)["enum"]]
         self._classes[path] = named[0] if named else None
         known = [n for kind in classes for n in _class_path(kind)["enum"]]
-        if not named and not may_be_text and "." not in name and did_you_mean(name, known):
-            yield Unknown(f"{path}={name}", known, None)
+        near = did_you_mean(name, known)
+        if near and not named and not may_be_text and "." not in name:
+            yield f"`{path}={name}`: there is no such class.{near}"
 
-    def _arguments(self, value: Node, classes: list[Node], path: str) -> Iterator[Unknown]:
+    def _arguments(self, value: Node, classes: list[Node], path: str) -> Iterator[Unknown | str]:
         chosen = self._classes.get(path, classes[0])
         if chosen is None or not isinstance(value.get("init_args", {}), dict):
             return
@@ -277,12 +286,12 @@ class Check:
         args = {n: v for n, v in value.items() if n not in _PARTS} | value.get("init_args", {})
         yield from self._entries(args, known, path, owner)
 
-    def _entries(self, value: Node, known: Node, path: str, owner: str) -> Iterator[Unknown]:
+    def _entries(self, value: Node, known: Node, path: str, owner: str) -> Iterator[Unknown | str]:
         prefix = f"{path}." if path else ""
         for given, inner in value.items():
             name = str(given).rstrip("+")
             if name in known:
-                yield from self._unknown(inner, known[name], prefix + name)
+                yield from self._wrong(inner, known[name], prefix + name)
             else:
                 yield Unknown(prefix + name, [prefix + one for one in known], owner)
 
@@ -306,6 +315,38 @@ def takes_text(node: Node) -> bool:
 def is_mapping(node: Node) -> bool:
     """Whether a value of this form may be a mapping."""
     return not node or node.get("type") == "object" or "properties" in node
+
+
+def types(kind: Node) -> list[str]:
+    """Return the names of a value's types."""
+    names = kind.get("type", [])
+    return [names] if isinstance(names, str) else names
+
+
+def fits(text: str, kinds: list[Node]) -> bool:
+    """Whether a text may be such a value; also if only the parser can tell."""
+    named = {name for kind in kinds for name in types(kind)}
+    if named - _WORDS.keys() or any("enum" not in k and not types(k) for k in kinds) or "$" in text:
+        return True
+    if any(text == str(choice) for kind in kinds for choice in kind.get("enum", ())):
+        return True
+    try:
+        float(text)  # also 1e-6, which YAML reads as text
+        return bool(named & {"integer", "number"})
+    except ValueError:
+        pass
+    try:
+        return not isinstance(yaml.safe_load(text), str)
+    except yaml.YAMLError:
+        return True
+
+
+def bad_value(key: str, given: str, choices: list[str], names: list[str]) -> str:
+    """Return a sentence about a value that is none of the choices and of no such type."""
+    if choices:
+        use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        return f"`{key}={given}`: {use}.{did_you_mean(given, choices)}"
+    return f"`{key}={given}`: must be {' or '.join(_WORDS.get(n, n) for n in names)}."
 
 
 def _class_path(kind: Node) -> Node:

@@ -15,15 +15,15 @@ import yaml
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
 
-from lit_rlsched.cli_quick import bad_yaml, no_file
+from lit_rlsched.cli_quick import bad_value, bad_yaml, no_file
 from lit_rlsched.init_args import constructor_arguments
 from lit_rlsched.settings import did_you_mean
 
 _TYPES = {
-    "int": "a whole number",
-    "float": "a number",
+    "int": "integer",
+    "float": "number",
     "str": "text",
-    "bool": "true or false",
+    "bool": "boolean",
     "NoneType": "null",
 }
 _Parser = argparse.ArgumentParser
@@ -88,11 +88,8 @@ def _unknown_class(match: re.Match[str], key: str, parser: _Parser) -> str:
 def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
     expected, given = match[1], match[2].strip()
     choices = re.findall(r"'([^']*)'", expected) if "Literal" in expected else []
-    if choices:
-        use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        return f"`{key}={given}`: {use}.{did_you_mean(given, choices)}"
     types = re.findall(r"<class '(\w+)'>", expected) or [expected]
-    return f"`{key}={given}`: must be {' or '.join(_TYPES.get(t, t) for t in types)}."
+    return bad_value(key, given, choices, [_TYPES.get(name, name) for name in types])
 
 
 def _bad_import(match: re.Match[str], key: str, parser: _Parser) -> str:

@@ -150,6 +150,19 @@ def test_help_on_a_topic(answered) -> None:
         (["README.md"], "`README.md` is not an option. Did you mean `--config README.md`?"),
         (["data"], "`data` is not an option."),
         (["-x", "3"], "There is no option `-x`."),
+        (["--data.num_generations=lots"], "`data.num_generations=lots`: must be a whole number."),
+        (["--trainer.max_epochs", "x"], "`trainer.max_epochs=x`: must be a whole number or null."),
+        (["--model.learning_rate=fast"], "`model.learning_rate=fast`: must be a number."),
+        (["--data.val_greedy=maybe"], "`data.val_greedy=maybe`: must be true or false."),
+        (["--model.loss_type=gpro"], "`model.loss_type=gpro`: use 'grpo', 'bnpo', "),
+        (["--model.loss_type=gpro"], "Did you mean `gspo`?"),
+        (["--model.loss_type=3"], "`model.loss_type=3`: use 'grpo'"),
+        (["--model.scale_rewards=grop"], "Did you mean `group`?"),
+        (["--trainer.precision=bf16-mixd"], "Did you mean `bf16-mixed`?"),
+        (
+            ["--data.engine=VLLMEngine", "--data.engine.kv_cache_gib=all"],
+            "`data.engine.kv_cache_gi",
+        ),
     ],
 )
 def test_a_mistake_is_named(monkeypatch, args: list[str], message: str) -> None:
@@ -195,7 +208,7 @@ NAMES = [name for row in chain(*TRL_NAMES.values()) for name in row[0].split(", 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_trl_is_answered(name: str) -> None:
     for option in (f"--{name}", f"--data.{name}", f"--model.{name}", f"--trainer.{name}"):
-        message = said("fit", f"{option}=1")
+        message = said("fit", f"{option}=null")
         assert not message or f"TRL's `{name}` " in message, message
     assert said("export", f"--{name}=1") or name in ("model", "push_to_hub", "debug")
 
@@ -217,8 +230,8 @@ def test_every_option_of_the_parser_is_right(parsers, command: str) -> None:
     for option in options:
         if option in ("-h", "--help", "-c", "--config") or option.endswith(".help"):
             continue
-        assert not said(command, f"{option}=1"), option
-        assert not said(command, *([option] if option in FLAGS else [option, "--1"])), option
+        assert not said(command, f"{option}=null"), option
+        assert not said(command, *([option] if option in FLAGS else [option, "null"])), option
 
 
 @pytest.mark.parametrize("text", [*BLOCKS, *(p.read_text() for p in ROOT.glob("configs/*.yaml"))])
@@ -244,6 +257,11 @@ def test_every_configuration_that_is_shown_is_right(tmp_path, text: str) -> None
         ["--data.reward_funcs=[{class_path: mine.Judge, init_args: {anything: 3}}]"],
         ["--model={class_path: GRPOModule, init_args: {model: x}, dict_kwargs: {anything: 3}}"],
         ["--trainer.max_steps", "-1", "--debug", "--print_config"],
+        ["--model.learning_rate=1e-6", "--data.top_p=1", "--data.seed=null", "--model.delta=.5"],
+        ["--data.val_greedy=no", "--data.shuffle=True", "--model.scale_rewards=false"],
+        ["--trainer.precision=16", "--trainer.precision=bf16", "--trainer.deterministic=warn"],
+        ["--data.num_generations=${oc.env:N}", "--trainer.limit_val_batches=0.5"],
+        ["--model.importance_sampling_mode=null", "--trainer.gradient_clip_val=1e2"],
         ["--trainer.logger=false", "--trainer.callbacks=null", "--trainer.plugins=[mine.Plugin]"],
     ],
 )

@@ -79,7 +79,7 @@ def as_functions(given: object) -> list[Callable[..., Any]]:
     if not given:
         raise ValueError("`reward_funcs` is empty. Give at least one reward function.")
     several = list(given) if isinstance(given, list | tuple) else [given]
-    functions = [_imported(one) if isinstance(one, str) else one for one in several]
+    functions: list[Any] = [_imported(one) if isinstance(one, str) else one for one in several]
     for index, function in enumerate(functions):
         check_reward_function(index, function)
     return functions
