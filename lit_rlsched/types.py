@@ -55,7 +55,7 @@ class Prompt:
     uid: str
     """Stable name: the row's `uid` column, or a hash of the row."""
     text: str | list[dict[str, str]]
-    """The prompt as the user wrote it: a string, or chat messages."""
+    """A string, or chat messages as `data.messages.normalized` returns them."""
     token_ids: tuple[int, ...]
     """The tokenised string, or the messages through the chat template."""
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -254,3 +254,31 @@ def test_a_template_of_the_settings_serves_a_tokenizer_without_one() -> None:
     assert reads([{"prompt": [USER]}], tokenizer, chat_template=LLAMA) == [
         "<bos>[user]hi<eos>[assistant]"
     ]
+
+
+def plainly(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    (prompt,), ((answer,),) = prompts, completions
+    keys = {*answer} == {"role", "content"} and answer["role"] == "assistant"
+    texts = all(type(message["content"]) is str for message in prompt)
+    return [float(keys and texts and not any(None in message.values() for message in prompt))]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reward_functions_see_plain_messages_in_training_and_validation(
+    fit: Any, streamed: bool
+) -> None:
+    chats = [[{**USER, "name": "bob"}], [USER, ANSWER], [{**USER, "content": "ho"}, ANSWER]]
+    data = datasets.Dataset.from_list([{"prompt": chat} for chat in chats])
+    trainer, _, run = fit(
+        train_data=data.to_iterable_dataset() if streamed else data,
+        val_data=[{"prompt": [{"role": "user", "content": [{"type": "text", "text": "hey"}]}]}],
+        reward_funcs=[plainly],
+        prompts_per_round=3,
+        num_generations=2,
+        shuffle=False,
+        trainer={"max_epochs": 1},
+    )
+    assert trainer.callback_metrics["reward"] == trainer.callback_metrics["val/reward"] == 1
+    decode = make_tokenizer().decode
+    first = [decode(prompt.token_ids) for prompt in run.startup.prompts.first(3)]
+    assert first[1:] == ["user: hi\nassistant: so ", "user: ho\nassistant: so "]
