@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 _NOISE = re.compile("drop|jitter")
 """Finds the settings of a config that are rates of noise."""
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+"""Names of a model's context; with ALiBi or a recurrent state there may be none."""
 _PLAIN = (
     "task_type",
     "peft_type",
@@ -481,8 +484,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def context_length(policy: nn.Module) -> int:
-    """Maximum number of tokens the model can attend to."""
-    return int(base_model(policy).config.get_text_config().max_position_embeddings)
+    """Maximum number of tokens the model can attend to; `sys.maxsize` if it has no maximum."""
+    config = base_model(policy).config.get_text_config()
+    found = (getattr(config, name, None) for name in _CONTEXT)
+    return next((int(most) for most in found if most), sys.maxsize)
 
 
 def num_embeddings(policy: nn.Module) -> int:

@@ -40,8 +40,22 @@ def format_bytes(count: int) -> str:
 
 
 def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
-    """Bytes of key-value cache per token, in all layers of a model with plain attention."""
+    """Bytes of key-value cache per token, in all layers of a model with plain attention.
+
+    Raises:
+        ValueError: the model has no attention.
+    """
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
+    if not (heads := getattr(text, "num_attention_heads", None)):
+        raise ValueError(
+            f"`model`: a {text.model_type!r} model has recurrent layers alone, and engines and "
+            "their slots are sized by a key-value cache, which it has not. Train a model with "
+            "attention."
+        )
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * kv_heads(text) * head_dim * dtype.itemsize
+
+
+def kv_heads(text: Any) -> int:
+    """Number of heads that have keys and values, from the config of a language model."""
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)

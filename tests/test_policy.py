@@ -1,13 +1,20 @@
 """Loading the policy: what it needs beside the checkpoint."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from causal_families import FAMILIES, NOT_TINY, TEXT_MODELS, make_config, sharpen
+from causal_families import FAMILIES, NOT_TINY, TEXT_MODELS, make_config, make_family, sharpen
+from character_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
 from transformers.integrations import accelerate
 from vllm_contract import requirement
 
-from lit_rlsched.policy import load_policy
+from lit_rlsched import GRPOModule
+from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.policy import context_length, load_policy
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +75,74 @@ def test_train_mode_is_without_noise(family, tmp_path):
 )
 def test_train_mode_is_without_noise_in_every_family(family, tmp_path):
     check_train_mode(family, tmp_path)
+
+
+# What is loaded.
+
+FILES = {
+    "gguf": (["a.gguf"], "", r"a GGUF file is read by other programs.*gguf_file="),
+    "a gguf file": (["a.gguf"], "a.gguf", "a GGUF file"),
+    "checkpoint": (["last.ckpt"], "last.ckpt", "a file. Give a checkpoint folder.*lit-rlsched exp"),
+    "nothing": ([], "", "has no config.json"),
+}
+
+
+@pytest.mark.parametrize(("files", "model", "said"), FILES.values(), ids=FILES)
+def test_what_is_no_model_is_refused(files, model, said, tmp_path):
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=said):
+        load_policy(str(tmp_path / model))
+
+
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "mxfp4"},
+    ],
+    ids=lambda quantized: quantized["quant_method"],
+)
+def test_quantised_weights_are_refused(quantized, tiny_model, tmp_path):
+    config = json.loads(Path(tiny_model, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    with pytest.raises(ValueError, match="quantised.*" + quantized["quant_method"]):
+        GRPOModule(str(tmp_path), lora_rank=4).configure_model()
+
+
+# Settings that a family's config lacks.
+
+
+def train(family, folder, fit, engine):
+    model = make_family(family)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    module = GRPOModule(str(folder), learning_rate=1e-3)
+    trainer, module, _ = fit(module, trainer={"max_epochs": 2}, engine=engine)
+    assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-3
+    return module
+
+
+def test_a_context_of_another_name(fit, tmp_path):
+    assert context_length(train("mpt", tmp_path, fit, TransformersEngine()).model) == 2048
+
+
+REFUSED = {
+    "mamba": "a 'mamba' model has recurrent layers alone",
+    "rwkv": "a 'rwkv' model has recurrent layers alone",
+    "bloom": "cannot decode 'bloom': it counts its positions itself.*Use `VLLMEngine`",
+    "bart": "cannot decode 'bart': it counts its positions itself",
+    "recurrent_gemma": "without full attention",
+}
+
+
+@pytest.mark.parametrize(("family", "said"), REFUSED.items(), ids=REFUSED)
+def test_a_model_that_the_engine_cannot_decode_is_refused(family, said, fit, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        train(family, tmp_path, fit, TransformersEngine())
+
+
+def test_without_a_maximum_every_length_fits():
+    assert context_length(make_family("bloom")) == sys.maxsize

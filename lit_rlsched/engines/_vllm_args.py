@@ -7,7 +7,7 @@ import torch
 
 from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
-from lit_rlsched.sizes import kv_bytes_per_token
+from lit_rlsched.sizes import kv_bytes_per_token, kv_heads
 
 if TYPE_CHECKING:
     from lit_rlsched.engines.vllm import VLLMEngine
@@ -229,7 +229,7 @@ def share_of_cache(engine: "VLLMEngine", spec: EngineSpec) -> float:
     """Share of a token's keys and values that each worker holds; a head is not split."""
     if engine.tensor_parallel_size == 1:
         return 1.0
-    heads = text_config(spec).num_key_value_heads
+    heads = kv_heads(text_config(spec))
     return max(1, heads // engine.tensor_parallel_size) / heads
 
 

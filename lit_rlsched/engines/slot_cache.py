@@ -1,5 +1,6 @@
 """Key-value cache with a slot per running request, and attention over it in a decode step."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+
+_RELATIVE = ("mpt",)
+"""Kinds of models that take no positions and need none: only distances count."""
 
 
 class SlotCache:
@@ -106,6 +110,14 @@ def check_full_attention(policy: Any, max_model_len: int) -> None:
         raise ValueError(
             f"`TransformersEngine` cannot decode {config.model_type!r}: it has layers without full "
             f"attention ({', '.join(sorted(others)) or 'recurrent'}). Use `VLLMEngine`."
+        )
+    model = getattr(policy, "get_base_model", lambda: policy)()  # inside a PEFT wrapper
+    told = "position_ids" in inspect.signature(model.forward).parameters
+    if config.model_type not in _RELATIVE and (not told or getattr(config, "alibi", False)):
+        raise ValueError(
+            f"`TransformersEngine` cannot decode {config.model_type!r}: it counts its positions "
+            "itself and takes no `position_ids`, and completions of a batch are at different ones. "
+            "Use `VLLMEngine`."
         )
 
 
