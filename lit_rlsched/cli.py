@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The C++ warnings of torch and vLLM concern their source code, not the run.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+if not sys.stderr.isatty():  # bars of downloads and of weights that are read would fill a log
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 from jsonargparse import Namespace
@@ -145,6 +147,7 @@ class RolloutCLI(LightningCLI):
         listed = parser._subcommands_action
         assert listed is not None
         listed.add_subcommand("export", cli_export.export_parser(), help=cli_export.summary())
+        listed.add_subcommand("compare", cli_export.compare_parser(), help=cli_export.COMPARE)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -296,9 +299,9 @@ def main(args: ArgsType = None) -> None:
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
         require_posix("`lit-rlsched`")
-        if isinstance(given, list) and given[:1] == ["export"]:
-            run.command = "lit-rlsched export"
-            return cli_export.main(given[1:])
+        if isinstance(given, list) and given and given[0] in cli_export.COMMANDS:
+            run.command = f"lit-rlsched {given[0]}"
+            return cli_export.COMMANDS[given[0]](given[1:])
         RolloutCLI(
             run,
             parser_class=Parser,

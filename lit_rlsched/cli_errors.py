@@ -92,22 +92,26 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
 def plain_warnings() -> Iterator[None]:
     """Print warnings without file and line, and shorten what Lightning says.
 
-    Deprecation warnings inside other libraries and Lightning's tips are hidden: somebody who trains
-    a model cannot act on them.
+    Warnings of the code of other libraries and what Lightning says of every run are hidden:
+    somebody who trains a model cannot act on them.
     """
     before = warnings.formatwarning
-    rank_zero_module.log.addFilter(_is_no_tip)
+    rank_zero_module.log.addFilter(_is_news)
     signal_connector.log.addFilter(_shorten_sigterm)
     with warnings.catch_warnings():
         for library in ("lightning", "torch", "transformers", "vllm"):
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
+        # given when Python compiles a module, as in the first run after an installation
+        warnings.filterwarnings(
+            "ignore", category=SyntaxWarning, module=r".*\b(site|dist)-packages\b"
+        )
         warnings.formatwarning = _format_warning
         try:
             yield
         finally:
             warnings.formatwarning = before
-            rank_zero_module.log.removeFilter(_is_no_tip)
+            rank_zero_module.log.removeFilter(_is_news)
             signal_connector.log.removeFilter(_shorten_sigterm)
 
 
@@ -115,8 +119,8 @@ def _format_warning(message: Warning | str, category: type[Warning], *_: Any, **
     return f"{category.__name__}: {message}\n"
 
 
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("💡 Tip")
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(("💡 Tip", "TPU available", "Loading `train_dataloader`"))
 
 
 def _shorten_sigterm(record: logging.LogRecord) -> bool:

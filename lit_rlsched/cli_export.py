@@ -1,7 +1,12 @@
-"""The subcommand `export`, which needs no settings of a run."""
+"""The subcommands `export` and `compare`, which need no settings of a run."""
+
+from collections.abc import Callable
 
 from lit_rlsched.cli_errors import DebugOption, Parser
 from lit_rlsched.export import export, find_checkpoint
+
+COMPARE = "Draw runs beside each other: reward, accuracy, length and seconds."
+"""Help of `compare`."""
 
 
 def export_parser() -> Parser:
@@ -22,9 +27,30 @@ def summary() -> str:
     return str(export.__doc__).partition("\n")[0]
 
 
-def main(args: list[str]) -> None:
-    """Run `lit-rlsched export` with these arguments."""
+def compare_parser() -> Parser:
+    """Return the parser of `lit-rlsched compare`."""
+    parser = Parser(prog="lit-rlsched compare", description=COMPARE)
+    parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
+    parser.add_argument("runs", nargs="+", help="Folders of runs (`runs/quickstart/version_0`).")
+    parser.add_argument(
+        "--out", default="comparison.png", help="File of the picture: .png, .svg or .pdf."
+    )
+    return parser
+
+
+def _compare(args: list[str]) -> None:
+    from lit_rlsched.callbacks.pictures.comparison import compare  # imports matplotlib
+
+    given = compare_parser().parse_args(args)
+    print(f"The picture of {len(given.runs)} runs is `{compare(given.runs, given.out)}`.")
+
+
+def _export(args: list[str]) -> None:
     given = export_parser().parse_args(args)
     given.ckpt_path = str(find_checkpoint(given.ckpt_path))
     folder = export(**given.as_dict())
     print(f"The model of `{given.ckpt_path}` is in `{folder}`.", flush=True)
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"export": _export, "compare": _compare}
+"""What runs a subcommand with its arguments."""

@@ -84,7 +84,7 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
     leads = not getattr(rank_zero_only, "rank", 0)  # of torchrun, SLURM or Lightning
     folder = _lead(config, subcommand) if leads else _follow(config)
     config.trainer.default_root_dir = str(folder)
-    config.trainer.logger = _loggers(config.trainer.logger, str(folder))
+    config.trainer.logger = _loggers(config.trainer.logger, str(folder), subcommand)
     if leads and subcommand == "fit":
         _continue_wandb_runs(config, folder)
     return folder
@@ -224,11 +224,16 @@ def _name(config: Namespace) -> str:
     return "+".join(names) or "run"
 
 
-def _loggers(logger: Any, folder: str) -> Any:
-    """Return the configured loggers, writing to the folder, and a CSV logger if there is none."""
+def _loggers(logger: Any, folder: str, subcommand: str) -> Any:
+    """Return the configured loggers, writing to the folder, and a CSV logger if there is none.
+
+    W&B gets runs that train: one of another command would stand beside them, nearly empty.
+    """
     if logger is False:
         return False
     given = logger if isinstance(logger, list) else [] if logger in (None, True) else [logger]
+    if subcommand != "fit":
+        given = [one for one in given if not str(one.get("class_path")).endswith("WandbLogger")]
     for one in given:
         options = one.get("init_args")
         if options is not None and options.get("save_dir", "") in (None, "."):

@@ -33,7 +33,7 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.startup import Startup, make_engine
 from lit_rlsched.training_run import TrainingRun
 from lit_rlsched.types import Sampling
-from lit_rlsched.wandb_runs import run_ids, warn_of_new_runs
+from lit_rlsched.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
 
 
 class RolloutDataModule(LightningDataModule, KnownArguments):
@@ -193,6 +193,14 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         self._started = False
 
     # Lightning's hooks.
+
+    def prepare_data(self) -> None:
+        """Prepare W&B's runs, which Lightning begins next, and replace its default bar."""
+        from lit_rlsched.callbacks.rollout_progress_bar import replace_default_bar
+
+        if self.trainer is not None:
+            prepare_runs(self.trainer)
+            replace_default_bar(self.trainer)
 
     def setup(self, stage: str) -> None:
         """Read the data sets that `stage` needs.

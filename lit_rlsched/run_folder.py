@@ -48,6 +48,12 @@ def name_of(folder: Path) -> str:
     return path.parent.name if path.name.startswith("version_") else path.name
 
 
+def full_name_of(folder: Path) -> str:
+    """Return a name that tells runs apart: of `runs/countdown/version_3` `countdown/version_3`."""
+    name, path = name_of(folder), folder.resolve()
+    return name if name == path.name else f"{name}/{path.name}"
+
+
 def new_folder(root: Path, kind: str = "version") -> Path:
     """Make and return the next of `root/version_0`, `root/version_1`, ..."""
     number = max((n for n, _ in _numbered(root, kind)), default=-1)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.checkpoints import CheckpointError, inspect_checkpoint
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run_config import algorithm, run_name, schedule
+from lit_rlsched.run_folder import full_name_of
 
 AXES = ("rollout/round", "num_tokens", "time/total")
 """Metrics in every row of a round or a validation, for the x-axis of charts."""
@@ -25,8 +26,20 @@ def wandb_loggers(trainer: Trainer) -> Iterator[WandbLogger]:
         yield from (one for one in trainer.loggers if isinstance(one, WandbLogger))
 
 
+def prepare_runs(trainer: Trainer) -> None:
+    """Settle what W&B prints, before its runs begin: a link to the run, offline nothing."""
+    for logger in wandb_loggers(trainer):
+        options = logger._wandb_init
+        if options.get("anonymous", "") is None:
+            del options["anonymous"]  # W&B warns of it, and Lightning always passes it
+        # Lightning's `offline=True` sets the variable to the old name
+        offline = (options.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "dryrun")
+        if options.get("settings") is None:
+            options["settings"] = {"silent": True} if offline else {"quiet": True}
+
+
 def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
-    """Give each W&B run tags, x-axes and, if its logger has no `name`, a name.
+    """Give each W&B run tags, x-axes and, if its logger has no `name`, that of the run's folder.
 
     Args:
         trainer: Trainer with its module and callbacks.
@@ -34,17 +47,21 @@ def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
     """
     step = {"step_metric": "trainer/global_step", "step_sync": True}  # as `WandbLogger` does
     for logger in wandb_loggers(trainer):
-        if logger._wandb_init.get("anonymous", "") is None:
-            del logger._wandb_init["anonymous"]  # W&B warns of it, and Lightning always passes it
         run: Any = logger.experiment
         if logger._name is None and "WANDB_NAME" not in os.environ:
-            run.name = run_name(trainer)
+            run.name = _name(trainer)
         tags = (algorithm(trainer.lightning_module), *schedule(trainer), engine.name)
         run.tags = tuple(dict.fromkeys((*(run.tags or ()), *tags)))
         for name in AXES:
             run.define_metric(name)
         for name in BEST:
             run.define_metric(name, summary="max,last", **step)
+
+
+def _name(trainer: Trainer) -> str:
+    """Return the name of the run's folder, or of what the run does if it has none yet."""
+    folder = Path(trainer.default_root_dir).absolute()
+    return run_name(trainer) if folder == Path.cwd() else full_name_of(folder)
 
 
 def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> None:

@@ -1,5 +1,6 @@
 """What an offline run of W&B holds, read back from its file."""
 
+import json
 import os
 import re
 import shutil
@@ -106,8 +107,8 @@ def test_no_secret_is_written(folder):
             assert b"canary" not in path.read_bytes(), path
 
 
-def test_name_and_tags_say_what_the_run_does(runs):
-    assert runs[0].name == "grpo-sorted_batching-model"
+def test_the_name_is_that_of_the_folder_and_tags_say_what_the_run_does(folder, runs):
+    assert runs[0].name == folder.name
     assert runs[0].tags == ["grpo", "SortedBatching", "TransformersEngine"]
 
 
@@ -145,10 +146,28 @@ def test_the_configuration_file_is_an_artifact(folder, runs):
 def test_the_pictures_and_the_table_are_in_the_file(runs):
     for run in runs:
         shown = {name: value for row in run.rows for name, value in row.items()}
-        assert shown["completions/_type"] == "incremental-table-file"
+        assert shown["completions/_type"] == "table-file"
         for name in ("timeline", "lengths", "learning"):
             assert shown[f"pictures/{name}/_type"] == "images/separated", name
         assert "rewards/countdown_reward/mean" in shown
+
+
+def test_a_resumed_runs_table_has_all_rounds_and_no_other_command_has_a_run(folder, runs, capfd):
+    newest = [row for row in runs[1].rows if "completions/path" in row][-1]
+    (path,) = folder.glob(f"wandb/*/files/{newest['completions/path']}")
+    table = json.loads(path.read_text(encoding="utf-8"))
+    at = table["columns"].index("round")
+    assert [row[at] for row in table["data"]] == [1, 1, 2, 2]
+    tables = [a for run in runs for a in run.artifacts if a.type == "run_table"]
+    assert len(tables) == 2  # one for each part of the run, which drew one round each
+    before = {*folder.glob("wandb/*")}
+    for command in ("validate", "predict"):
+        data = [f"--data.predict_data={folder / 'completions.jsonl'}"]
+        main([command, "-c", str(folder / "config.yaml"), "--ckpt_path=last", *data])
+    assert {*folder.glob("wandb/*")} == before
+    said = capfd.readouterr()
+    assert "wandb" not in said.out + said.err and "SyntaxWarning" not in said.err
+    assert "Loading the model and starting" in said.out and "  predict: 0 of" in said.out
 
 
 KILL = """
@@ -235,7 +254,7 @@ def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path,
         run(2, logger(), tmp_path / "a.ckpt")
     wandb.finish()
     named, unnamed = sorted(offline_runs(tmp_path), key=lambda run: run.name != "named")
-    assert (named.name, unnamed.name[:20]) == ("named", "grpo-sorted_batching")
+    assert (named.name, unnamed.name) == ("named", tmp_path.name)
     assert named.tags == ["mine", "grpo", "SortedBatching", "TransformersEngine"]
     assert not unnamed.artifacts, "`log_model` is False"
     (model,) = named.artifacts
@@ -282,7 +301,7 @@ def test_a_point_of_the_sweep_runs(sweep, patch, tmp_path, monkeypatch):
     main(args)
     folder = tmp_path / "runs/quickstart+wandb_online+sorted_rl/version_0"
     (run,) = offline_runs(folder)
-    assert run.name == "grpo-sorted_batching-model"
+    assert run.name == "quickstart+wandb_online+sorted_rl/version_0"
     assert run.config["schedule"]["SortedBatching"]["pool_rounds"] == 4
 
 

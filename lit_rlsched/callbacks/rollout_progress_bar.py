@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
@@ -255,6 +255,14 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         """Print a line, if no bars are drawn."""
         if self.is_disabled:
             self.print(text, flush=True)
+
+
+def replace_default_bar(trainer: Trainer) -> None:
+    """Put ours in the place of the bar that Lightning adds, which counts `0.00it/s` of a round."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for index, callback in enumerate(callbacks):
+        if type(callback) in (TQDMProgressBar, RichProgressBar) and callback.refresh_rate == 1:
+            callbacks[index] = RolloutProgressBar()
 
 
 def _interactive() -> bool:
