@@ -65,13 +65,14 @@ def of_command(schema: Node, command: str, topic: str) -> str:
     if topic not in ("", "all"):
         raise KeyError([*topics, "all"])
     usage = "[--config FILE ...] [--SETTING=VALUE ...]" if about["run"] else "[--OPTION=VALUE ...]"
-    lines = [f"usage: lit-rlsched {command} {usage}", ""]
+    given = "".join(f"{name.upper()} ... " for name in about["arguments"])
+    lines = [f"usage: lit-rlsched {command} {given}{usage}", ""]
     lines += [*textwrap.wrap(about["description"], _width()), ""]
     for option, text in (_FILE if about["run"] else {}).items():
         lines += _item(option, text)
     own = {"seed_everything": schema["properties"]["seed_everything"]} if about["run"] else {}
     for name, node in {**about["options"], **own}.items():
-        lines += _setting(name, node)
+        lines += _setting(name, node, dashes="" if name in about["arguments"] else "--")
     for option, text in _ALWAYS.items():
         if about["run"] or option == "--debug":
             lines += _item(option, text)
@@ -100,7 +101,7 @@ def _group(schema: Node, group: str) -> Iterator[str]:
         for name, setting in _settings(node).items():
             yield from _setting(f"{group}.{name}", setting)
         return
-    first, *others = [kind for kind in schema["$defs"]["PolicyModule"]["anyOf"] if _enum(kind)]
+    first, *others = [kind for kind in schema["$defs"]["LightningModule"]["anyOf"] if _enum(kind)]
     shown = _arguments(first)
     for name, setting in shown.items():
         yield from _setting(f"model.{name}", setting)

@@ -150,8 +150,12 @@ def _completion(shell: str) -> str:
     commands = parser.add_subparsers()
     for name, about in schema()["x-commands"].items():
         command = commands.add_parser(name, help=about["description"])
-        for option, node in Check(name).options():
-            action = command.add_argument(f"--{option}", choices=cli_help.choices(schema(), node))
+        check = Check(name)
+        for option, node in check.options():
+            dashes = "" if option in check.arguments else "--"
+            action = command.add_argument(
+                f"{dashes}{option}", choices=cli_help.choices(schema(), node)
+            )
             if action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         if about["run"]:
@@ -175,6 +179,8 @@ class Check:
         self._settings: Node = schema()["properties"] if about["run"] else {}
         shared = {n: s for n, s in self._settings.items() if n in cli_help.SHARED}
         self._options: Node = shared | about["options"]
+        self.arguments: list[str] = about["arguments"]
+        """Those without dashes."""
         self._classes: dict[str, Node | None] = {}
         """Class last chosen for each setting that has one; None for one of the user."""
 
@@ -185,6 +191,8 @@ class Check:
             Unclear: what follows cannot be judged here.
         """
         for option, value in _pairs(args):
+            if not option and self.arguments:
+                continue
             if not option:
                 fix = f" Did you mean `--config {value}`?" if Path(value).is_file() else ""
                 yield f"`{value}` is not an option.{fix}"

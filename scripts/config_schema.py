@@ -116,7 +116,13 @@ def config_schema() -> dict[str, Any]:
             settings = known | settings
         besides = ("$schema", *SHARED) if run else ("$schema",)
         options = {n: node for n, node in known.items() if n not in besides}
-        commands[name] = {"description": command["description"], "run": run, "options": options}
+        actions = parser._subcommands_action._name_parser_map[name]._actions
+        commands[name] = {
+            "description": command["description"],
+            "run": run,
+            "arguments": [action.dest for action in actions if not action.option_strings],
+            "options": options,
+        }
     schema = {
         "$schema": whole["$schema"],
         "title": "Configuration of lit-rlsched",
