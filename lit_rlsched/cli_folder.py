@@ -40,8 +40,10 @@ class SaveConfig(SaveConfigCallback):
         super().__init__(parser, config, save_to_log_dir=False, **kwargs)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file; a resumed run replaces it."""
+        """Write the file; a resumed run replaces it, another command in its folder does not."""
         folder = Path(trainer.default_root_dir)
+        if stage != "fit" and (folder / self.config_filename).exists():
+            return
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         (folder / self.config_filename).write_text(text, encoding="utf-8")

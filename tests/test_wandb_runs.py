@@ -154,7 +154,7 @@ def test_the_pictures_and_the_table_are_in_the_file(runs):
 
 def test_a_resumed_runs_table_has_all_rounds_and_no_other_command_has_a_run(folder, runs, capfd):
     newest = [row for row in runs[1].rows if "completions/path" in row][-1]
-    (path,) = folder.glob(f"wandb/*/files/{newest['completions/path']}")
+    (path,) = folder.glob(f"wandb/offline-run-*/files/{newest['completions/path']}")
     table = json.loads(path.read_text(encoding="utf-8"))
     at = table["columns"].index("round")
     assert [row[at] for row in table["data"]] == [1, 1, 2, 2]
@@ -166,7 +166,7 @@ def test_a_resumed_runs_table_has_all_rounds_and_no_other_command_has_a_run(fold
         main([command, "-c", str(folder / "config.yaml"), "--ckpt_path=last", *data])
     assert {*folder.glob("wandb/*")} == before
     said = capfd.readouterr()
-    assert "wandb" not in said.out + said.err and "SyntaxWarning" not in said.err
+    assert "wandb:" not in said.out + said.err and "SyntaxWarning" not in said.err
     assert "Loading the model and starting" in said.out and "  predict: 0 of" in said.out
 
 

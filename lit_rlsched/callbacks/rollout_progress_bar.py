@@ -131,7 +131,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         now = time.monotonic()
         if not done:
             self._evaluated = now
-        begins = not done and (trainer.state.fn != "fit" or trainer.sanity_checking)
+        begins = not done and trainer.state.fn != "fit"  # which has said more
         if begins or (now - self._evaluated >= SECONDS_PER_ROLLOUT_LINE and done < total):
             self._evaluated = now
             what = next((w for w in ("test", "predict") if trainer.state.fn == w), "validation")
