@@ -7,7 +7,7 @@ set-up is at fault, a `MisconfigurationException`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -147,6 +147,16 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
     for name in ("learning_rate", "beta", "lora_rank", "warmup_steps"):
         if settings[name] < 0:
             raise ValueError(f"`{name}={settings[name]}` must be 0 or more.")
+
+
+def check_not_compiled(module: LightningModule) -> None:
+    """Refuse `trainer.fit(torch.compile(module))`, which compiles the whole training step."""
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise MisconfigurationException(
+            f"`torch.compile({type(module).__name__}(...))`: its training step takes micro-batches "
+            "of another shape each time, and drives the optimizer itself, so it cannot be "
+            "compiled. Give the Trainer the module itself."
+        )
 
 
 # The data module with the Trainer, the module and the engine.

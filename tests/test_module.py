@@ -1,12 +1,14 @@
 import pytest
 import torch
-from lightning import Callback
+from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM
 
-from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
-from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.policy import base_model, find_policy, named_weights
 
 
@@ -183,3 +185,57 @@ def test_the_policy_is_found_and_only_one_is_trained(tiny_policy):
 def test_the_trainers_own_clipping_is_refused_with_the_way_out(fit):
     with pytest.raises(Exception, match="gradient_clip_val"):
         fit(trainer={"gradient_clip_val": 1.0})
+
+
+def test_a_compiled_module_is_refused(tiny_model, sums, digits):
+    data = RolloutDataModule(sums, [digits], engine=TransformersEngine(), prompts_per_round=1)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationException, match="Give the Trainer the module itself"):
+        trainer.fit(torch.compile(GRPOModule(tiny_model)), data)
+
+
+TIED = {
+    "head": ({"lora_target_modules": ["q_proj", "lm_head"]}, "`lm_head` shares its weights"),
+    "embedding": ({"lora_target_modules": ".*embed_tokens"}, "`model.embed_tokens` shares its"),
+    "no such layer": ({"lora_target_modules": ["w"]}, r"`lora_target_modules=.*w.*not found"),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), TIED.values(), ids=TIED)
+def test_layers_that_cannot_have_adapters_are_refused(settings, said, tiny_model):
+    with pytest.raises(ValueError, match=said):
+        GRPOModule(tiny_model, lora_rank=4, **settings).configure_model()
+
+
+def test_adapters_on_head_and_embedding_that_are_not_tied(tiny_model_untied):
+    targets = ["q_proj", "lm_head", "embed_tokens"]
+    module = GRPOModule(tiny_model_untied, lora_rank=4, lora_target_modules=targets)
+    module.configure_model()
+    with torch.no_grad():
+        for name, parameter in module.model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    merged = AutoModelForCausalLM.from_pretrained(tiny_model_untied, dtype=torch.float32).eval()
+    merged.load_state_dict(dict(named_weights(module.model)))
+    ids = torch.tensor([[5, 9, 12, 7]])
+    with torch.no_grad():
+        ours, theirs = module.model.eval()(ids).logits, merged(ids).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [("[q_proj, v_proj]", ["q_proj", "v_proj"]), ("all-linear", "all-linear"), (".*_proj", None)],
+)
+def test_targets_of_the_command_line(text, targets, tiny_model, tmp_path):
+    """A list, a regular expression and peft's own name, from a file and as an argument."""
+    parser = LightningArgumentParser()
+    parser.add_argument("-c", action="config")
+    parser.add_lightning_class_args(GRPOModule, "model")
+    path = tmp_path / "run.yaml"
+    quoted = text if text[0] == "[" else repr(text)
+    path.write_text(f"model: {{model: {tiny_model}, lora_target_modules: {quoted}}}\n")
+    argument = [f"--model.model={tiny_model}", f"--model.lora_target_modules={text}"]
+    for arguments in (["-c", str(path)], argument):
+        found = parser.parse_args(arguments).model.lora_target_modules
+        assert found == (targets or text)
