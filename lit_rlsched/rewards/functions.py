@@ -6,10 +6,10 @@ from typing import Any
 
 from lit_rlsched.rewards.answers import checked_entry, import_reasoning_gym, score_entry
 from lit_rlsched.rewards.golds import (
-    CHOICES,
     check_gold,
     choice_of,
     decimals,
+    find_answer,
     read_gold,
     time_limit,
 )
@@ -178,14 +178,16 @@ def math_verify_reward(
 
 
 def _verified(text: str, gold: Any) -> float:
-    mv, wanted = import_math_verify(), read_gold(gold)
-    targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
-    if letter := choice_of(gold):
-        wanted = [*wanted, letter]
-        targets.append(mv.StringExtractionConfig(CHOICES, False, lowercase=False))
-    given = mv.parse(text, extraction_config=targets, parsing_timeout=time_limit())
-    rounding = {"float_rounding": decimals(gold), "timeout_seconds": time_limit()}
-    return float(mv.verify(wanted, given, **rounding))
+    mv, wanted, letter = import_math_verify(), read_gold(gold), choice_of(gold)
+    given = find_answer(text, choice=letter is not None)
+    return float(
+        mv.verify(
+            [*wanted, letter] if letter else wanted,
+            given,
+            float_rounding=decimals(gold),
+            timeout_seconds=time_limit(),
+        )
+    )
 
 
 def check_math_verify_row(columns: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ _WORD = re.compile(
 )
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _MISREAD = {
-    "two numbers side by side": re.compile(r"\d(?:\s|\\[ ,;:]|\\q?quad)+\d"),
+    "two numbers side by side": re.compile(r"\d\.?(?:\s|\\[ ,;:]|\\q?quad)+\.?\d"),
     "a number with a subscript": re.compile(r"\d[)}\s]*_"),
 }
 """What math-verify reads in part: `1 1/2` as 1, `7 8` as 15, `12_8` as 12."""
@@ -59,8 +59,8 @@ def answer_of(gold: object) -> str:
         raise ValueError("it is empty")
     if len(text) > LONGEST:
         raise ValueError(f"it has {len(text)} characters, more than {LONGEST}")
-    depths = itertools.accumulate({"{": 1, "}": -1}.get(character, 0) for character in text)
-    if min(depths := [*depths]) < 0 or depths[-1]:
+    depths = [*itertools.accumulate((letter == "{") - (letter == "}") for letter in text)]
+    if min(depths) < 0 or depths[-1]:
         raise ValueError("its braces do not match")
     return _digits(text) if _SCIENTIFIC.fullmatch(text) else text
 
@@ -116,11 +116,32 @@ def _read(answer: str, text: str) -> list[Any]:
         parsed = _boxed(form)
         if not parsed or isinstance(parsed[0], str):
             raise ValueError(f"math-verify cannot read {answer[:80]!r}")
-        if _undefined(parsed[0]):
-            raise ValueError(f"{answer[:80]!r} has no value")
+        if _lost(parsed[0], parsed[-1]):
+            raise ValueError(f"{answer[:80]!r} has no value, or equal elements that become one")
         found += parsed
+    from math_verify import verify
+
+    given = find_answer(rf"\boxed{{{answer}}}")
+    if not verify(found, given, timeout_seconds=time_limit()):
+        raise ValueError(f"math-verify reads {answer[:80]!r} otherwise in a completion")
     if text != answer:
         found += _boxed(text)[-1:]  # as text, for a completion that repeats the gold
+    return found
+
+
+def find_answer(text: str, choice: bool = False) -> list[Any]:
+    """Return the answer of a completion, as math-verify finds it.
+
+    Args:
+        text: The completion; a boxed answer takes precedence.
+        choice: Whether the letter in `Answer: B` is an answer.
+    """
+    import math_verify as mv
+
+    targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
+    if choice:
+        targets.append(mv.StringExtractionConfig(CHOICES, False, lowercase=False))
+    found: list[Any] = mv.parse(text, extraction_config=targets, parsing_timeout=time_limit())
     return found
 
 
@@ -140,10 +161,15 @@ def _boxed(latex: str) -> list[Any]:
     return found
 
 
-def _undefined(value: Any) -> bool:
+def _lost(value: Any, text: str) -> bool:
+    """Whether a value is undefined, or a list such as `3,3`, `[3,3]` or `(5,2]` has collapsed."""
     import sympy
 
-    return isinstance(value, sympy.Basic) and value.has(sympy.nan, sympy.zoo)
+    if isinstance(value, sympy.FiniteSet | type(sympy.EmptySet)):
+        return len(value) < 2 and re.search("[,;]", text) is not None
+    if isinstance(value, sympy.Expr) and value not in (sympy.oo, -sympy.oo):
+        return value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo)
+    return False
 
 
 def time_limit() -> int | None:
@@ -186,7 +212,7 @@ _REDUCED = [
     (re.compile(rf"\^\{{{_SUM}\}}"), "^2"),
 ]
 _SIMPLE = re.compile(
-    rf"-?\d{{1,3}}(?:,\d{{3}})+|[a-cj-z]={_SUM}|{_SUM}(?:,{_SUM})*|[(\[]{_SUM},{_SUM}[)\]]"
+    rf"-?\d{{1,3}}(?:,\d{{3}})+|[a-cj-z]={_SUM}|{_SUM}|\({_SUM},{_SUM}\)"
     rf"|\\begin\{{[pb]matrix\}}{_SUM}(?:\\\\{_SUM})*\\end\{{[pb]matrix\}}"
 )
 
