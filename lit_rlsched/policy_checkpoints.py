@@ -30,7 +30,7 @@ class PolicyCheckpoints(LightningModule):
         dtype = main_dtype(p for name, p in base if "lora_" not in name)
         checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
         if self.hparams["lora_rank"]:
-            config: Any = self.model.peft_config[ADAPTER]  # type: ignore[union-attr, index]
+            config: Any = self.model.peft_config[ADAPTER]  # type: ignore[index]
             checkpoint["policy"]["adapter"] = json.loads(
                 json.dumps(config.to_dict(), default=sorted)
             )

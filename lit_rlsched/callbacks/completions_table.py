@@ -84,7 +84,7 @@ class CompletionsTable:
                 columns, data = _cells(rows)
                 # a reward function may log a number in one round and text in another
                 table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-                logger.log_metrics({"completions": table}, step=step)  # type: ignore[dict-item]
+                logger.log_metrics({"completions": table}, step=step)
             elif isinstance(logger, TensorBoardLogger):
                 text = _markdown(*_cells(self._shown[newest]))
                 logger.experiment.add_text("completions", text, step)
