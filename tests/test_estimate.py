@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning import Callback, Trainer
+from lora_policy import with_lora
 from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
@@ -130,6 +131,18 @@ def test_a_step_takes_what_was_estimated(plan, settings, tokens):
     assert ("reference model" in held) == bool(references)
     if references:
         assert held["reference model"].update == pytest.approx(storage_bytes(references), rel=0.01)
+
+
+def test_an_adapter_is_estimated_as_its_settings_are(plan, tiny_model, tmp_path):
+    with_lora(tiny_model).save_pretrained(tmp_path / "adapter")
+    adapter, lora = (
+        {
+            name: (item.rollout, item.update)
+            for name, item in items(ledger(plan(*model, **settings))).items()
+        }
+        for model, settings in (((str(tmp_path / "adapter"),), {}), ((), {"lora_rank": 4}))
+    )
+    assert adapter == lora and "gradients" in lora
 
 
 @pytest.mark.slow

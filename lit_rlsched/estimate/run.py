@@ -10,14 +10,13 @@ from unittest.mock import patch
 import torch
 from lightning import Trainer
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from transformers import AutoTokenizer
 
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.estimate.live import LiveBytes, make_fake, storage_bytes
 from lit_rlsched.fsdp2 import is_sharded, layers_of
 from lit_rlsched.module import PolicyModule
-from lit_rlsched.policy import find_policy
+from lit_rlsched.policy import find_policy, load_tokenizer
 from lit_rlsched.precision import to_like
 from lit_rlsched.startup import Startup
 from lit_rlsched.training.logprobs import CHUNK_BYTES
@@ -189,8 +188,8 @@ class PlannedRun:
 
 def _check_tokenizer(name: str) -> None:
     try:  # without its files, transformers makes some tokenizers with an empty vocabulary
-        works = bool(AutoTokenizer.from_pretrained(name)("0")["input_ids"])
-    except (OSError, ValueError):
+        works = bool(load_tokenizer(name)("0")["input_ids"])
+    except ValueError:
         works = False
     if not works:
         raise ValueError(

@@ -7,6 +7,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lora_policy import with_lora
 from several_ranks import ALONE, DDP, FSDP2, check_same, ended
 
 from lit_rlsched.checks import check_same_ranks, check_strategy
@@ -73,6 +74,15 @@ VARIANTS = {
 def test_variants(run, exact_model, variant):
     exact = {"precision": "64-true", **variant}
     check_same(run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=exact_model), 1e-12)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_further_on_all_ranks(run, exact_model, tmp_path):
+    """Its frozen copy, the reference, is sharded with it."""
+    with_lora(exact_model).save_pretrained(tmp_path / "adapter")
+    exact = {"precision": "64-true", "module": {"beta": 0.05, "learning_rate": 1e-4}}
+    results = run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=str(tmp_path / "adapter"))
+    check_same(results, 1e-12)
 
 
 @pytest.mark.slow
