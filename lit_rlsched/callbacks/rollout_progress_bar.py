@@ -261,7 +261,9 @@ def replace_default_bar(trainer: Trainer) -> None:
     """Put ours in the place of the bar that Lightning adds, which counts `0.00it/s` of a round."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for index, callback in enumerate(callbacks):
-        if type(callback) in (TQDMProgressBar, RichProgressBar) and callback.refresh_rate == 1:
+        kind = type(callback)
+        lightnings = kind in (TQDMProgressBar, RichProgressBar)
+        if lightnings and callback.refresh_rate == kind().refresh_rate:  # nobody has chosen it
             callbacks[index] = RolloutProgressBar()
 
 

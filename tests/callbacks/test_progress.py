@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import RichProgressBar, Timer, TQDMProgressBar
 
 from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
@@ -231,6 +231,21 @@ def test_time_left_of_runs_that_end_otherwise(clock):
     half = a_run(max_epochs=40, val_check_interval=0.5)  # twice a round
     told, true = predicted(clock, half, 40, lambda n: 4, validation=9, every=1)
     assert told[5:-1] == pytest.approx(true[5:-1], rel=0.05)
+
+
+def test_lightnings_bar_is_replaced_unless_somebody_has_set_it_up(request, capsys, log):
+    train = request.getfixturevalue("fit")  # this file has a `fit` of its own
+    trainer, *_ = train(trainer={"enable_progress_bar": True, "max_epochs": 1})
+    assert isinstance(trainer.progress_bar_callback, RolloutProgressBar)
+    assert re.search(r"^round 1/1: reward ", capsys.readouterr().out, re.MULTILINE)
+    for bar in (TQDMProgressBar(refresh_rate=7), RichProgressBar(refresh_rate=7)):
+        trainer = Trainer(callbacks=[bar], logger=False, accelerator="cpu")
+        progress.replace_default_bar(trainer)
+        assert trainer.progress_bar_callback is bar
+    for bar in (TQDMProgressBar(), RichProgressBar()):
+        trainer = Trainer(callbacks=[bar], logger=False, accelerator="cpu")
+        progress.replace_default_bar(trainer)
+        assert isinstance(trainer.progress_bar_callback, RolloutProgressBar)
 
 
 def test_a_run_without_an_end_shows_no_time_left():
