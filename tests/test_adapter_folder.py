@@ -106,7 +106,8 @@ def test_a_run_goes_on_with_it(engine, adapter, fit, saved, tiny_model, tmp_path
     same(by_peft(alone), resumed.model)
     config = json.loads((alone / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == tiny_model and config["use_rslora"]
-    assert config["lora_dropout"] == 0.5 and config["target_modules"] == ["down_proj", "q_proj"]
+    assert config["lora_dropout"] == 0.5
+    assert sorted(config["target_modules"]) == ["down_proj", "q_proj"]
 
 
 def test_the_tokenizer_is_the_adapters_or_that_of_its_base(adapter, fit, tiny_model):
