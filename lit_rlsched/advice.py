@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lit_rlsched.policy import base_model, noise
 from lit_rlsched.precision import trains_in_half
 from lit_rlsched.text import percent
 from lit_rlsched.training.round import Round, reward_matrix
@@ -88,6 +89,7 @@ class Advice:
             no_eos=no_eos(eos_token_ids),
             idle_slots=idle_slots(slots, most),
             trains_in_half=None if trained is None else trains_in_half(trained),
+            trains_with_noise=None if trained is None else trains_with_noise(trained),
         )
 
     def of_evaluation(self, never_correct: str | None) -> list[str]:
@@ -141,6 +143,20 @@ def no_eos(eos_token_ids: Sequence[int]) -> str | None:
         "Neither the tokenizer nor the model's generation config names an EOS token: every "
         "completion will be cut at `max_completion_length`. Set `eos_token` of the tokenizer, or "
         "`eos_token_id` in generation_config.json."
+    )
+
+
+def trains_with_noise(policy: nn.Module) -> str | None:
+    """Warn of a policy of one's own whose training passes have dropout, which engines have not."""
+    if not any(module.training for module in policy.modules()):
+        return None
+    config = getattr(base_model(policy), "config", None)
+    if config is None or not (rates := [f"{name}={rate}" for _, name, rate in noise(config)]):
+        return None
+    return (
+        f"The policy is in train mode and its config has `{', '.join(rates)}`: gradients are of "
+        "another policy than the one that draws. Load it with `lit_rlsched.load_policy`, or leave "
+        "it in eval mode."
     )
 
 

@@ -115,7 +115,8 @@ def _load_base(model: str, dtype: torch.dtype, **kwargs: object) -> PreTrainedMo
                 "engine. Use the model that they were made from, or write one: `from_pretrained` "
                 "with `dequantize=True` in its `quantization_config`, then `save_pretrained`."
             )
-    _without_noise(config)
+    for part, name, rate in noise(config):
+        setattr(part, name, type(rate)(0))
     with _naming(model):
         if torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
@@ -156,16 +157,16 @@ def _naming(model: str) -> Iterator[None]:
         raise ValueError(f"`model={model}`: {_what_is_wrong(Path(model))} ({error})") from error
 
 
-def _without_noise(config: PreTrainedConfig) -> None:
-    """Set the rates of all that is random in train mode to 0, in the configs of all parts.
+def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, float]]:
+    """Yield the rates of all that is random in train mode, with their names and configs.
 
     Dropout of layers, tokens and paths, and jitter of a router; models hold many as plain numbers.
     """
-    for name, value in vars(config).items():
+    for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _without_noise(value)
-        elif type(value) in (int, float) and _NOISE.search(name):
-            setattr(config, name, type(value)(0))
+            yield from noise(value)
+        elif type(value) in (int, float) and value and _NOISE.search(name):
+            yield config, name, value
 
 
 def _what_is_wrong(folder: Path) -> str:
