@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.policy import base_model, noise
+from lit_rlsched.lora import base_model
+from lit_rlsched.policy import noise
 from lit_rlsched.precision import trains_in_half
 from lit_rlsched.text import percent
 from lit_rlsched.training.round import Round, reward_matrix

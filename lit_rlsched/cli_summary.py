@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.estimate import counted_peaks
-from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.lora import base_model
+from lit_rlsched.policy import find_policy
 from lit_rlsched.policy_module import PolicyModule
 from lit_rlsched.run_folder import name_of
 from lit_rlsched.sizes import format_bytes

@@ -14,18 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
 from lit_rlsched.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.lora import adapter_config, add_lora, base_model, read_config, with_adapter
 from lit_rlsched.model_card import model_card
-from lit_rlsched.policy import (
-    adapter_config,
-    add_lora,
-    base_model,
-    eos_token_ids,
-    load_policy,
-    load_tokenizer,
-    named_weights,
-    read_config,
-    with_adapter,
-)
+from lit_rlsched.policy import eos_token_ids, load_policy, load_tokenizer, named_weights
 from lit_rlsched.precision import kept_in_float32, main_dtype
 from lit_rlsched.resuming import check_same_weights
 from lit_rlsched.run_folder import newest_checkpoint

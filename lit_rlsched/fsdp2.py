@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lit_rlsched.checkpoints import inspect_checkpoint, refusing, sync_folder, temporary_name
-from lit_rlsched.policy import base_model
+from lit_rlsched.lora import base_model
 from lit_rlsched.sharded_checkpoints import (
     is_sharded_checkpoint,
     load_parts,

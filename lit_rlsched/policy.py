@@ -1,12 +1,9 @@
 """Load the Hugging Face model that is trained, find it in a module, and read its weights."""
 
-import copy
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +16,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import find_adapter_config_file
 
-ADAPTER, REFERENCE = "default", "reference"
-"""Names of the trained adapter, and of its frozen copy."""
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of peft's `init_lora_weights` that leave the base weights as they are."""
+from lit_rlsched.lora import MERGE, adapter_config, base_model, load_adapter, with_adapter
 
 _NOISE = re.compile("drop|jitter")
 """Finds the settings of a config that are rates of noise."""
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """Names of a model's context; with ALiBi or a recurrent state there may be none."""
-_PLAIN = (
-    "task_type",
-    "peft_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "eva_config",
-    "megatron_core",
-    "ensure_weight_tying",
-)
-"""Settings of an adapter with which it is a sum of two matrices' products and the base."""
-_MERGE = (
-    "Merge it into its base first (`peft.AutoPeftModelForCausalLM.from_pretrained(...)"
-    ".merge_and_unload().save_pretrained(...)`) and give the merged model."
-)
-
 _ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
 
 
@@ -87,7 +50,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32, **kwargs: object
     base = str(config.base_model_name_or_path)
     if adapter_config(base) is not None:
         raise ValueError(
-            f"`model={model}`: an adapter of `{base}`, which is an adapter itself. {_MERGE}"
+            f"`model={model}`: an adapter of `{base}`, which is an adapter itself. {MERGE}"
         )
     try:
         loaded = _load_base(base, dtype, **kwargs)
@@ -98,7 +61,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32, **kwargs: object
         ) from error
     policy = with_adapter(loaded, config)
     if policy.device.type != "meta":
-        _fill(policy, model)
+        load_adapter(policy, model)
     policy.name_or_path = model  # whose tokenizer is used
     return policy
 
@@ -199,227 +162,6 @@ def load_tokenizer(tokenizer: str) -> Any:
         ) from error
 
 
-# LoRA.
-
-
-def add_lora(
-    policy: PreTrainedModel, rank: int, alpha: int, target_modules: str | Sequence[str]
-) -> Any:
-    """Freeze the policy and add trainable LoRA adapters with peft.
-
-    Raises:
-        ImportError: peft is missing.
-        ValueError: no layer has such a name, or a layer cannot have an adapter.
-    """
-    with needing_peft("lora_rank"):
-        from peft import LoraConfig
-    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    return with_adapter(
-        policy, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
-    )
-
-
-def with_adapter(policy: PreTrainedModel, config: Any) -> Any:
-    """Freeze the policy and add a trainable adapter, without dropout; see `add_lora`."""
-    from peft import get_peft_model
-
-    config = copy.deepcopy(config)
-    config.base_model_name_or_path, config.inference_mode = policy.name_or_path, False
-    try:
-        adapted = get_peft_model(policy, config)
-    except ValueError as error:
-        raise ValueError(f"`lora_target_modules={config.target_modules}`: {error}") from error
-    for part in adapted.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    check_adapters(adapted)
-    return adapted
-
-
-def adapter_config(model: str) -> Any:
-    """The peft config of a folder or a hub repository with an adapter; `None` if it has none.
-
-    Raises:
-        ImportError: peft is missing.
-        ValueError: it is another adapter than plain LoRA, or a whole model lies beside it.
-    """
-    try:
-        found = find_adapter_config_file(model)
-    except (OSError, ValueError):  # no name of a repository: the caller says what is wrong
-        return None
-    if found is None:
-        return None
-    if any(Path(model).glob("model*.safetensors")):
-        raise ValueError(
-            f"`model={model}`: the folder holds a model and an adapter. Move the one that is not "
-            "meant to a folder of its own (an adapter is `adapter_config.json` and "
-            "`adapter_model.safetensors`)."
-        )
-    with needing_peft(f"model={model}"):
-        from peft import LoraConfig, PeftConfig
-    try:
-        config: Any = PeftConfig.from_pretrained(str(Path(found).parent))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"`model={model}`: peft cannot read its adapter_config.json ({error!r})."
-        ) from error
-    said = f"`model={model}`: its adapter has"
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"{said} the type {config.peft_type}, and only LoRA can be trained. {_MERGE}"
-        )
-    plain = LoraConfig()
-    odd = [
-        field.name
-        for field in fields(config)
-        if field.name not in _PLAIN and getattr(config, field.name) != getattr(plain, field.name)
-    ]
-    if config.init_lora_weights not in PLAIN_STARTS:
-        odd.append("init_lora_weights")  # the base is another than the one it names
-    if odd:
-        raise ValueError(
-            f"{said} `{odd[0]}={getattr(config, odd[0])!r}`, which is more than LoRA matrices on "
-            f"the layers of a fixed base. {_MERGE}"
-        )
-    return config
-
-
-def read_config(config: Mapping[str, Any]) -> Any:
-    """The peft config of an adapter in a checkpoint."""
-    with needing_peft("lora_rank"):
-        from peft import LoraConfig
-    return LoraConfig.from_peft_type(**config)
-
-
-def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
-    """The `lora_*` settings with what follows from the adapter, or their defaults.
-
-    Args:
-        given: Settings of the module.
-        adapter: The `adapter_config` of its model.
-
-    Raises:
-        ValueError: A setting differs from the adapter's.
-    """
-    if adapter is None:
-        own = {"lora_alpha": 32, "lora_target_modules": "all-linear"}
-        return (
-            {n: own[n] if given[n] is None else given[n] for n in own} if given["lora_rank"] else {}
-        )
-    own = {
-        "lora_rank": adapter.r,
-        "lora_alpha": adapter.lora_alpha,
-        "lora_target_modules": _listed(adapter.target_modules),
-    }
-    for name, value in own.items():
-        if given[name] and _listed(given[name]) != value:
-            raise ValueError(
-                f"`{name}={given[name]}`, but `model={given['model']}` is an adapter with {value}. "
-                "Leave the `lora_*` settings out to train this adapter further. For a new adapter, "
-                "merge this one into its base (`merge_and_unload`) and give the merged model."
-            )
-    return own
-
-
-def add_reference(policy: Any) -> None:
-    """Add a frozen copy of the adapter, which `as_reference` switches on."""
-    config = copy.deepcopy(policy.peft_config[ADAPTER])
-    config.lora_dropout = 0.0
-    policy.add_adapter(REFERENCE, config)
-    parameters = dict(policy.named_parameters())
-    for name, parameter in parameters.items():
-        if f".{REFERENCE}" in name:
-            start = parameters[name.replace(f".{REFERENCE}", f".{ADAPTER}")]
-            parameter.data = start.detach().clone()
-    policy.set_adapter(ADAPTER)
-
-
-@contextmanager
-def as_reference(policy: Any) -> Iterator[None]:
-    """Switch to the adapter as it was at the start of training, or to no adapter."""
-    if REFERENCE not in policy.peft_config:
-        with policy.disable_adapter():
-            yield
-        return
-    policy.set_adapter(REFERENCE)
-    try:
-        yield
-    finally:
-        policy.set_adapter(ADAPTER)
-
-
-def check_adapters(policy: nn.Module) -> None:
-    """Refuse adapters that are lost when `named_weights` merges each weight by itself.
-
-    Raises:
-        ValueError: Names the layer and the fix.
-    """
-    base = base_model(policy)
-    uses = Counter(
-        id(weight) for part in base.modules() for weight in part._parameters.values()
-    )  # of tied weights, several
-    for name, layer in base.named_modules():
-        why = None
-        if hasattr(layer, "modules_to_save") and hasattr(layer, "original_module"):
-            why = "is trained beside its adapters (`modules_to_save`)"
-        elif hasattr(layer, "token_adapter"):
-            why = "has trainable tokens (`trainable_token_indices`)"
-        elif hasattr(layer, "get_delta_weight"):
-            inner = layer.get_base_layer()
-            if not isinstance(getattr(inner, "weight", None), nn.Parameter) or hasattr(
-                layer, "parameter_name"
-            ):
-                why = "has an adapter on a parameter that is not its `weight`"
-            elif uses[id(inner.weight)] > 1:
-                why = (
-                    "shares its weights with another layer (`tie_word_embeddings`), which has no "
-                    "adapter"
-                )
-            elif layer.lora_variant or any(getattr(layer, "lora_bias", {}).values()):
-                why = "has an adapter with more than two matrices (DoRA, `lora_bias`)"
-        if why is not None:
-            raise ValueError(
-                f"`lora_target_modules`: `{name}` {why}, so neither the engine nor an export could "
-                "hold the trained model. Leave it out: `lora_target_modules='all-linear'` takes "
-                "all layers that can have adapters."
-            )
-
-
-def _fill(policy: Any, model: str) -> None:
-    """Load the weights of the adapter."""
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    try:
-        result = set_peft_model_state_dict(policy, load_peft_weights(model, device="cpu"))
-        missing = [name for name in result.missing_keys if "lora_" in name]
-        wrong = [*missing, *result.unexpected_keys]
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"`model={model}`: the weights of the adapter do not fit its config and base ({error})."
-        ) from error
-    if wrong:
-        raise ValueError(
-            f"`model={model}`: the weights of the adapter do not fit its config and base: "
-            f"{len(wrong)} are missing or left over, the first is {wrong[0]}."
-        )
-
-
-def _listed(targets: Any) -> Any:
-    return targets if isinstance(targets, str | int | float) else sorted(targets)
-
-
-@contextmanager
-def needing_peft(setting: str) -> Iterator[None]:
-    """Say which setting needs peft if it cannot be imported."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"`{setting}` needs peft: pip install 'lit-rlsched[lora]'") from error
-
-
-# The policy in a module.
-
-
 def find_policy(module: nn.Module) -> nn.Module:
     """Find the only trainable causal language model in a LightningModule, PEFT wrapper included.
 
@@ -443,11 +185,6 @@ def _language_models(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _language_models(child)
-
-
-def base_model(policy: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside a PEFT wrapper, or the policy itself."""
-    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy  # type: ignore[operator]
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

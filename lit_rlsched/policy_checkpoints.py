@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_rlsched.advice import restored_settings
-from lit_rlsched.policy import ADAPTER, base_model
+from lit_rlsched.lora import ADAPTER, base_model
 from lit_rlsched.precision import main_dtype
 from lit_rlsched.resuming import check_resumable, check_same_weights
 from lit_rlsched.training.optimizers import is_fused, keep_step

@@ -17,15 +17,15 @@ from lit_rlsched.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.init_args import KnownArguments
 from lit_rlsched.interrupts import heed
 from lit_rlsched.logs import StepMetrics
-from lit_rlsched.policy import (
+from lit_rlsched.lora import (
     adapter_config,
     add_lora,
     add_reference,
     as_reference,
     base_model,
-    load_policy,
     lora_settings,
 )
+from lit_rlsched.policy import load_policy
 from lit_rlsched.policy_checkpoints import PolicyCheckpoints, without_base
 from lit_rlsched.precision import KeepsFloat32, load_dtype, to_like
 from lit_rlsched.settings import check_finite, check_name

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Precision
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlsched.policy import base_model
+from lit_rlsched.lora import base_model
 
 HALF = (torch.bfloat16, torch.float16)
 PASSES = {

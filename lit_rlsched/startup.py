@@ -23,9 +23,8 @@ from lit_rlsched.fsdp2 import is_sharded
 from lit_rlsched.gpu_setup import warn_of_unseen_gpu
 from lit_rlsched.hooks import fire
 from lit_rlsched.interrupts import heed
+from lit_rlsched.lora import base_model, check_adapters
 from lit_rlsched.policy import (
-    base_model,
-    check_adapters,
     context_length,
     eos_token_ids,
     find_policy,

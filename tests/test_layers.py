@@ -25,6 +25,7 @@ BASE = [
     "interrupts",
     "gpu_setup",
     "hooks",
+    "lora",
     "policy",
     "precision",
     "platforms",

@@ -22,7 +22,7 @@ from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.setting import QUICK_TASK, Setting
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.policy import add_lora
+from lit_rlsched.lora import add_lora
 from lit_rlsched.training.adapters import adapter_spec, named_adapters
 
 FREED = 0.9

@@ -8,7 +8,8 @@ from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.base import Footprint, Sizes
 from lit_rlsched.estimate.live import storage_bytes
 from lit_rlsched.estimate.report import device_memory
-from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.lora import base_model
+from lit_rlsched.policy import find_policy
 from lit_rlsched.sharding import local
 
 

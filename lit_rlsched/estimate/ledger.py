@@ -14,7 +14,8 @@ from lit_rlsched.engines.base import Footprint, Sizes
 from lit_rlsched.engines.ray_engine import RayEngine
 from lit_rlsched.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.estimate.run import PlannedRun
-from lit_rlsched.policy import base_model, find_policy
+from lit_rlsched.lora import base_model
+from lit_rlsched.policy import find_policy
 from lit_rlsched.training.logprobs import default_chunk
 from lit_rlsched.types import Completion
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_rlsched.engines.base import AdapterSpec
-from lit_rlsched.policy import PLAIN_STARTS, base_model
+from lit_rlsched.lora import PLAIN_STARTS, base_model
 
 
 def adapter_spec(policy: nn.Module) -> AdapterSpec:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
-from lit_rlsched.policy import base_model, evaluating
+from lit_rlsched.lora import base_model
+from lit_rlsched.policy import evaluating
 from lit_rlsched.precision import ForwardContext
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.training.logprobs import (

@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rlsched.policy import base_model, context_length
+from lit_rlsched.lora import base_model
+from lit_rlsched.policy import context_length
 from lit_rlsched.precision import ForwardContext
 from lit_rlsched.team import Team
 from lit_rlsched.training.lm_head import tolerance
