@@ -86,6 +86,7 @@ def test_the_chat_template_comes_along(tiny_model, saved, tmp_path):
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_model_untied", "exact_model"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_all_weights_and_merged_adapters(model, rank, saved, tmp_path, request):
+    torch.manual_seed(0)  # of the adapters: the largest difference depends on it
     module = GRPOModule(request.getfixturevalue(model), lora_rank=rank)
     loaded = load(export(saved(module), str(tmp_path / "out")))
     assert loaded.dtype == torch.float32
