@@ -41,7 +41,7 @@ def overview(schema: Node) -> str:
         "`lit-rlsched COMMAND --help` says what a command takes, `lit-rlsched --version` prints "
         "the version."
     )
-    return "\n".join([*lines, "", *textwrap.wrap(tip, _width())])
+    return "\n".join([*lines, "", *_wrapped(tip)])
 
 
 def of_command(schema: Node, command: str, topic: str) -> str:
@@ -67,7 +67,7 @@ def of_command(schema: Node, command: str, topic: str) -> str:
     usage = "[--config FILE ...] [--SETTING=VALUE ...]" if about["run"] else "[--OPTION=VALUE ...]"
     given = "".join(f"{name.upper()} ... " for name in about["arguments"])
     lines = [f"usage: lit-rlsched {command} {given}{usage}", ""]
-    lines += [*textwrap.wrap(about["description"], _width()), ""]
+    lines += [*_wrapped(about["description"]), ""]
     for option, text in (_FILE if about["run"] else {}).items():
         lines += _item(option, text)
     own = {"seed_everything": schema["properties"]["seed_everything"]} if about["run"] else {}
@@ -113,7 +113,7 @@ def _group(schema: Node, group: str) -> Iterator[str]:
 
 
 def _class(name: str, kind: Node) -> Iterator[str]:
-    yield from textwrap.wrap(f"{name}: {kind.get('description', '')}", _width())
+    yield from _wrapped(f"{name}: {kind.get('description', '')}")
     for argument, node in _arguments(kind).items():
         yield from _setting(argument, node, dashes="")
 
@@ -179,9 +179,11 @@ def _item(head: str, text: str, indent: int = 6, beside: bool = False) -> Iterat
     """Yield a head and its text in lines, the text beside the head or below it."""
     start = f"  {head}" if beside else " " * indent
     if not beside:
-        yield from textwrap.wrap(head, _width(), initial_indent="  ", subsequent_indent=" " * 6)
-    yield from textwrap.wrap(text, _width(), initial_indent=start, subsequent_indent=" " * indent)
+        yield from _wrapped(head, initial_indent="  ", subsequent_indent=" " * 6)
+    yield from _wrapped(text, initial_indent=start, subsequent_indent=" " * indent)
 
 
-def _width() -> int:
-    return min(100, get_terminal_size((100, 24)).columns)
+def _wrapped(text: str, **indents: str) -> list[str]:
+    width = min(100, get_terminal_size((100, 24)).columns)
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, **whole, **indents)  # type: ignore[arg-type]

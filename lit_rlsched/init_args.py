@@ -12,6 +12,18 @@ MAX_ENTRIES = 100
 """Longer lists are shown by their length."""
 
 
+class _ConstructorSignature:
+    """Is the signature of `__init__` for `inspect`, which would take that of `__new__`."""
+
+    def __get__(self, instance: object, cls: type) -> inspect.Signature:
+        if instance is not None:  # a module has another signature as a function
+            raise AttributeError("__signature__")
+        if cls.__init__ is object.__init__:  # type: ignore[misc]
+            return inspect.Signature()
+        found = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return found.replace(parameters=[*found.parameters.values()][1:])
+
+
 class KnownArguments:
     """Base class of modules, data modules and whatever else is configured: names a wrong argument.
 
@@ -21,6 +33,8 @@ class KnownArguments:
     Raises:
         TypeError: an argument does not exist; says which one was meant, or what TRL's is here.
     """
+
+    __signature__ = _ConstructorSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         known, open_ended = constructor_arguments(cls)

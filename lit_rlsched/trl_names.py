@@ -107,7 +107,13 @@ TRL_NAMES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
         ("reward_weights", "data.reward_weights", ""),
         ("mask_truncated_completions", "data.mask_truncated_completions", ""),
-        ("chat_template_kwargs", "data.chat_template_kwargs", ""),
+        (
+            "chat_template_kwargs",
+            "data.chat_template_kwargs",
+            "a row's columns `tools` and `chat_template_kwargs` count too. A last message of the "
+            "assistant is continued, as in `trl.apply_chat_template`; `GRPOTrainer` begins a "
+            "second one ([chat messages](../howto/data.md#chat-messages))",
+        ),
         ("shuffle_dataset", "data.shuffle", ""),
         ("seed, data_seed", "data.seed", "by default that of `seed_everything`"),
         ("full_determinism", "trainer.deterministic", "`true` or `warn`"),

@@ -35,7 +35,9 @@ def said(*args: str) -> str:
 
 
 @pytest.fixture
-def answered(capsys):
+def answered(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # a terminal's width
+
     def answered(*args: str) -> tuple[str, str, int]:
         with pytest.raises(SystemExit) as stop:
             answer([*args])
