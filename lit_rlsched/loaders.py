@@ -50,8 +50,16 @@ class MicroBatches(_Loader):
     """
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        assert self._datamodule.trainer is not None
+        precision = self._datamodule.trainer.precision_plugin
         for step in self._datamodule.run.optimizer_steps():
-            yield from step
+            batches = iter(step)
+            while True:
+                with precision.tensor_init_context():  # of log-probs in `64-true`
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                yield batch
 
 
 class Evaluation:
