@@ -106,6 +106,7 @@ def test_the_average_is_that_of_the_rounds(fit, tiny_model, lora_rank):
     assert not torch.equal(vector(module), weights.steps[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_moving_average_is_validated_and_the_policy_goes_on(fit, tiny_model, sums):
     """With an engine that has a copy of the weights: it decodes with either when it has to."""
@@ -236,7 +237,7 @@ def test_a_time_is_a_limit(fit):
 
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_run_without_a_number_of_rounds_shows_none(fit, tiny_model, capsys, automatic):
-    bar = callbacks.RichProgressBar()
+    bar = callbacks.RichProgressBar(refresh_rate=2)  # with 1 ours takes its place
     given = {"max_epochs": None, "max_steps": 2, "enable_progress_bar": True}
     fit(Plain(tiny_model) if automatic else None, [bar], trainer=given)
     shown = capsys.readouterr().out
