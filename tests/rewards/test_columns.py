@@ -8,6 +8,7 @@ import datasets
 import pytest
 import reward_cases as cases
 
+from lit_rlsched.engines import EngineSpec, TransformersEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
 from lit_rlsched.rewards.functions import countdown_reward, reasoning_gym_reward
@@ -153,9 +154,9 @@ def test_a_row_of_a_stream_is_refused_when_it_is_drawn(
 
 @pytest.mark.parametrize("data", ["train_data", "val_data"])
 def test_a_run_is_refused_before_anything_starts(fit: Callable, sums: list, data: str) -> None:
-    class Engine:
-        def __getattr__(self, name: str) -> Any:
-            raise AssertionError(f"the engine was asked for {name}")
+    class Engine(TransformersEngine):
+        def start(self, spec: EngineSpec) -> None:
+            raise AssertionError("the engine was started")
 
     rows = [{"prompt": row["prompt"]} for row in sums]
     with pytest.raises(ValueError, match=f"`needs_answer` requires `answer`, .*`{data}`"):

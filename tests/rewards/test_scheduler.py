@@ -400,7 +400,7 @@ def test_warming_up_counts_for_no_time_out_and_a_lost_import_ends_the_run(tmp_pa
     ("settings", "message"),
     [
         ({"reward_funcs": []}, "`reward_funcs` is empty"),
-        ({"reward_funcs": ["some/model"]}, r"`reward_funcs\[0\]='some/model'` is not callable"),
+        ({"reward_funcs": ["some/model"]}, "`reward_funcs=some/model`: .*Reward models of the Hub"),
         ({"reward_weights": [1.0, 2.0]}, r"`reward_weights=\[1.0, 2.0\]` has 2 entries, but"),
         ({"workers": 0}, "`workers=0` must be at least 1"),
         ({"memory_limit": "much"}, "`memory_limit='much'`: expected a size such as '2GiB'"),
