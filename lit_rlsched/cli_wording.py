@@ -98,7 +98,7 @@ def _bad_import(match: re.Match[str], key: str, parser: _Parser) -> str:
     near = ""
     with suppress(ImportError, ValueError):
         near = did_you_mean(name, vars(import_module(home))).replace("`", f"`{home}.", 1)
-    return f"`{key}={path}`: {why.strip()}.{near}"
+    return f"`{key}={path}`: {why}.{near}"
 
 
 def _other_class(match: re.Match[str], key: str, parser: _Parser) -> str:
