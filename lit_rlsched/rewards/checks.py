@@ -8,10 +8,10 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any
 
+from lit_rlsched.settings import did_you_mean
 from lit_rlsched.sizes import parse_bytes
 
 MIN_MEMORY = 64 << 20
@@ -216,11 +216,10 @@ def check_columns(
     known = [*columns, *GIVEN, *OFFERED]
     for argument in required:
         if argument not in known:
-            near = get_close_matches(argument, known, n=1, cutoff=0.7)
             raise ValueError(
                 f"The reward function `{name}` requires `{argument}`, and {at} has no such "
-                f"column{' that is passed' if argument in row_columns else ''}. "
-                f"{f'Did you mean `{near[0]}`? ' if near else ''}Its columns are {columns}. "
+                f"column{' that is passed' if argument in row_columns else ''}."
+                f"{did_you_mean(argument, known)} Its columns are {columns}. "
                 "Rename the argument or the column, or give the argument a default."
             )
     if odd := [a for a in (*GIVEN, *columns) if not anything and a not in parameters]:
