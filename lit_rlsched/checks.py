@@ -149,16 +149,6 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"`{name}={settings[name]}` must be 0 or more.")
 
 
-def check_not_compiled(module: LightningModule) -> None:
-    """Refuse `trainer.fit(torch.compile(module))`, which compiles the whole training step."""
-    if getattr(module, "_compiler_ctx", None) is not None:
-        raise MisconfigurationException(
-            f"`torch.compile({type(module).__name__}(...))`: its training step takes micro-batches "
-            "of another shape each time, and drives the optimizer itself, so it cannot be "
-            "compiled. Give the Trainer the module itself."
-        )
-
-
 # The data module with the Trainer, the module and the engine.
 
 
@@ -189,18 +179,25 @@ def _is_lightnings(cls: type) -> bool:
     return getattr(lightning_callbacks, cls.__name__, None) is cls
 
 
-def check_given_to(module: str, trainer: Trainer) -> None:
-    """Refuse what a Trainer is given in place of a setting of the module or of its data module.
+def check_given_to(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what a Trainer is given in place of the module, of its settings or of a data module.
 
     Args:
-        module: Class of the module, which optimizes manually.
-        trainer: Trainer that is about to run it.
+        trainer: Trainer that is about to run the module.
+        module: The module, which optimizes manually.
     """
-    for name, (default, why) in OF_THE_MODULE.items():
-        value = getattr(trainer, name)
+    name = type(module).__name__
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise MisconfigurationException(
+            f"`torch.compile({name}(...))`: its training step takes micro-batches of another shape "
+            "each time, and drives the optimizer itself, so it cannot be compiled. Give the "
+            "Trainer the module itself."
+        )
+    for setting, (default, why) in OF_THE_MODULE.items():
+        value = getattr(trainer, setting)
         if value != default:
             value = getattr(value, "value", value)
-            raise MisconfigurationException(f"`Trainer({name}={value!r})`: {why}.")
+            raise MisconfigurationException(f"`Trainer({setting}={value!r})`: {why}.")
     check_accumulation(trainer)
     fn, loader, data = trainer.state.fn, "dataloaders", "val"
     loop: Any = trainer.validate_loop
@@ -212,7 +209,7 @@ def check_given_to(module: str, trainer: Trainer) -> None:
     if not hasattr(loop._data_source.instance, "has_rewards"):
         method = "fit" if fn is None else fn.value
         raise MisconfigurationException(
-            f"`Trainer.{method}`: `{module}` takes completions, which a data module draws. In "
+            f"`Trainer.{method}`: `{name}` takes completions, which a data module draws. In "
             f"place of `{loader}=...` use "
             f"`trainer.{method}(module, datamodule=RolloutDataModule({data}_data=prompts, ...))`."
         )

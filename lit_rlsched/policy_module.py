@@ -11,7 +11,7 @@ from lightning import Callback
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lit_rlsched.checks import check_given_to, check_module_settings, check_not_compiled
+from lit_rlsched.checks import check_given_to, check_module_settings
 from lit_rlsched.evaluation_steps import EvaluationSteps
 from lit_rlsched.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.init_args import KnownArguments
@@ -180,21 +180,19 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse what the Trainer was given in place of our settings, before it loads anything."""
-        check_given_to(type(self).__name__, self.trainer)
+        check_given_to(self.trainer, self)
         return []
 
     def configure_model(self) -> None:
         """Load the policy and, if the loss needs one, the reference model, unless already loaded.
 
         Raises:
-            MisconfigurationException: If the Trainer was given a compiled module.
             ValueError: If the model cannot be trained, differs from the `lora_*` settings, or does
                 not support `shared_prefix=True`.
         """
         if self.model is not None:
             return
         hp = self._hp
-        check_not_compiled(self)
         self._check_ranks()
         adapter = adapter_config(hp.model)
         hp.update(lora_settings(hp, adapter))
