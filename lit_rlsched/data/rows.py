@@ -344,19 +344,20 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
             "or rename it if a reward function does."
         )
     prompt = row["prompt"]
-    if isinstance(prompt, str):
-        contents = [prompt] if prompt.strip() else []
-    elif isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt):
-        try:
-            row = normalized(row)
-        except ValueError as error:
-            raise ValueError(f"{at(number)} {error}") from None
-        contents = [message["content"] for message in row["prompt"]]
-    else:
+    chat = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt)
+    if not isinstance(prompt, str) and not chat:
         raise ValueError(
             f"{at(number)} has a `prompt` that is neither a string nor chat messages, a "
             f"list of dicts with `role` and `content`: {str(prompt)[:80]!r}."
         )
+    try:
+        row = normalized(row)
+    except ValueError as error:
+        raise ValueError(f"{at(number)} {error}") from None
+    if isinstance(prompt, str):
+        contents = [prompt.strip() and prompt]
+    else:
+        contents = [message["content"] for message in row["prompt"]]
     if not any(contents):
         raise ValueError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
     for content in contents:
@@ -367,7 +368,7 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
                 f"({found[0]!a} at character {found.start()}), which is not a character. Repair "
                 "or drop the row."
             )
-    return normalized(row)
+    return row
 
 
 def _is_empty(value: Any) -> bool:
