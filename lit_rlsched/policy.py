@@ -21,6 +21,8 @@ from lit_rlsched.lora import MERGE, adapter_config, base_model, load_adapter, wi
 
 _NOISE = re.compile("drop|jitter")
 """Finds the settings of a config that are rates of noise."""
+_TOLERANCE = ("phimoe", "router_jitter_noise")
+"""Is no noise: of experts whose scores are this close, several are used, in eval mode too."""
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """Names of a model's context; with ALiBi or a recurrent state there may be none."""
 _ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
@@ -128,6 +130,8 @@ def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, flo
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             yield from noise(value)
+        elif (config.model_type, name) == _TOLERANCE:
+            continue
         elif type(value) in (int, float) and value and _NOISE.search(name):
             yield config, name, value
 

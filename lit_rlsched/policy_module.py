@@ -207,7 +207,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             )
         if hp.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-            policy.train()  # required by checkpointing; dropout is off
+            for part in model.modules():  # only what asks for train mode: some routers sample in it
+                part.training = hasattr(part, "gradient_checkpointing")
         if hp.lora_rank:
             if adapter is None:
                 policy = add_lora(policy, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)

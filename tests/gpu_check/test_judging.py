@@ -278,18 +278,21 @@ def test_speed_memory_and_processes():
 
 
 def test_weights_that_arrive_late_or_not_at_all(tiny_model, tiny_policy, monkeypatch, tmp_path):
-    def judged(engine, limit):
+    def judged(engine):
         monkeypatch.setattr(transfers, "load_policy", lambda *args: copy.deepcopy(tiny_policy))
         monkeypatch.setattr(transfers, "shape_model", lambda *args: tiny_model)
         monkeypatch.setattr(transfers, "spec_of", lambda *args: spec)
         found, spec = Findings(), EngineSpec(tiny_model, 16, 256, (), policy=tiny_policy)
-        transfers.measure(Setting("cpu", str(tmp_path), ""), found, engine, 0, limit)
+        transfers.measure(Setting("cpu", str(tmp_path), ""), found, engine, 0, 0.0)
         assert "through host memory" in found.skipped
         return broken(found)
 
-    assert judged(Copying(), 60.0) == []
-    assert judged(Copying(), 0.0) == ["weight sync"]
-    assert judged(Deaf(), 60.0) == ["mean log-prob gap of the worst engine"]
+    assert judged(Copying()) == []
+    assert judged(Deaf()) == ["mean log-prob gap of the worst engine"]
+    found = Findings()
+    for limit in (0.3, 0.2):
+        transfers.judge_sync(found, [0.1, 0.25], 10**9, limit)
+    assert broken(found) == ["weight sync"]
 
 
 def test_checks_of_several_gpus_name_what_is_missing(monkeypatch, tmp_path):
