@@ -18,11 +18,10 @@ from torch import nn
 from benchmarks import results
 from benchmarks.ledger import SHAPES, make_model
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.shared_weights import WeightsFile
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.lora import add_lora
-from lit_rlsched.policy import load_policy
-from lit_rlsched.training.adapters import adapter_spec
+from lit_rlsched.engines.weights import WeightsFile
+from lit_rlsched.training.lora import add_lora
+from lit_rlsched.training.policy import adapter_spec, load_policy
 from lit_rlsched.training.weight_sync import PolicyReader
 from lit_rlsched.types import Request, Sampling
 

@@ -45,8 +45,8 @@ from benchmarks import results
 from benchmarks.learning import Variant, logged, train
 from benchmarks.rollpacker import OWN_PROCESS
 from lit_rlsched.callbacks import RolloutCallback
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
-from lit_rlsched.logs import log_now
+from lit_rlsched.callbacks.rollout_callback import rollout_datamodule
+from lit_rlsched.run.trainer import log_now
 
 AHEAD = "--trainer.callbacks+=AheadRollout"
 CASES = {

@@ -39,8 +39,7 @@ from benchmarks.tabular import Tokens
 from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.training.advantages import leave_one_out
 from lit_rlsched.training.losses import policy_loss
 from lit_rlsched.training.round import Round

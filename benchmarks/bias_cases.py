@@ -19,13 +19,12 @@ from benchmarks import tabular
 from benchmarks.tabular import Law, Tokens
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.scoring import Unscored
+from lit_rlsched.rollout.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.training.selection import Selection, Stop, is_uninformative
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 

@@ -19,12 +19,12 @@ import numpy as np
 from benchmarks import results
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import PoolAudit
+from lit_rlsched.rollout.simulate.pools import Mode, PoolOrder, recommend_slots
+from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.simulate.pools import Mode, PoolOrder, recommend_slots
-from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched._malloc import keep_heap
+from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.types import Prompt
 

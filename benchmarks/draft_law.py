@@ -121,7 +121,7 @@ def same_noise() -> Iterator[None]:
 
     `VLLMEngine` takes other noise for a request that has tokens; this is left out, too.
     """
-    from lit_rlsched.engines import _vllm_noise
+    from lit_rlsched.engines import _vllm_worker as _vllm_noise
     from lit_rlsched.rollout import controller, next_drafts
     from lit_rlsched.types import Completion, stable_hash
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks import results
 from benchmarks.common import ENVIRONMENT
 from benchmarks.ledger import make_model
-from lit_rlsched._malloc import keep_heap
+from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import available_cores

@@ -102,7 +102,7 @@ def run_of(model: str, tokenizer: str, case: dict[str, Any]) -> tuple[Any, Any, 
 
 def estimated(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]:
     """Return the ledger's estimates."""
-    from lit_rlsched.estimate import Ledger, PlannedRun
+    from lit_rlsched.cli.estimate import Ledger, PlannedRun
 
     ledger = Ledger(PlannedRun(*run_of(model, tokenizer, case)), 2**40)
     items = {item.name: item for item in ledger.items()}
@@ -123,8 +123,8 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
     """Train, and return what the second round held."""
     from lightning import Callback
 
-    from lit_rlsched.estimate.live import LiveBytes, storage_bytes
-    from lit_rlsched.sizes import kv_bytes_per_token
+    from lit_rlsched.cli.estimate.live import LiveBytes, storage_bytes
+    from lit_rlsched.text import kv_bytes_per_token
 
     if "engine" in case:
         from lit_rlsched.engines import _vllm_guest

@@ -63,7 +63,7 @@ def measure(
     from lit_rlsched.rollout.scoring import Unscored
     from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
     from lit_rlsched.scheduling.round_rule import FullRound
-    from lit_rlsched.sizes import kv_bytes_per_token
+    from lit_rlsched.text import kv_bytes_per_token
     from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
     token_bytes = kv_bytes_per_token(AutoConfig.from_pretrained(model), torch.bfloat16)

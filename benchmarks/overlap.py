@@ -41,14 +41,13 @@ from benchmarks.tails import (
 )
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.types import Group, Prompt, Sampling
 
 UPDATE = 3

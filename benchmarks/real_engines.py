@@ -32,20 +32,19 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import bubbles, results, tails
 from benchmarks.common import ENVIRONMENT
-from lit_rlsched._malloc import keep_heap
+from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines import SimulatedEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.queues import Order
+from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds
+from lit_rlsched.scheduling.admission import Admission, Order
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.simulate.rounds import Visit, simulated_rounds
+from lit_rlsched.training.policy import named_weights
 from lit_rlsched.types import Prompt, Request, Sampling, stable_hash
 
 MODEL = "examples/countdown/model"

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import results
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.policy import find_policy
+from lit_rlsched.training.policy import find_policy
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 

@@ -57,10 +57,10 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     """Run forward and backward over one group in this process and return the figures."""
     import torch
 
-    from lit_rlsched.estimate.live import LiveBytes
-    from lit_rlsched.policy import load_policy
+    from lit_rlsched.cli.estimate.live import LiveBytes
     from lit_rlsched.training.logprobs import completion_logprobs
     from lit_rlsched.training.micro_batches import OptimizerStep
+    from lit_rlsched.training.policy import load_policy
     from lit_rlsched.training.shared_prefix import row_cost
     from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
@@ -120,8 +120,8 @@ def generate(model: str, k: int, scores: bool) -> dict[str, Any]:
     """Repeat the prompt's tokens and generate with transformers in bf16."""
     import torch
 
-    from lit_rlsched.estimate.live import LiveBytes
-    from lit_rlsched.policy import load_policy
+    from lit_rlsched.cli.estimate.live import LiveBytes
+    from lit_rlsched.training.policy import load_policy
 
     policy: Any = load_policy(model).bfloat16()
     draw = torch.Generator().manual_seed(0)

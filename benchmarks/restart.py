@@ -16,7 +16,7 @@ from benchmarks import results
 from benchmarks.ledger import make_model
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.policy import load_policy, named_weights
+from lit_rlsched.training.policy import load_policy, named_weights
 from lit_rlsched.types import Request, Sampling
 
 SLOTS, TOKENS = 32, 64

@@ -22,7 +22,7 @@ from lightning import LightningModule, Trainer
 from benchmarks import results
 from benchmarks.learning import Variant, logged, train
 from lit_rlsched.callbacks import RolloutCallback
-from lit_rlsched.logs import log_now
+from lit_rlsched.run.trainer import log_now
 
 DRAWN, KEPT = 16, 4
 ITERATIONS = ("--data.num_iterations=4",)

@@ -27,7 +27,7 @@ from benchmarks import results
 from benchmarks.models import make_model
 from benchmarks.record import read_recording, record
 from benchmarks.replay import Schedule
-from lit_rlsched._malloc import keep_heap
+from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.vllm import VLLMEngine

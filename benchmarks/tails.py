@@ -35,12 +35,11 @@ from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
 from lit_rlsched.rollout.round_runner import DrawnRound
+from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
-from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
-from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
-from lit_rlsched.training.speculative import acceptance, num_accepted, prefix_weights
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.training.draft_verifier import acceptance, num_accepted, prefix_weights
 from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
 
 GENERATIONS, LIMIT, EOS = 8, 16384, 0

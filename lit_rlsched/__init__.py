@@ -7,7 +7,7 @@ from lit_rlsched._lazy import lazy
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
     from lit_rlsched.module import GRPOModule, RLOOModule
-    from lit_rlsched.policy import eos_token_ids, load_policy, load_tokenizer
+    from lit_rlsched.training.policy import eos_token_ids, load_policy, load_tokenizer
     from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 __all__ = [
@@ -31,7 +31,7 @@ __getattr__ = lazy(
     {
         **dict.fromkeys(("GRPOModule", "RLOOModule"), "module"),
         "RolloutDataModule": "datamodule",
-        **dict.fromkeys(("eos_token_ids", "load_policy", "load_tokenizer"), "policy"),
+        **dict.fromkeys(("eos_token_ids", "load_policy", "load_tokenizer"), "training.policy"),
         **dict.fromkeys(("Completion", "Group", "Prompt", "Sample", "Sampling"), "types"),
     },
 )

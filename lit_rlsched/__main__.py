@@ -2,7 +2,7 @@
 
 import sys
 
-from lit_rlsched.cli_quick import answer
+from lit_rlsched.cli.quick import answer
 
 
 def main(args: list[str] | None = None) -> None:
@@ -12,7 +12,7 @@ def main(args: list[str] | None = None) -> None:
         args: Arguments in place of `sys.argv`.
     """
     answer(sys.argv[1:] if args is None else args)
-    from lit_rlsched import cli  # takes seconds: it imports torch, Lightning and transformers
+    from lit_rlsched.cli import main as cli  # takes seconds: it imports torch, Lightning and transformers
 
     cli.main(args)
 

@@ -13,27 +13,27 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched import checks
 from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import Rows, is_stream, load_rows, open_stream
 from lit_rlsched.data.stream import RowStream
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.evaluation import EvaluationSettings
-from lit_rlsched.init_args import KnownArguments
-from lit_rlsched.loaders import Evaluation, MicroBatches, Rounds
-from lit_rlsched.logs import log_now
-from lit_rlsched.policy_module import PolicyModule
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.buffer import RolloutBuffer
+from lit_rlsched.rollout.planner import RolloutBuffer
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.run_config import logged_settings
-from lit_rlsched.schedule import Schedule
+from lit_rlsched.run import checks
+from lit_rlsched.run.evaluation import EvaluationSettings
+from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
+from lit_rlsched.run.policy_module import PolicyModule
+from lit_rlsched.run.run_config import logged_settings
+from lit_rlsched.run.schedule import Schedule
+from lit_rlsched.run.startup import Startup, make_engine
+from lit_rlsched.run.trainer import log_now
+from lit_rlsched.run.training_run import TrainingRun
+from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.startup import Startup, make_engine
-from lit_rlsched.training_run import TrainingRun
+from lit_rlsched.settings import KnownArguments
 from lit_rlsched.types import Sampling
-from lit_rlsched.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
 
 
 class RolloutDataModule(LightningDataModule, KnownArguments):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lit_rlsched.policy_module import PolicyModule
+from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.settings import check_choice
 from lit_rlsched.training.advantages import (
     batch_normalized,

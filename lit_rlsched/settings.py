@@ -1,8 +1,14 @@
-"""Checks of single settings; each raises a `ValueError` with the setting, its value and a fix."""
+"""Checks of single settings, arguments that are remembered, and wrong settings told from bugs."""
 
+import csv
+import dis
+import functools
+import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path, PurePath
 from typing import Any
 
 
@@ -100,3 +106,211 @@ def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ())
             "last message is continued, or a new one begins. Leave one of them out. Without both, "
             "a last message of the assistant is continued."
         )
+
+
+_REFUSALS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+_LIGHTNING_REFUSAL = "MisconfigurationException"  # by name: an engine's process has no Lightning
+_PACKAGES = ("lit_rlsched", "lightning", "jsonargparse")
+
+
+class RunFailed(RuntimeError):
+    """A failure in the middle of a run that its message explains: no traceback is printed."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error tells the user what to change.
+
+    It does if a `raise` statement in this package, Lightning or jsonargparse raised it. Errors from
+    Python, torch or vLLM, failed assertions and errors from the user's own code are bugs.
+    """
+    if hasattr(error, "refusal"):  # it comes from an engine's process, which has decided
+        return bool(error.refusal)
+    known = isinstance(error, _REFUSALS) or type(error).__name__ == _LIGHTNING_REFUSAL
+    last = error.__traceback__
+    if not known or isinstance(error, NotImplementedError) or last is None:
+        return False
+    while last.tb_next is not None:
+        last = last.tb_next
+    package = str(last.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    operation = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return package in _PACKAGES and operation == dis.opmap["RAISE_VARARGS"]
+
+
+def _read_trl_names() -> dict[str, list[list[str]]]:
+    rows: dict[str, list[list[str]]] = {}
+    with Path(__file__).with_name("trl_names.csv").open(encoding="utf-8", newline="") as file:
+        for heading, *row in [*csv.reader(file)][1:]:
+            rows.setdefault(heading, []).append(row)
+    return rows
+
+
+TRL_NAMES = _read_trl_names()
+"""TRL's names, ours (empty: no counterpart) and a remark, by the headings of the page."""
+
+_ROWS = {
+    name: (ours.split(", ") if ours else [], remark)
+    for rows in TRL_NAMES.values()
+    for names, ours, remark in rows
+    for name in names.split(", ")
+}
+
+
+def counterpart(name: str, written: Callable[[str], str]) -> str:
+    """Return a sentence about the setting that TRL calls `name`; empty if it has none.
+
+    Args:
+        name: Name that somebody gave.
+        written: How to write a setting such as `data.train_data`.
+    """
+    if name not in _ROWS:
+        return ""
+    ours, remark = _ROWS[name]
+    if len(both := [one for one in ours if one.endswith(f".{name}")]) == 1:
+        ours = both
+    remark = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)", "", remark)  # links of the page
+    remark = re.sub(r"\[([^]]*)\]\([^)]*\)|\*\*", r"\1", remark)
+    if not ours:
+        return f" TRL's `{name}` has no counterpart here: {remark}."
+    said = f" TRL's `{name}` is {', '.join(map(written, ours))} here"
+    return f"{said}: {remark}." if remark else f"{said}."
+
+
+def suggestion(name: str, known: Iterable[str], written: Callable[[str], str]) -> str:
+    """Return what TRL's `name` is here or which known name is near; empty if neither."""
+    return counterpart(name, written) or did_you_mean(name, known)
+
+
+def trl_as_markdown(title: str) -> str:
+    """Return the table of one heading of the page."""
+    rows = TRL_NAMES[title]
+    code = [
+        [", ".join(f"`{n}`" for n in cell.split(", ") if n) for cell in row[:2]] for row in rows
+    ]
+    table = [
+        [theirs, ours or "no counterpart", row[2]]
+        for (theirs, ours), row in zip(code, rows, strict=True)
+    ]
+    head = "| TRL | here | differs in |\n|---|---|---|"
+    if not any(row[1] for row in rows):
+        table = [[theirs, why] for theirs, _, why in table]
+        head = "| TRL | because |\n|---|---|"
+    return "\n".join(
+        [head, *(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table)]
+    )
+
+
+MAX_ENTRIES = 100
+"""Longer lists are shown by their length."""
+
+
+class _ConstructorSignature:
+    """Is the signature of `__init__` for `inspect`, which would take that of `__new__`."""
+
+    def __get__(self, instance: object, cls: type) -> inspect.Signature:
+        if instance is not None:  # a module has another signature as a function
+            raise AttributeError("__signature__")
+        if cls.__init__ is object.__init__:  # type: ignore[misc]
+            return inspect.Signature()
+        found = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return found.replace(parameters=[*found.parameters.values()][1:])
+
+
+class KnownArguments:
+    """Base class of modules, data modules and whatever else is configured: names a wrong argument.
+
+    `__new__` and not a wrapper of `__init__`: Lightning's `save_hyperparameters` looks for the
+    constructor's frame.
+
+    Raises:
+        TypeError: an argument does not exist; says which one was meant, or what TRL's is here.
+    """
+
+    __signature__ = _ConstructorSignature()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        known, open_ended = constructor_arguments(cls)
+        if not open_ended:
+            for name in (name for name in kwargs if name not in known):
+                raise TypeError(
+                    f"`{cls.__name__}({name}=...)`: there is no such argument."
+                    + suggestion(name, known, functools.partial(_written, cls.__name__, known))
+                )
+            if args and not known:  # `object` lets them pass where there is a `__new__`
+                raise TypeError(f"`{cls.__name__}()` takes no arguments.")
+        return super().__new__(cls)
+
+
+_OWNERS = {"model": "GRPOModule", "data": "RolloutDataModule", "trainer": "Trainer"}
+
+
+def _written(owner: str, known: set[str], setting: str) -> str:
+    """Return how Python writes a setting such as `data.train_data`, next to those of `owner`."""
+    home, _, name = setting.rpartition(".")
+    home = _OWNERS.get(home, home)
+    return f"`{name}`" if name in known or not home else f"`{home}({name}=...)`"
+
+
+def constructor_arguments(cls: type) -> tuple[set[str], bool]:
+    """Return the arguments of a class and of those that it passes `**kwargs` to.
+
+    Returns:
+        The names, and whether a class outside this package may take others from `**kwargs`.
+    """
+    known: set[str] = set()
+    for owner in cls.__mro__:
+        if (init := vars(owner).get("__init__")) is None or owner is object:
+            continue
+        _, *parameters = inspect.signature(init).parameters.values()
+        kinds = {parameter.name: parameter.kind for parameter in parameters}
+        known |= {n for n, kind in kinds.items() if kind not in _VARIADIC}
+        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            return known, False
+        if owner.__module__.partition(".")[0] != __package__:
+            return known, True
+    return known, False
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class RemembersInit(KnownArguments):
+    """Base class of callbacks, engines, predictors and tasks, whose arguments are settings.
+
+    `init_args` has every argument of the constructor, defaults included, as `plain` values.
+    """
+
+    init_args: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(cls.__init__)  # type: ignore[method-assign]
+
+
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)  # last set by the class of the object itself
+        given.apply_defaults()
+        self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}
+
+    return __init__
+
+
+def plain(value: Any) -> Any:
+    """Return a value as numbers, strings, lists and dicts, which every logger can write."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        many = len(value) > MAX_ENTRIES
+        return f"{len(value)} entries" if many else [plain(entry) for entry in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return {"class": type(value).__qualname__, **getattr(value, "init_args", {})}

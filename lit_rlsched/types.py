@@ -1,4 +1,4 @@
-"""The plain values that travel from the prompt source through the engine to the loss."""
+"""The values that travel between layers."""
 
 import hashlib
 from array import array

@@ -18,8 +18,9 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
 
 import lit_rlsched
-from lit_rlsched import callbacks, cli, engines, rewards
-from lit_rlsched.cli_help import SHARED
+from lit_rlsched import callbacks, engines, rewards
+from lit_rlsched.cli import main as cli
+from lit_rlsched.cli.help import SHARED
 
 FILE = Path(__file__).parents[1] / "lit_rlsched/lit-rlsched.schema.json"
 PUBLIC = (lit_rlsched, callbacks, engines, rewards, lightning_callbacks, loggers)

@@ -27,8 +27,8 @@ from resumable_run import digits, run
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.checkpoints import AtomicCheckpointIO
-from lit_rlsched.scheduling.hangs import AnswerTimeouts
+from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
+from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 
 for module in (resumable_run, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)  # else each reward worker imports torch

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lit_rlsched import checkpoints
+from lit_rlsched.run.saving import checkpoints
 
 
 def die(*args, **kwargs):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_rlsched.policy import load_policy
+from lit_rlsched.training.policy import load_policy
 
 peft = pytest.importorskip("peft")
 

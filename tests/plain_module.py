@@ -3,9 +3,9 @@
 import torch
 from lightning import LightningModule
 
-from lit_rlsched.policy import load_policy
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.losses import policy_loss
+from lit_rlsched.training.policy import load_policy
 
 
 class Plain(LightningModule):

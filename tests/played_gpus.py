@@ -17,13 +17,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from lit_rlsched.engines import (
-    VLLMEngine,
-    _vllm_guest,
-    _vllm_receiver,
-    weight_buckets,
-    weight_transfer,
-)
+from lit_rlsched.engines import VLLMEngine, _vllm_guest, _vllm_receiver, weight_transfer
+from lit_rlsched.engines import weights
 from lit_rlsched.engines._vllm_guest import import_vllm
 
 LIMIT = timedelta(seconds=30)
@@ -85,7 +80,7 @@ def play_trainer(monkeypatch):
     monkeypatch.setattr(_vllm_guest, "import_vllm", lambda: None)  # the trainer's part is played
     opened = lambda address, port, world: Group(address, port, 0, world)  # noqa: E731
     monkeypatch.setattr(_vllm_receiver, "open_group", opened)
-    monkeypatch.setattr(weight_buckets, "handle_of", handle_of)
+    monkeypatch.setattr(weights, "handle_of", handle_of)
     monkeypatch.setattr(weight_transfer, "GRACE", 3.0)
 
 

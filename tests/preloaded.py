@@ -10,7 +10,7 @@ from importlib import import_module
 from forked import wrap_kernels_once
 
 IMPORTS = [
-    "lit_rlsched.cli",
+    "lit_rlsched.cli.main",
     "lit_rlsched.callbacks.pictures",
     "pandas",  # pyarrow imports it
     "wandb",

@@ -41,8 +41,8 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
     TailBatching,
 )
-from lit_rlsched.checkpoints import AtomicCheckpointIO
-from lit_rlsched.run_folder import newest_checkpoint
+from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else reward workers import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from lit_rlsched.engines import ProcessEngine
-from lit_rlsched.scheduling.hangs import AnswerTimeouts
+from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 
 
 class Told(AnswerTimeouts):

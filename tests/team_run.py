@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import init_device_mesh
 
-from lit_rlsched import fsdp2
-from lit_rlsched.distributed_team import DistributedTeam, RankFailed
-from lit_rlsched.engines import weight_buckets
-from lit_rlsched.policy import load_policy, named_weights
+from lit_rlsched.engines import weights
+from lit_rlsched.ranks import DistributedTeam, RankFailed
+from lit_rlsched.run import fsdp2
+from lit_rlsched.training.policy import load_policy, named_weights
 from lit_rlsched.training.weight_sync import PolicyReader
 
 
@@ -78,9 +78,9 @@ def check_packed_weights(rank, team, model):
     fsdp2.shard(policy, init_device_mesh("cpu", (2,)))
     assert len(next(policy.parameters()).to_local()) < len(next(iter(whole.values())))
     reader = PolicyReader(policy, team=team)
-    weight_buckets.buckets = partial(weight_buckets.buckets, limit=30_000)
-    weight_buckets.gpu_of = lambda device: f"GPU-{rank}"
-    weight_buckets.handle_of = lambda data: {f"GPU-{rank}": sha256(data.numpy()).digest()}
+    weights.buckets = partial(weights.buckets, limit=30_000)
+    weights.gpu_of = lambda device: f"GPU-{rank}"
+    weights.handle_of = lambda data: {f"GPU-{rank}": sha256(data.numpy()).digest()}
     torch.cuda.ipc_collect = lambda: None
 
     def unpacked(found):

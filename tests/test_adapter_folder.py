@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.export import export
-from lit_rlsched.lora import base_model
-from lit_rlsched.policy import load_policy, load_tokenizer
+from lit_rlsched.run.saving.export import export
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import load_policy, load_tokenizer
 
 IDS = torch.arange(4, 64).view(3, 20)
 LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.5}

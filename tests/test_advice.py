@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, load_policy
-from lit_rlsched.advice import (
+from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.run.advice import (
     EQUAL_ROUNDS,
     MOSTLY_EQUAL_ROUNDS,
     VERIFIED_ROUNDS,
@@ -23,7 +24,6 @@ from lit_rlsched.advice import (
     no_eos,
     restored_settings,
 )
-from lit_rlsched.callbacks import MicroGroupSampling
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lit_rlsched import callbacks
-from lit_rlsched.schedule import CHANGED, REFUSED, RunFacts, check_pairs, pairs_as_markdown
+from lit_rlsched.run.schedule import CHANGED, REFUSED, RunFacts, check_pairs, pairs_as_markdown
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/explanation/architecture.md").read_text()

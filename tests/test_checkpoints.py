@@ -21,16 +21,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RNGState
-from lit_rlsched.checkpoints import (
+from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.run.saving.checkpoints import (
     AtomicCheckpointIO,
     CheckpointError,
     inspect_checkpoint,
     read_checkpoint,
 )
-from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.resuming import FORMAT, check_format
-from lit_rlsched.run_folder import newest_checkpoint
-from lit_rlsched.sharded_checkpoints import remove_checkpoint, replace_folder
+from lit_rlsched.run.saving.resuming import FORMAT, check_format
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
+from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint, replace_folder
 
 OLD = Path(__file__).with_name("checkpoints") / "format_0.ckpt"
 """Written before formats had numbers, in the middle of the second of `old_settings`' rounds."""

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lit_rlsched import cli_summary
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
     AheadRollout,
@@ -25,7 +24,8 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
     TailBatching,
 )
-from lit_rlsched.cli import main
+from lit_rlsched.cli import summary as cli_summary
+from lit_rlsched.cli.main import main
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.pool import EnginePool
 

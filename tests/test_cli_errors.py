@@ -161,7 +161,7 @@ class Unpacks(Callback):
 
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):
-        from lit_rlsched.checks import check_one_process
+        from lit_rlsched.run.checks import check_one_process
         check_one_process(2, "InARound")
 """
 
@@ -204,7 +204,7 @@ def test_warnings_are_printed_without_path_and_source(capfd, monkeypatch):
         warnings.warn("mind this", stacklevel=1)
         raise SystemExit(0)
 
-    monkeypatch.setattr("lit_rlsched.cli.RolloutCLI", warn)
+    monkeypatch.setattr("lit_rlsched.cli.main.RolloutCLI", warn)
     before = warnings.formatwarning
     monkeypatch.setattr("warnings.showwarning", _shown_as_python_does)
     with pytest.raises(SystemExit):

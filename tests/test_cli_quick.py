@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import capture_parser
 
-from lit_rlsched import __version__, callbacks, cli, engines
-from lit_rlsched.cli_errors import OnlyInFiles
-from lit_rlsched.cli_help import GROUPS
-from lit_rlsched.cli_quick import FLAGS, Check, Unclear, answer
+from lit_rlsched import __version__, callbacks, engines
+from lit_rlsched.cli import main as cli
+from lit_rlsched.cli.errors import OnlyInFiles
+from lit_rlsched.cli.help import GROUPS
+from lit_rlsched.cli.quick import FLAGS, Check, Unclear, answer
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.init_args import RemembersInit
-from lit_rlsched.trl_names import TRL_NAMES
+from lit_rlsched.settings import TRL_NAMES, RemembersInit
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["fit", "validate", "test", "predict", "estimate", "export", "compare"]
@@ -304,7 +304,7 @@ def test_a_letter_too_few_or_too_many_is_a_mistake(name: str, data) -> None:
 
 LIGHT = """
 import sys
-from lit_rlsched.cli_quick import answer
+from lit_rlsched.cli.quick import answer
 for args in {calls}:
     try:
         answer(args)

@@ -18,7 +18,7 @@ from mdit_py_plugins.anchors.index import slugify
 from sybil import Document
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
-from lit_rlsched.cli import main
+from lit_rlsched.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])

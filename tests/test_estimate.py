@@ -11,16 +11,16 @@ from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import AheadRollout, MicroGroupSampling, Speculation, StreamedTraining
+from lit_rlsched.cli.estimate import Ledger, PlannedRun, counted_peaks, report
+from lit_rlsched.cli.estimate.live import LiveBytes, object_bytes, storage_bytes
+from lit_rlsched.cli.estimate.report import ADVICE
+from lit_rlsched.cli.estimate.run import fake_batch
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
 from lit_rlsched.engines.base import EngineSpec, Sizes
-from lit_rlsched.estimate import Ledger, PlannedRun, counted_peaks, report
-from lit_rlsched.estimate.live import LiveBytes, object_bytes, storage_bytes
-from lit_rlsched.estimate.report import ADVICE
-from lit_rlsched.estimate.run import fake_batch
-from lit_rlsched.precision import to_like
 from lit_rlsched.training.logprobs import CHUNK_BYTES
 from lit_rlsched.training.optimizers import make_adamw
+from lit_rlsched.training.precision import to_like
 
 LIMIT = 96
 

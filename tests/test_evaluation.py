@@ -1,15 +1,15 @@
 import pytest
 import torch
 
-from lit_rlsched.evaluation import (
+from lit_rlsched.run.evaluation import (
     Evaluated,
     EvaluationSettings,
     check_scored,
     evaluate,
     never_correct,
 )
-from lit_rlsched.logs import StepMetrics
-from lit_rlsched.refusals import RunFailed
+from lit_rlsched.run.trainer import StepMetrics
+from lit_rlsched.settings import RunFailed
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 SAMPLING = Sampling(8, temperature=0.7)

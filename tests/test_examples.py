@@ -19,7 +19,7 @@ from examples.own_engine import PlainEngine
 from examples.own_predictor import MeanOfSize, PrintCalibration
 from examples.own_task import MakeTen, can_make_ten, makes_ten
 from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling, RolloutCallback
-from lit_rlsched.cli import main
+from lit_rlsched.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "examples/README.md").read_text()

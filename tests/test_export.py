@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched import export as exporting
 from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
-from lit_rlsched.checkpoints import read_checkpoint
-from lit_rlsched.cli import main
-from lit_rlsched.export import export, export_state
-from lit_rlsched.policy import named_weights
-from lit_rlsched.precision import to_like
+from lit_rlsched.cli.main import main
+from lit_rlsched.run.saving import export as exporting
+from lit_rlsched.run.saving.checkpoints import read_checkpoint
+from lit_rlsched.run.saving.export import export, export_state
+from lit_rlsched.training.policy import named_weights
+from lit_rlsched.training.precision import to_like
 
 IDS = torch.arange(4, 64).view(3, 20)
 

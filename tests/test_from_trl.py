@@ -14,10 +14,9 @@ from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
-from lit_rlsched.init_args import constructor_arguments
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.trl_names import TRL_NAMES, trl_as_markdown
+from lit_rlsched.settings import TRL_NAMES, constructor_arguments, trl_as_markdown
 
 TEXT = (Path(__file__).parents[1] / "docs/tutorials/from_trl.md").read_text()
 PAGE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)  # without its code

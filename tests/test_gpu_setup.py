@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_rlsched import gpu_setup
-from lit_rlsched.cli import main
-from lit_rlsched.gpu_setup import (
+from lit_rlsched.cli.main import main
+from lit_rlsched.engines import gpu_setup
+from lit_rlsched.engines.gpu_setup import (
     missing_tools,
     refuse_missing_gpus,
     refuse_unseen_gpu,
@@ -115,7 +115,7 @@ def test_more_gpus_than_there_are(monkeypatch, devices, wrong):
 
 
 def test_the_command_line_looks_at_the_number_of_gpus(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("lit_rlsched.cli.refuse_unseen_gpu", lambda accelerator: None)
+    monkeypatch.setattr("lit_rlsched.cli.main.refuse_unseen_gpu", lambda accelerator: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.chdir(Path(gpu_setup.__file__).parents[1])
@@ -129,7 +129,7 @@ def test_the_command_line_looks_at_the_number_of_gpus(monkeypatch, capsys, tmp_p
 
 def test_every_run_looks(fit, monkeypatch):
     devices = []
-    monkeypatch.setattr("lit_rlsched.startup.warn_of_unseen_gpu", devices.append)
+    monkeypatch.setattr("lit_rlsched.run.startup.warn_of_unseen_gpu", devices.append)
     fit(trainer={"max_epochs": 1})
     assert devices == ["cpu"]
 
@@ -164,4 +164,4 @@ def test_the_build_that_make_installs(machine, smi, build, said):
 
 def test_make_asks_for_it():
     makefile = (Path(gpu_setup.__file__).parents[1] / "Makefile").read_text()
-    assert "$(shell $(PYTHON) -I lit_rlsched/gpu_setup.py)" in makefile
+    assert "$(shell $(PYTHON) -I lit_rlsched/engines/gpu_setup.py)" in makefile

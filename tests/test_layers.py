@@ -3,75 +3,49 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from layers import MODULES, PACKAGE, PLACES, ROOT, circles, imports, place, purpose
 
-PACKAGE = Path(__file__).parents[1] / "lit_rlsched"
-
-BASE = [
-    "types",
-    "settings",
-    "trl_names",
-    "init_args",
-    "sizes",
-    "text",
-    "refusals",
-    "processes",
-    "_lazy",
-    "_malloc",
-    "_environment",
-    "logs",
-    "interrupts",
-    "gpu_setup",
-    "hooks",
-    "lora",
-    "policy",
-    "precision",
-    "platforms",
-    "team",
-    "sharding",
-]
-"""Single modules at the bottom: they import nothing of the package but each other."""
-LAYERS = ("scheduling", "engines", "rewards", "data", "rollout", "simulate", "training")
-"""Folders, from the bottom to the top. Each may import those before it, and the base."""
+FOLDERS = [name for name in PLACES if (PACKAGE / name).is_dir()]
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports when it runs, type checking apart."""
-    tree, found = ast.parse(path.read_text()), set()
-    skipped = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name for name in (node.module, *names) if name.startswith("lit_rlsched.")}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("lit_rlsched.")}
-    return {name.split(".")[1] for name in found}
+def test_the_root_is_small() -> None:
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert files | folders == {*PLACES}
+    assert len(files) <= 10 and len(folders) <= 9
 
 
-def files() -> list[Path]:
-    return [p for layer in LAYERS for p in sorted((PACKAGE / layer).rglob("*.py"))]
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_upward_in_the_table_only(module: str) -> None:
+    """Imports for types and inside of functions too; the public names are lazy."""
+    if module == "__init__":
+        return
+    above = {*PLACES[: PLACES.index(place(module)) + 1]}
+    assert {place(name) for name in imports(module)} <= above
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_downward(path: Path) -> None:
-    layer = path.relative_to(PACKAGE).parts[0]
-    allowed = {*BASE, *LAYERS[: LAYERS.index(layer) + 1]}
-    modules = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or p.is_dir()}
-    assert imports(path) & modules <= allowed | {"__init__", "__version__"}
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles(types=False) == []
+    assert circles(types=True) == []
 
 
-def test_the_base_stands_alone() -> None:
-    for name in BASE:
-        assert imports(PACKAGE / f"{name}.py") <= {*BASE, "__version__"}, name
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_it_is_for_and_what_it_imports(folder: str) -> None:
+    _, said = purpose(folder)
+    inside = [module for module in MODULES if place(module) == folder]
+    assert said == {place(name) for module in inside for name in imports(module)} - {folder}
+
+
+def test_the_pages_say_the_same() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    agents = (ROOT / "AGENTS.md").read_text()
+    for folder in FOLDERS:
+        sentence, said = purpose(folder)
+        row = f"| `{folder}/` | {sentence} | {', '.join(f'`{n}`' for n in PLACES if n in said)} |"
+        assert row in page
+        assert f"* `lit_rlsched/{folder}`: {sentence}" in agents
 
 
 PURE = """
@@ -84,7 +58,7 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.simulate.rounds import Visit, simulated_rounds, simulated_session
+from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Prompt, Sampling
 engine = EnginePool([SimulatedEngine(length_only=True, stream=False) for _ in range(2)])
 session = simulated_session(engine, 16, 201, lambda: Admission(8))

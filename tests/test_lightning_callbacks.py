@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plain_module import Plain, vector
 
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.checks import REFUSED_CALLBACKS, check_trainer
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.run.checks import REFUSED_CALLBACKS, check_trainer
 
 MADE: dict[str, Any] = {
     "BatchSizeFinder": {},

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
-from lit_rlsched.lora import base_model
-from lit_rlsched.policy import find_policy, named_weights
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import find_policy, named_weights
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import Plain
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.estimate.live import LiveBytes
+from lit_rlsched.cli.estimate.live import LiveBytes
 from lit_rlsched.training.optimizers import is_fused, keep_step, make_adamw
 
 RETURNED = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import lit_rlsched
-from lit_rlsched.cli import main
+from lit_rlsched.cli.main import main
 from lit_rlsched.engines import ProcessEngine, RayEngine, SimulatedEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rewards import RewardScheduler
-from lit_rlsched.run_folder import occupy
+from lit_rlsched.run.saving.run_folder import occupy
 
 UNIX = {"fcntl", "grp", "pwd", "resource", "termios"}
 PACKAGE = Path(lit_rlsched.__file__).parent

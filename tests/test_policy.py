@@ -15,7 +15,7 @@ from vllm_contract import requirement
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.policy import context_length, load_policy
+from lit_rlsched.training.policy import context_length, load_policy
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

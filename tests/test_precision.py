@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.lora import add_lora, base_model
-from lit_rlsched.policy import load_policy, named_weights
-from lit_rlsched.precision import (
+from lit_rlsched.training.lora import add_lora, base_model
+from lit_rlsched.training.policy import load_policy, named_weights
+from lit_rlsched.training.precision import (
     PASSES,
     KeepsFloat32,
     check_precision,

@@ -8,7 +8,7 @@ from lightning import Trainer
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import CompletionWriter
-from lit_rlsched.cli import main
+from lit_rlsched.cli.main import main
 from lit_rlsched.engines import TransformersEngine
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ import yaml
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lit_rlsched import GRPOModule, RolloutDataModule, callbacks, engines, wandb_runs
+from lit_rlsched import GRPOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched.callbacks import (
     DownSampling,
     LengthPrediction,
@@ -25,13 +25,14 @@ from lit_rlsched.callbacks import (
     SortedBatching,
     TailBatching,
 )
-from lit_rlsched.cli_folder import redacted
+from lit_rlsched.cli.folder import redacted
 from lit_rlsched.data.tasks import Countdown, HubDataset
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.init_args import plain
-from lit_rlsched.redaction import without_secrets
-from lit_rlsched.run_config import algorithm, commit, run_config, run_name, versions
+from lit_rlsched.run import wandb_runs
+from lit_rlsched.run.run_config import algorithm, commit, run_config, run_name, versions
 from lit_rlsched.scheduling.length_prediction import PromptHistory
+from lit_rlsched.settings import plain
+from lit_rlsched.text import without_secrets
 
 # Arguments of a constructor.
 

@@ -14,10 +14,10 @@ from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_rlsched import cli_folder
 from lit_rlsched.callbacks import RolloutLogger
-from lit_rlsched.checkpoints import AtomicCheckpointIO
-from lit_rlsched.run_folder import (
+from lit_rlsched.cli import folder as cli_folder
+from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
+from lit_rlsched.run.saving.run_folder import (
     FolderInUse,
     folder_of,
     folder_with,
@@ -32,7 +32,7 @@ from lit_rlsched.run_folder import (
 
 HOLD = """
 import sys
-from lit_rlsched.run_folder import occupy
+from lit_rlsched.run.saving.run_folder import occupy
 from pathlib import Path
 import subprocess
 occupy(Path(sys.argv[1]))

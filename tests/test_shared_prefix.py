@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched.lora import base_model
 from lit_rlsched.training import lm_head, shared_prefix
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.losses import policy_loss
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_rlsched.sizes import format_bytes, parse_bytes
+from lit_rlsched.text import format_bytes, parse_bytes
 
 
 def test_sizes_that_people_write():

@@ -10,7 +10,7 @@ import forked
 import forked_engines
 import pytest
 
-from lit_rlsched.checkpoints import read_checkpoint
+from lit_rlsched.run.saving.checkpoints import read_checkpoint
 
 ROOT = Path(__file__).parents[1]
 CALLBACK = '''

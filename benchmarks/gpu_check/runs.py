@@ -22,8 +22,8 @@ from benchmarks.gpu_check.training import (
     worst,
 )
 from benchmarks.gpu_check.training import Rounds as Recorder
-from lit_rlsched.checkpoints import read_checkpoint
-from lit_rlsched.run_folder import newest_checkpoint
+from lit_rlsched.run.saving.checkpoints import read_checkpoint
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
 
 BASELINE = 0.42
 """Held-out accuracy of the quick task's model before training, on a CPU."""
@@ -57,7 +57,7 @@ def arguments(setting: Setting, folder: Path, rounds: int, precision: str) -> li
 
 def run(args: list[str]) -> None:
     """Run the command line in this process."""
-    from lit_rlsched.cli import main
+    from lit_rlsched.cli.main import main
 
     main(args)
 

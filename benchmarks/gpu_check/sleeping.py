@@ -22,8 +22,8 @@ from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.setting import QUICK_TASK, Setting
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.lora import add_lora
-from lit_rlsched.training.adapters import adapter_spec, named_adapters
+from lit_rlsched.training.lora import add_lora
+from lit_rlsched.training.policy import adapter_spec, named_adapters
 
 FREED = 0.9
 """Least share of its memory that the engine returns while it sleeps."""

@@ -21,8 +21,8 @@ from benchmarks.gpu_check.training import judge_rounds, now
 from lit_rlsched.engines import ProcessEngine, RayEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.shared_weights import HandedWeights
-from lit_rlsched.policy import load_policy
+from lit_rlsched.engines.weights import HandedWeights
+from lit_rlsched.training.policy import load_policy
 from lit_rlsched.training.weight_sync import PolicyReader
 
 Kind = Literal["ipc", "nccl"]

@@ -17,7 +17,7 @@ from lightning import LightningDataModule, LightningModule
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
-from lit_rlsched import cli
+from lit_rlsched.cli import main as cli
 
 
 def public(module: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Lightning callbacks: each puts its settings into the schedule and logs what was measured."""
+"""Lightning callbacks: each switches a schedule on, or shows what happens."""
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
@@ -9,19 +9,18 @@ from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.export_model import ExportModel
 from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
-from lit_rlsched.callbacks.micro_batch_accumulation import MicroBatchAccumulation
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
-from lit_rlsched.callbacks.rng_state import RNGState
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
-from lit_rlsched.callbacks.round_checkpoint import RoundCheckpoint
+from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.speculation import Speculation
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
 from lit_rlsched.callbacks.timeline import Timeline
+from lit_rlsched.run.automatic import MicroBatchAccumulation
 
 __all__ = [
     "AdaptiveTimeouts",

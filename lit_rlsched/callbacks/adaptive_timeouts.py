@@ -5,9 +5,8 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.adaptive_timeouts import AdaptiveTimeout
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.training.round import Round
 
 

@@ -5,11 +5,14 @@ from typing import Any, get_args
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.rollout_callback import (
+    RolloutCallback,
+    rollout_datamodule,
+    rollout_schedule,
+)
 from lit_rlsched.callbacks.streamed_training import streaming_obstacle
-from lit_rlsched.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
-from lit_rlsched.schedule import RunFacts
+from lit_rlsched.run.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
+from lit_rlsched.run.schedule import RunFacts
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.streamed_training import Streaming
 

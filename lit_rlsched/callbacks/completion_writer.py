@@ -8,7 +8,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import rollout_datamodule
 
 
 class CompletionWriter(BasePredictionWriter):

@@ -5,8 +5,7 @@ from typing import Any, Literal, get_args
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
 from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.training.round import Round

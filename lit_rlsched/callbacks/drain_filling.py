@@ -2,9 +2,8 @@
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_logprobs
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.run.checks import check_logprobs
 
 
 class DrainFilling(RolloutCallback):

@@ -2,8 +2,7 @@
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.settings import check_count
 
 

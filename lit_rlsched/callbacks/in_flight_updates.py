@@ -5,8 +5,8 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
+from lit_rlsched.callbacks.rollout_callback import rollout_datamodule, rollout_schedule
 from lit_rlsched.rollout.meetings import recorded_turns
 from lit_rlsched.scheduling.in_flight_updates import (
     OWNER,
@@ -17,8 +17,8 @@ from lit_rlsched.scheduling.in_flight_updates import (
     WindowedRound,
 )
 from lit_rlsched.settings import check_count
-from lit_rlsched.training.cache_divergence import cache_divergence
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.round_metrics import cache_divergence
 
 
 class InFlightUpdates(AheadRollout):

@@ -4,8 +4,7 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned

@@ -4,13 +4,11 @@ from typing import get_args
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.admission import Refill
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
-from lit_rlsched.scheduling.queues import Order
 from lit_rlsched.settings import check_choice, check_count
-from lit_rlsched.sizes import format_bytes, parse_bytes
+from lit_rlsched.text import format_bytes, parse_bytes
 
 
 class MicroGroupSampling(RolloutCallback):

@@ -6,10 +6,13 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule, rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_one_process, check_parallelism
-from lit_rlsched.logs import log_now
+from lit_rlsched.callbacks.rollout_callback import (
+    RolloutCallback,
+    rollout_datamodule,
+    rollout_schedule,
+)
+from lit_rlsched.run.checks import check_one_process, check_parallelism
+from lit_rlsched.run.trainer import log_now
 from lit_rlsched.scheduling.parallelism_planner import (
     RoundKind,
     TensorParallelPlanner,

@@ -2,16 +2,18 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks._datamodule import rollout_datamodule
-from lit_rlsched.interrupts import settle_progress
-from lit_rlsched.run_folder import folder_of
-from lit_rlsched.sharded_checkpoints import remove_checkpoint
+from lit_rlsched.callbacks.rollout_callback import rollout_datamodule
+from lit_rlsched.run.interrupts import settle_progress
+from lit_rlsched.run.saving.run_folder import folder_of
+from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
 
 
 class RoundCheckpoint(Checkpoint):
@@ -129,3 +131,28 @@ def _just_saved(trainer: Trainer) -> bool:
         and Path(callback._last_checkpoint_saved).exists()
         for callback in trainer.checkpoint_callbacks
     )
+
+
+class RNGState(Callback):
+    """Store the random states of Python, NumPy and torch in checkpoints, so that resume is exact.
+
+    They are restored when training starts, after the sanity check and the set-up of the loaders.
+    """
+
+    _saved: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return primitives and tensors only, for `torch.load(weights_only=True)`."""
+        states = _collect_rng_states()
+        kind, keys, *rest = states["numpy"]
+        return {**states, "numpy": [kind, keys.tolist(), *rest]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember the states until training starts."""
+        self._saved = state_dict
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the states."""
+        if self._saved is not None:
+            _set_rng_states(self._saved)
+            self._saved = None

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.clock import Clock
-from lit_rlsched.run_folder import name_of
+from lit_rlsched.run.saving.run_folder import name_of
+from lit_rlsched.run.trainer import Clock
 from lit_rlsched.text import counted
 from lit_rlsched.training.round import Round
 

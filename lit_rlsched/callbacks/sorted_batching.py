@@ -2,10 +2,9 @@
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_logprobs, warn_of_correction
-from lit_rlsched.schedule import RunFacts
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.run.checks import check_logprobs, warn_of_correction
+from lit_rlsched.run.schedule import RunFacts
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
 
 

@@ -3,10 +3,9 @@
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_decodes_by_itself
-from lit_rlsched.schedule import RunFacts
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.run.checks import check_decodes_by_itself
+from lit_rlsched.run.schedule import RunFacts
 from lit_rlsched.scheduling.streamed_training import Streaming
 
 

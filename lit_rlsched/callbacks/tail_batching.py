@@ -5,11 +5,9 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks._datamodule import rollout_schedule
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.checks import check_logprobs
-from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.run.checks import check_logprobs
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.settings import check_count
 
 

@@ -1,4 +1,4 @@
-"""Prompts: data sets, tasks, tokenisation and the order in which prompts are drawn."""
+"""Turns rows of data sets and tasks into tokenised prompts, and draws them in order."""
 
 from typing import TYPE_CHECKING
 

@@ -16,11 +16,9 @@ import pyarrow.compute as pc
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from lit_rlsched.data.arrow_cache import digest, mapped
-from lit_rlsched.data.row_table import Row, RowTable, other_columns
+from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches, unknown_token
-from lit_rlsched.data.uids import UidIndex
 from lit_rlsched.settings import ENDS
 from lit_rlsched.types import Prompt
 

@@ -1,19 +1,133 @@
 """Rows in memory-mapped Arrow, with their uids; a row is made when it is asked for."""
 
+import hashlib
 import json
+import os
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from filelock import FileLock
 from numpy.typing import NDArray
 
-from lit_rlsched.data.arrow_cache import BATCH
 from lit_rlsched.data.messages import PROMPT_COLUMNS, normalized
 from lit_rlsched.types import stable_hash
+
+
+class UidIndex:
+    """Finds the position of a uid, with 8 bytes of memory for each.
+
+    Args:
+        uids: Different uids.
+    """
+
+    def __init__(self, uids: pa.StringArray) -> None:
+        self._uids = uids
+        self._order: NDArray[np.uint64] = pc.sort_indices(uids).to_numpy()
+        self._find = lru_cache(1 << 16)(self._search)
+
+    def __getitem__(self, uid: str) -> int:
+        if (position := self._find(uid)) is None:
+            raise KeyError(uid)
+        return position
+
+    def __contains__(self, uid: str) -> bool:
+        return self._find(uid) is not None
+
+    def _search(self, uid: str) -> int | None:
+        def at(place: int) -> str:
+            return self._uids[int(self._order[place])].as_py()
+
+        place = bisect_left(range(len(self._order)), uid, key=at)
+        if place == len(self._order) or at(place) != uid:
+            return None
+        return int(self._order[place])
+
+
+def fingerprint(uids: pa.StringArray) -> str:
+    """Number of uids, and `stable_hash` of them in their order."""
+    content, separator = hashlib.blake2b(digest_size=8), ""
+    for start in range(0, len(uids), 1000):
+        content.update((separator + "\x1f".join(uids.slice(start, 1000).to_pylist())).encode())
+        separator = "\x1f"
+    return f"{len(uids)} prompts, {int.from_bytes(content.digest(), 'big') >> 1:016x}"
+
+
+BATCH = 1000
+"""Rows of a record batch."""
+
+
+def cache_folder() -> Path:
+    """Folder of the files, in the cache of `datasets`: `HF_DATASETS_CACHE` or `HF_HOME` move it."""
+    from huggingface_hub.constants import HF_HOME
+
+    root = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
+    return Path(root, "lit_rlsched")
+
+
+def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> pa.Table:
+    """Memory-map the file of a key, after writing it if there is none.
+
+    One process writes; the others of the machine wait for it and map the same file.
+
+    Args:
+        key: Name of the content. `None`: a temporary file, for content that has no stable name. A
+            folder that cannot be written has the same effect.
+        batches: Makes the content, of at least one row.
+    """
+    if key is None or not _writable(cache_folder()):
+        with TemporaryDirectory(prefix="lit_rlsched-") as folder:
+            path = Path(folder, "rows.arrow")
+            _write(path, batches())
+            return _map(path)  # the mapping outlives the name of the file
+    path = cache_folder() / f"{key}.arrow"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            try:
+                _write(unfinished, batches())
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+            unfinished.replace(path)
+    return _map(path)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def digest(*parts: object) -> str:
+    """Hash of what decides a file's content, for its key."""
+    return hashlib.sha256("\x1f".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
+    writer = None
+    with path.open("wb") as file:
+        for batch in batches:
+            if writer is None:
+                writer = pa.ipc.new_stream(file, batch.schema)
+            writer.write_batch(batch)
+        assert writer is not None, "no rows"
+        writer.close()
+
+
+def _map(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_stream(file).read_all()
+
 
 Row = dict[str, Any]
 

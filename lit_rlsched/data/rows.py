@@ -10,9 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from lit_rlsched.data.arrow_cache import BATCH, digest, mapped
 from lit_rlsched.data.messages import normalized
-from lit_rlsched.data.row_table import Row, RowTable, record_batch
+from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 
 # Not `dict[str, Any]`: jsonargparse (4.53) would turn the answer "2" of a row in a config into 2.

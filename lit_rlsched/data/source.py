@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lit_rlsched.data.uids import UidIndex, fingerprint
+from lit_rlsched.data.row_table import UidIndex, fingerprint
 from lit_rlsched.types import Prompt, stable_hash
 
 

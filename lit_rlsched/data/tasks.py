@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from lit_rlsched.init_args import RemembersInit
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import RemembersInit, check_finite
 from lit_rlsched.types import stable_hash
 
 Split = Literal["train", "heldout"]

@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from lit_rlsched.data.arrow_cache import BATCH
 from lit_rlsched.data.messages import template_arguments
-from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.row_table import BATCH, Row, RowTable
 from lit_rlsched.settings import check_template_kwargs
 
 _MOST_THREADS = 16

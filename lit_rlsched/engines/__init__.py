@@ -1,4 +1,4 @@
-"""Engines that decode rollouts, all with the interface of `engines/base.py`."""
+"""Decode completions: vLLM, transformers or simulated, in a process, a Ray actor or several."""
 
 from typing import TYPE_CHECKING
 

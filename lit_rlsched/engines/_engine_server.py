@@ -14,12 +14,11 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from lit_rlsched._environment import hide_environment
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.rollout_worker import RolloutWorker
-from lit_rlsched.processes import die_with
-from lit_rlsched.refusals import is_refusal
+from lit_rlsched.processes import die_with, hide_environment
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.settings import is_refusal
 
 
 class Inbox(Protocol):

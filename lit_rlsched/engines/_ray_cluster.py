@@ -18,8 +18,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lit_rlsched._environment import passed
 from lit_rlsched.engines.placement import available_cores
+from lit_rlsched.processes import passed
 
 MIN_VERSION = (2, 59)
 """The first version whose local clusters ask for a token, so that other users cannot run code."""

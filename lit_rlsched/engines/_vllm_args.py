@@ -7,7 +7,7 @@ import torch
 
 from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
-from lit_rlsched.sizes import kv_bytes_per_token, kv_heads
+from lit_rlsched.text import kv_bytes_per_token, kv_heads
 
 if TYPE_CHECKING:
     from lit_rlsched.engines.vllm import VLLMEngine

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from lit_rlsched.engines._vllm_worker import loaded, noting
-from lit_rlsched.engines.weight_buckets import gpu_of
+from lit_rlsched.engines.weights import gpu_of
 
 WIRE = {"packed": True, "packed_buffer_size_bytes": sys.maxsize, "packed_num_buffers": 1}
 """One buffer for each message, whatever its size: the trainer cuts the buckets."""

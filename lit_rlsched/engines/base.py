@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lit_rlsched.engines.placement import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
-from lit_rlsched.init_args import RemembersInit
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
 from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.settings import RemembersInit
 from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import cloudpickle
 
 from lit_rlsched.engines.base import EngineBroken, EngineDied, RolloutEngine
 from lit_rlsched.processes import ChildProcess, how_it_ended
-from lit_rlsched.scheduling.hangs import AnswerTimeouts, RunningClock
+from lit_rlsched.scheduling.time_limits import AnswerTimeouts, RunningClock
 from lit_rlsched.scheduling.trace import Step
 
 TIMED = (

@@ -21,16 +21,16 @@ from lit_rlsched.engines.base import (
 from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
 from lit_rlsched.engines.placement import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.shared_weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.engines.weight_transfer import (
     TRANSFERS,
     SentWeights,
     WeightTransfer,
     check_transfer,
 )
-from lit_rlsched.platforms import require_posix
+from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
+from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.hangs import AnswerTimeouts
+from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 from lit_rlsched.types import Event, Request
 
 MAX_DEATHS = 3

@@ -22,8 +22,8 @@ from lit_rlsched.engines.base import EngineDied, EngineSpec, Footprint, RolloutE
 from lit_rlsched.engines.child import LAUNCHER
 from lit_rlsched.engines.placement import available_cores, cores_of
 from lit_rlsched.engines.process_engine import ProcessEngine
-from lit_rlsched.engines.shared_weights import ObjectStore
-from lit_rlsched.platforms import require_posix
+from lit_rlsched.engines.weights import ObjectStore
+from lit_rlsched.processes import require_posix
 
 UNREAD = 4
 """Number of objects with answers that the actor may be ahead of the trainer."""

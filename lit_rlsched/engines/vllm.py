@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from lit_rlsched.engines import _vllm_args as arguments
-from lit_rlsched.engines import _vllm_draft_tokens as drafting
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_receiver as receiver
+from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_worker as beside_model
-from lit_rlsched.engines._vllm_errors import (
+from lit_rlsched.engines._vllm_guest import (
     ENDS,
     naming_dead_workers,
     naming_lora,
     naming_the_budget,
     unusable,
 )
-from lit_rlsched.engines._vllm_noise import Noise
+from lit_rlsched.engines._vllm_worker import Noise
 from lit_rlsched.engines.base import (
     EngineSpec,
     EngineStats,
@@ -32,8 +32,8 @@ from lit_rlsched.engines.base import (
     Sizes,
     check_requests,
 )
-from lit_rlsched.engines.shared_weights import WeightsFile
-from lit_rlsched.gpu_setup import warn_of_missing_tools
+from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
+from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
 from lit_rlsched.settings import check_choice, check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids

@@ -3,7 +3,7 @@
 The calls in the engine's process are in `_vllm_receiver.py`. vLLM's own trainer side is not used:
 it differs from release to release, and its clients give all engines the same ranks. Nothing here
 has run on a GPU; the lines that need one are `NCCLTransfer._open`, `NCCLTransfer._broadcast` and
-`weight_buckets.handle_of`.
+`weights.handle_of`.
 """
 
 import socket
@@ -20,8 +20,13 @@ import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine
-from lit_rlsched.engines.shared_weights import HandedWeights, WeightsStore
-from lit_rlsched.engines.weight_buckets import PackedWeights, WeightSource, gpu_of
+from lit_rlsched.engines.weights import (
+    HandedWeights,
+    PackedWeights,
+    WeightSource,
+    WeightsStore,
+    gpu_of,
+)
 
 if TYPE_CHECKING:
     from lit_rlsched.engines.child import Child

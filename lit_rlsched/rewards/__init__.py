@@ -1,4 +1,4 @@
-"""Reward functions, judges, and the scheduler that calls them."""
+"""Score completions: reward functions in processes that may crash, and judges."""
 
 from typing import TYPE_CHECKING
 

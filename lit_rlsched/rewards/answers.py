@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_rlsched.rewards import verifiers
-from lit_rlsched.rewards.algebra import polynomials
-from lit_rlsched.rewards.formulas import work_out
+from lit_rlsched.rewards.formulas import polynomials, work_out
 from lit_rlsched.rewards.verifiers import FRACTION, LOGIC, NO_LONG_NUMBERS, Entry
 
 VERSION = "0.1.25"

@@ -12,7 +12,7 @@ from inspect import Parameter
 from typing import Any
 
 from lit_rlsched.settings import did_you_mean
-from lit_rlsched.sizes import parse_bytes
+from lit_rlsched.text import parse_bytes
 
 MIN_MEMORY = 64 << 20
 """Bytes that a worker needs for the rows it receives."""

@@ -5,9 +5,8 @@ import os
 import re
 from typing import Any
 
-from lit_rlsched._environment import PROXIES
-from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
-from lit_rlsched.rewards.quoting import redact, secrets_in
+from lit_rlsched.processes import PROXIES
+from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed, redact, secrets_in
 
 
 class JudgeReward(Judge):

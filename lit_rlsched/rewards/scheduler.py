@@ -12,8 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from lit_rlsched._environment import hide_environment, worker_environment
-from lit_rlsched.platforms import require_posix
+from lit_rlsched.processes import hide_environment, require_posix, worker_environment
 from lit_rlsched.rewards.checks import (
     as_functions,
     check_columns,
@@ -29,9 +28,13 @@ from lit_rlsched.rewards.checks import (
     unwrap,
 )
 from lit_rlsched.rewards.jobs import BadMessage, FailureCounts, Job, Result, ScoredJob, scored
-from lit_rlsched.rewards.memory import machine_memory, warn_of_no_limit
 from lit_rlsched.rewards.pool import WorkerPool
-from lit_rlsched.rewards.worker_process import WorkerProcess, kill_strays
+from lit_rlsched.rewards.worker_process import (
+    WorkerProcess,
+    kill_strays,
+    machine_memory,
+    warn_of_no_limit,
+)
 from lit_rlsched.settings import check_finite
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")

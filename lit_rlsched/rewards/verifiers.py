@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from lit_rlsched.rewards.algebra import is_integral, polynomials, slopes
-from lit_rlsched.rewards.formulas import work_out
+from lit_rlsched.rewards.formulas import is_integral, polynomials, slopes, work_out
 
 Entry = dict[str, Any]
 """`answer`, `metadata` and `question` of a row."""

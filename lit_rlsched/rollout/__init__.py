@@ -1,4 +1,4 @@
-"""Rollouts: an engine decodes under a schedule while reward functions score."""
+"""Draws one round: plans its groups, decodes and scores them, and settles who is trained on."""
 
 from typing import TYPE_CHECKING
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lit_rlsched.engines.rollout_worker import Worker
-from lit_rlsched.rollout.feedback import Feedback
-from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.ahead_rollout import draft_positions, has_drafts, verified_together
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState

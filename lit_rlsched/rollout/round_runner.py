@@ -15,13 +15,13 @@ from lit_rlsched.rollout.audit import (
     restart_stale,
     settle,
 )
-from lit_rlsched.rollout.feedback import EarlyStop, Feedback
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.scoring import EarlyStop, Feedback
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.drain_filling import AfterRound
-from lit_rlsched.scheduling.lanes import TRAINER
+from lit_rlsched.scheduling.ahead_rollout import AfterRound
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
 

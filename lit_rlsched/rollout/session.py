@@ -12,15 +12,13 @@ from typing import Any, TypeVar
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.meetings import Meetings
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
-from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.in_flight_updates import InFlight
-from lit_rlsched.scheduling.lanes import ENGINES, REWARDS, TRAINER, WEIGHTS
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
-from lit_rlsched.scheduling.timeline import Timeline
+from lit_rlsched.scheduling.timeline import ENGINES, REWARDS, TRAINER, WEIGHTS, Timeline
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Completion, Group
 

@@ -1,0 +1,1 @@
+"""Decides what decodes when and when a round ends; knows neither torch nor Lightning."""

@@ -42,3 +42,8 @@ def verified_together(groups: Sequence[Group]) -> list[list[Group]]:
         parts[min(part, PARTS - 1)].append(group)  # one without a draft may be the last
         before += draft_positions([group])
     return [part for part in parts if part]
+
+
+AfterRound = Literal["go_on", "cut"]
+"""What becomes of these drafts when the round is over: they go on beside the update
+(`AheadRollout`), or end where they are (`DrainFilling`)."""

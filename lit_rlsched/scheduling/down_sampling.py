@@ -183,3 +183,19 @@ def _ascending(indices: np.ndarray, unscored: np.ndarray) -> np.ndarray:
     last = np.iinfo(np.int64).max
     indices = np.sort(np.where(unscored, last, indices))
     return np.where(indices == last, -1, indices)
+
+
+SPREAD = 1e-8
+"""Standard deviation below which rewards count as equal, as in `frac_reward_zero_std`."""
+
+
+def informative(rewards: ArrayLike) -> bool:
+    """Whether these rewards differ, so that some completions get an advantage other than 0.
+
+    Args:
+        rewards: Of one group, `[G]`; NaN for a completion without a reward.
+    """
+    scored = np.asarray(rewards)
+    scored = scored[~np.isnan(scored)]
+    with np.errstate(over="ignore"):  # an infinite deviation counts as a spread
+        return len(scored) > 1 and bool(scored.std(ddof=1) >= SPREAD)

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.init_args import RemembersInit
-from lit_rlsched.settings import check_count, check_finite, check_range
+from lit_rlsched.settings import RemembersInit, check_count, check_finite, check_range
 from lit_rlsched.types import Sample
 
 BINS = 256

@@ -6,8 +6,7 @@ into an `Admission`.
 
 from dataclasses import dataclass, replace
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, Refill
-from lit_rlsched.scheduling.queues import Order
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order, Refill
 
 DEFAULT_SLOTS = 256
 """vLLM's default on a CPU and on most GPUs, where more slots hardly raise the throughput."""

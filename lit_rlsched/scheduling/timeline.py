@@ -1,28 +1,145 @@
 """Timeline of a run: when trainer and engines work, and for whom they wait."""
 
+import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from lit_rlsched.scheduling.lanes import (
-    DECODE,
-    DECODING,
-    ENGINES,
-    REWARDS,
-    SPECULATE,
-    TRAINER,
-    WEIGHTS,
-    Interval,
-    filled_engine,
-    filled_trainer,
-    flatten,
-)
-from lit_rlsched.scheduling.spans import cut, seconds, union
 from lit_rlsched.scheduling.trace import RolloutTrace
+
+Span = tuple[float, float]
+"""Start and end."""
+
+
+def cut(spans: Sequence[Span], by: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """Return the parts of the spans that lie inside of others, and those that do not.
+
+    Both are in order, and neither overlaps itself.
+    """
+    inside: list[Span] = []
+    outside: list[Span] = []
+    first = 0
+    for at, end in spans:
+        while first < len(by) and by[first][1] <= at:
+            first += 1
+        other = first
+        while other < len(by) and by[other][0] < end:
+            start, stop = by[other]
+            if at < start:
+                outside.append((at, start))
+            inside.append((max(at, start), min(end, stop)))
+            at, other = stop, other + 1
+        if at < end:
+            outside.append((at, end))
+    return inside, outside
+
+
+def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Return what at least one of the spans covers, with gaps of at most `gap`, in order."""
+    whole: list[Span] = []
+    for start, end in sorted(spans):
+        if whole and start <= whole[-1][1] + gap:
+            whole[-1] = whole[-1][0], max(end, whole[-1][1])
+        else:
+            whole.append((start, end))
+    return whole
+
+
+def seconds(spans: Iterable[Span]) -> float:
+    """Return the length of all spans together."""
+    return sum(end - start for start, end in spans)
+
+
+TRAINER, ENGINES, REWARDS = "trainer", "engines", "rewards"
+DECODE, WEIGHTS, OTHER, WAIT = "decode", "weights", "other", "wait"
+SPECULATE = "speculate"
+"""Decoding with draft tokens."""
+DECODING = {DECODE, SPECULATE}
+
+
+class Interval(NamedTuple):
+    """What a lane did from `start` to `end`, in seconds of `time.monotonic`."""
+
+    lane: str
+    """`trainer`, `engine 0`, ..., or `engines` for all of them."""
+    what: str
+    start: float
+    end: float
+    waits_for: str | None = None
+    """`trainer`, `engines` or `rewards`; None if it works."""
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.end
+
+
+def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Cut a lane's intervals so that at each moment from `start` to `end` at most one is left.
+
+    Decoding hides everything else, and what began later hides what began earlier.
+    """
+    inside = [i for i in intervals if i.start < end and i.end > start]
+    inside.sort(key=lambda i: i.start)
+    times = {max(start, i.start) for i in inside} | {min(end, i.end) for i in inside}
+    current: list[tuple[bool, float, float, int]] = []
+    flat: list[Interval] = []
+    coming = 0
+    for begin, stop in pairwise(sorted(times)):
+        while coming < len(inside) and inside[coming].start <= begin:
+            i = inside[coming]
+            heapq.heappush(current, (i.what not in DECODING, -i.start, i.end, coming))
+            coming += 1
+        while current and current[0][2] <= begin:
+            heapq.heappop(current)
+        if current:
+            _, what, _, _, whom = inside[current[0][3]]
+            if flat and flat[-1][1:] == (what, flat[-1].start, begin, whom):
+                begin = flat.pop().start
+            flat.append(Interval(lane, what, begin, stop, whom))
+    return flat
+
+
+def filled_trainer(
+    known: Iterable[Interval], whole: Sequence[Span], engines: Sequence[Span]
+) -> list[Interval]:
+    """Fill the gaps with other work, which is also what a wait for idle engines is."""
+    known = [*known]
+    spans = [i.span for i in known]
+    works = cut(whole, spans)[1]
+    found = []
+    for interval in known:
+        if interval.waits_for != ENGINES:
+            found.append(interval)
+            continue
+        waits, more = cut([interval.span], engines)
+        found += [interval._replace(start=a, end=b) for a, b in waits]
+        works += more
+    found += [Interval(TRAINER, OTHER, *span) for span in union(works)]
+    return sorted(found, key=lambda i: i.start)
+
+
+def filled_engine(
+    lane: str,
+    known: Sequence[Interval],
+    whole: Sequence[Span],
+    others: Sequence[Span],
+    trainer: Sequence[Interval],
+) -> list[Interval]:
+    """Fill the gaps: with waits for rewards, for other engines that work, or for the trainer."""
+    found = [*known]
+    _, gaps = cut(whole, [i.span for i in known])
+    rewards = [i.span for i in trainer if i.waits_for == REWARDS]
+    for whom, layer in ((REWARDS, rewards), (ENGINES, others), (TRAINER, whole)):
+        inside, gaps = cut(gaps, layer)
+        found += [Interval(lane, WAIT, *span, whom) for span in inside]
+    return sorted(found, key=lambda i: i.start)
+
 
 SHORT = 0.01
 """Gaps between two steps of an engine of at most so many seconds count as busy."""

@@ -1,4 +1,4 @@
-"""The update: advantages, log-probs, losses, micro-batches, and the engine's new weights."""
+"""Turns a drawn round into gradients: selection, advantages, log-probs, losses, micro-batches."""
 
 from typing import TYPE_CHECKING
 

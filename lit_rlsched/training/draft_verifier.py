@@ -15,9 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
-from lit_rlsched.lora import base_model
-from lit_rlsched.policy import evaluating
-from lit_rlsched.precision import ForwardContext
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.training.logprobs import (
     completion_logprobs,
@@ -25,10 +22,50 @@ from lit_rlsched.training.logprobs import (
     default_chunk,
     vocabulary_logprobs,
 )
+from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.micro_batches import PASS, split_by_tokens
-from lit_rlsched.training.speculative import acceptance, excess, num_accepted, prefix_weights
+from lit_rlsched.training.policy import evaluating
+from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import Completion, Draft, Group, Sample, stable_hash
+
+
+def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
+    """Compute `log w` of each prefix: `w[i] = min(1, w[i-1] * p(x[i]) / q(x[i]))` from `w[0] = 1`.
+
+    From the log-probabilities `[C]` of the tokens. The result is `[C + 1]` in float64.
+    """
+    walk = torch.cat([logp.new_zeros(1).double(), (logp.double() - logq.double()).cumsum(0)])
+    return walk - walk.cummax(0).values
+
+
+def excess(log_weights: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
+    """Compute `max(0, w * p - q)` of the next token, to draw from after an accepted prefix.
+
+    From `log_weights` `[N]` of prefixes and log-probabilities `[N, V]` of the next token under `p`
+    and `q`. The result is `[N, V]` in float64, not normalised.
+    """
+    p = (logp.double() + log_weights.unsqueeze(-1)).exp_()
+    q = logq.to(torch.float64, copy=True).exp_()  # `double` would not copy float64
+    return p.sub_(q).clamp_(min=0.0)
+
+
+def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
+    """Compute the probability of accepting each prefix; the longest accepted one is used.
+
+    From `log_weights` `[C + 1]` and `more` `[C]`, the sum of `excess` after each prefix except the
+    whole draft. The result is `[C]`, for the prefixes of 1 to `C` tokens.
+    """
+    w = log_weights[1:].exp()
+    lacking = 1 - w[:-1]
+    inner = torch.where(lacking > 0, more[1:] / (more[1:] + lacking), 1.0)
+    return torch.cat([inner, w[-1:]])
+
+
+def num_accepted(acceptance: Tensor, noise: Tensor) -> int:
+    """Number of accepted tokens, from `acceptance` `[C]` and uniform `noise` `[C]` in [0, 1)."""
+    accepted = (noise < acceptance).nonzero()
+    return int(accepted[-1]) + 1 if len(accepted) else 0
 
 
 @dataclass(slots=True)

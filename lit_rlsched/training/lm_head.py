@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from lit_rlsched.lora import base_model
-from lit_rlsched.policy import evaluating
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import evaluating
 
 CHECKED_TOKENS = 32
 """Tokens of a sequence on which body and head are compared with the model's own forward."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lit_rlsched.data.repetition import places
-from lit_rlsched.refusals import RunFailed
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.advantages import combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs
 from lit_rlsched.training.micro_batches import OptimizerStep

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.selection import selection_metrics
 from lit_rlsched.training.update import Update
 from lit_rlsched.types import Completion, Group
+
+if TYPE_CHECKING:
+    from lit_rlsched.training.weight_sync import PolicyReader
 
 
 def measure(
@@ -209,3 +213,37 @@ def staleness_metrics(
         "staleness/mean": sum(k * n for k, n in counts.items()) / total,
         "staleness/max": max(counts, default=0),
     }
+
+
+MOST = 8
+"""Completions of a round that are scored."""
+
+
+def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -> dict[str, float]:
+    """Estimate the divergence of what the engine drew from the policy of the same version.
+
+    Over the tokens of the newest version in completions that older ones began: the policy has these
+    weights now, and only the engine's cache differs.
+
+    Returns:
+        `in_flight/cache_kl`, in nats per token (`exp(d) - 1 - d` with `d = p - q`, k3), if there
+        are such tokens.
+    """
+    samples = [
+        s
+        for s in round.samples
+        if len(s.completion.version_spans) > 1 and s.completion.tokens_of(round.version)
+    ][:MOST]
+    if not samples:
+        return {}
+    logprobs = policy.logprobs(
+        [s.group.prompt for s in samples], [s.completion for s in samples], temperature
+    )
+    gaps = [
+        (ours - torch.tensor(s.completion.logprobs, dtype=ours.dtype))[
+            -s.completion.tokens_of(round.version) :
+        ]
+        for s, ours in zip(samples, logprobs, strict=True)
+    ]
+    gap = torch.cat(gaps).double()
+    return {"in_flight/cache_kl": float((gap.exp() - 1 - gap).mean())}

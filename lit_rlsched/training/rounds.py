@@ -13,11 +13,10 @@ from lit_rlsched.rollout.audit import Harvest
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.ahead_rollout import Correction
-from lit_rlsched.scheduling.drain_filling import AfterRound
-from lit_rlsched.scheduling.lanes import TRAINER
+from lit_rlsched.scheduling.ahead_rollout import AfterRound, Correction
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
+from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.next_round import NextRound
 from lit_rlsched.training.round import (

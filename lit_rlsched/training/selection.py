@@ -8,8 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
-from lit_rlsched.scheduling.down_sampling import RULES, Rule, random
-from lit_rlsched.scheduling.dynamic_sampling import informative
+from lit_rlsched.scheduling.down_sampling import RULES, Rule, informative, random
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.types import Group, stable_hash
 

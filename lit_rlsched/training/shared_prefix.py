@@ -15,13 +15,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rlsched.lora import base_model
-from lit_rlsched.policy import context_length
-from lit_rlsched.precision import ForwardContext
-from lit_rlsched.team import Team
+from lit_rlsched.ranks import Team
 from lit_rlsched.training.lm_head import tolerance
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.micro_batches import PromptRow, RowCost, share_prompts
+from lit_rlsched.training.policy import context_length
+from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.types import Sample
 
 ATTENTION_PRICE = 1.4

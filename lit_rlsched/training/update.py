@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from lit_rlsched.precision import ForwardContext
+from lit_rlsched.ranks import Team
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.team import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.round import Round, drop_infinite_rewards, set_advantages
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Group, Sample, stable_hash

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine, engine_name
-from lit_rlsched.engines.weight_buckets import PackedWeights, WeightSource, packed_weights
-from lit_rlsched.policy import evaluating, named_weights
-from lit_rlsched.precision import ForwardContext
-from lit_rlsched.sharding import whole
-from lit_rlsched.team import Team
-from lit_rlsched.training.adapters import named_adapters
-from lit_rlsched.training.finite import not_finite, refuse_weights
+from lit_rlsched.engines.weights import PackedWeights, WeightSource, packed_weights
+from lit_rlsched.ranks import Team
 from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.optimizers import not_finite, refuse_weights
+from lit_rlsched.training.policy import evaluating, named_adapters, named_weights, whole
+from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
 
 TOKENS = 8

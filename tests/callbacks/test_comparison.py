@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlsched.callbacks.pictures.comparison import compare, comparison, read_run
-from lit_rlsched.cli import main
+from lit_rlsched.cli.main import main
 
 
 def make_run(folder: Path, *files: list[dict]) -> Path:

@@ -20,9 +20,9 @@ from lit_rlsched.callbacks import (
     SortedBatching,
 )
 from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.policy import load_policy
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.policy import load_policy
 
 GRPO = partial(GRPOModule, learning_rate=1e-3, shared_prefix=False)
 RLOO = partial(RLOOModule, learning_rate=1e-3, shared_prefix=False)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import ExportModel
-from lit_rlsched.cli import main
+from lit_rlsched.cli.main import main
 
 IDS = torch.arange(4, 64).view(3, 20)
 

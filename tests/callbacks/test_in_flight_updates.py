@@ -26,8 +26,8 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.meetings import Meetings
-from lit_rlsched.training.cache_divergence import cache_divergence
 from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.round_metrics import cache_divergence
 
 STEPS = 2
 

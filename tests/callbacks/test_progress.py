@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar, Timer, TQDMProgressBar
 
 from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
-from lit_rlsched.callbacks.round_line import RoundLine
+from lit_rlsched.callbacks.rollout_progress_bar import RoundLine
 from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.text import duration, three_digits

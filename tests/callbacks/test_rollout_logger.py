@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from lit_rlsched.callbacks import RolloutLogger, pictures
-from lit_rlsched.callbacks.completions_table import SHOWN_ROWS, CompletionsTable
+from lit_rlsched.callbacks.rollout_logger import SHOWN_ROWS, CompletionsTable
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.scheduling.trace import RolloutTrace, Step

@@ -6,10 +6,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutLogger, RoundCheckpoint
-from lit_rlsched.checkpoints import AtomicCheckpointIO, read_checkpoint
-from lit_rlsched.cli_summary import next_commands
-from lit_rlsched.interrupts import heed
-from lit_rlsched.run_folder import newest_checkpoint
+from lit_rlsched.cli.summary import next_commands
+from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
 
 
 class Clock(RolloutCallback):

@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 
 from lit_rlsched.callbacks import AheadRollout, InFlightUpdates, RolloutCallback, Timeline
 from lit_rlsched.callbacks.pictures import waits
-from lit_rlsched.callbacks.trace_file import TraceFile
+from lit_rlsched.callbacks.timeline import TraceFile
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
-from lit_rlsched.scheduling.lanes import DECODE, ENGINES, TRAINER, Interval
-from lit_rlsched.scheduling.timeline import Lap
+from lit_rlsched.scheduling.timeline import DECODE, ENGINES, TRAINER, Interval, Lap
 
 
 class Metrics(RolloutCallback):

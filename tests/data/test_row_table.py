@@ -20,11 +20,10 @@ from written_rows import written
 from lit_rlsched.data import prompts as prompts_module
 from lit_rlsched.data import rows as rows_module
 from lit_rlsched.data import tokenizing
-from lit_rlsched.data.arrow_cache import cache_folder, mapped
 from lit_rlsched.data.prompts import Prompts, make_prompts, tokenize
+from lit_rlsched.data.row_table import UidIndex, cache_folder, fingerprint, mapped
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.source import DomainSource, PromptSource
-from lit_rlsched.data.uids import UidIndex, fingerprint
 from lit_rlsched.types import Prompt, stable_hash
 
 pytestmark = pytest.mark.usefixtures("own_cache")

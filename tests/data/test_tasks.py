@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_rlsched._malloc import keep_heap
+from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tasks import Countdown, PromptTask, ReasoningGym

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lit_rlsched.data import tokenizing
-from lit_rlsched.data.arrow_cache import cache_folder
 from lit_rlsched.data.prompts import make_prompts, tokenize_one
+from lit_rlsched.data.row_table import cache_folder
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer
 

@@ -23,12 +23,12 @@ from lit_rlsched.engines import (
 )
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.policy import named_weights
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.training.policy import named_weights
 from lit_rlsched.training.weight_sync import WeightSync
 
 LIMIT = 200

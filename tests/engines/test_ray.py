@@ -26,13 +26,13 @@ from lit_rlsched.engines import (
     SimulatedEngine,
     TransformersEngine,
     VLLMEngine,
-    shared_weights,
 )
+from lit_rlsched.engines import weights
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.ray_engine import UNREAD, ActorLink
-from lit_rlsched.refusals import is_refusal
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.settings import is_refusal
 from lit_rlsched.types import Request, Sampling
 
 SPEC = EngineSpec("", 2, 448, (1,))
@@ -137,14 +137,14 @@ def test_an_actor_that_does_not_start_is_refused_with_its_node(monkeypatch):
 
 @in_cluster
 def test_weights_go_through_the_store_in_objects_of_limited_size(monkeypatch):
-    monkeypatch.setattr(shared_weights, "BUCKET", 100)
+    monkeypatch.setattr(weights, "STORED", 100)
     weights = {
         "a": torch.arange(12.0).reshape(3, 4),
         "b": torch.randn(30, 2).to(torch.bfloat16),
         "scalar": torch.tensor(3.0),
         "transposed": torch.arange(6).reshape(2, 3).T,
     }
-    store = shared_weights.ObjectStore()
+    store = weights.ObjectStore()
     handed = store.write(weights.items())
     assert [len(index) for _, index in handed.buckets] == [2, 2]
     for (name, read), (same, written) in zip(handed, weights.items(), strict=True):

@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from lit_rlsched.engines import RayEngine, SimulatedEngine, _ray_cluster
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.refusals import is_refusal
+from lit_rlsched.settings import is_refusal
 
 ROOT = Path(__file__).parents[2]
 SPEC = EngineSpec("", 2, 448, (1,))
@@ -235,7 +235,7 @@ def runs(pid):
 JOB = """
     import os, signal, sys, time, warnings
     import psutil, ray, torch
-    from lit_rlsched.cli import main
+    from lit_rlsched.cli.main import main
     from lit_rlsched.engines import RayEngine, SimulatedEngine
     from lit_rlsched.engines.base import EngineSpec
     from lit_rlsched.engines.pool import EnginePool

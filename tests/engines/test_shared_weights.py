@@ -9,7 +9,7 @@ import torch
 
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import EngineSpec
-from lit_rlsched.engines.shared_weights import WeightsFile
+from lit_rlsched.engines.weights import WeightsFile
 
 TENSORS = {
     "a": torch.arange(7, dtype=torch.bfloat16),

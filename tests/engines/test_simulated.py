@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines.base import EngineSpec, EngineStats
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.scheduling.admission import Admission, CacheBudget
-from lit_rlsched.scheduling.queues import KEYS, Order
+from lit_rlsched.rollout.simulate.rounds import simulated_session
+from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget, Order
 from lit_rlsched.scheduling.recorded_lengths import (
     LogNormalLengths,
     RecordedCompletions,
@@ -20,7 +20,6 @@ from lit_rlsched.scheduling.recorded_lengths import (
 )
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.simulate.rounds import simulated_session
 from lit_rlsched.types import Completion, Event, Group, Prompt, Request, Sampling
 
 EOS = 1

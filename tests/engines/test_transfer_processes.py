@@ -10,7 +10,8 @@ import torch
 from played_gpus import PlayedGPUs, play_trainer
 
 from benchmarks.gpu_check.decoding import perturb
-from lit_rlsched.engines import ProcessEngine, weight_buckets
+from lit_rlsched.engines import ProcessEngine
+from lit_rlsched.engines import weights
 from lit_rlsched.engines.base import EngineDied, EngineSpec
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.training.weight_sync import WeightSync
@@ -33,8 +34,8 @@ def deadly(tmp_path):
 def start(tiny_model, tiny_policy, deadly, monkeypatch):
     """Start engines; returns them, and their sync, which compares log-probs."""
     play_trainer(monkeypatch)
-    small = partial(weight_buckets.buckets, limit=60_000)
-    monkeypatch.setattr(weight_buckets, "buckets", small)
+    small = partial(weights.buckets, limit=60_000)
+    monkeypatch.setattr(weights, "buckets", small)
     started = []
 
     def start(kind, count):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_args import OF_THE_RUN, OWN, PASSED_ON
-from lit_rlsched.engines._vllm_noise import NOISE, Noise
+from lit_rlsched.engines._vllm_worker import NOISE, Noise
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine, _Held
 from lit_rlsched.types import Event, Request, Sampling

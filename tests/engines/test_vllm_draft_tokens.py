@@ -13,7 +13,7 @@ from sampled_groups import PROMPTS, plan
 from told_drafter import ToldDrafter
 
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
-from lit_rlsched.engines import _vllm_draft_tokens as drafting
+from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines.base import EngineSpec, RolloutEngine
 from lit_rlsched.engines.pool import EnginePool
@@ -22,7 +22,7 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.speculation import Drafting, DraftTokens
-from lit_rlsched.training.adapters import adapter_spec, named_adapters
+from lit_rlsched.training.policy import adapter_spec, named_adapters
 from lit_rlsched.types import Completion, Request, Sampling, stable_hash
 
 ENDS = (1, 30)

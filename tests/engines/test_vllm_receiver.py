@@ -18,9 +18,9 @@ from benchmarks.gpu_check.decoding import perturb
 from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.engines.weight_buckets import PackedWeights, buckets, pack
 from lit_rlsched.engines.weight_transfer import described
-from lit_rlsched.policy import named_weights
+from lit_rlsched.engines.weights import PackedWeights, buckets, pack
+from lit_rlsched.training.policy import named_weights
 from lit_rlsched.types import Request, Sampling
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

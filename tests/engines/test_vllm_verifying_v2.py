@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from vllm_build import REASON, for_cpu
 
-from lit_rlsched.engines import _vllm_draft_tokens as drafting
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_second_runner as second
+from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_verifying as first
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.scheduling.speculation import Drafting

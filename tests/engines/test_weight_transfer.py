@@ -27,8 +27,8 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines.base import EngineDied, EngineSpec, Sizes
 from lit_rlsched.engines.placement import check_devices, variables_of
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.weight_buckets import PackedWeights, WeightSource, pack
 from lit_rlsched.engines.weight_transfer import IPCTransfer, NCCLTransfer, rank_offsets
+from lit_rlsched.engines.weights import PackedWeights, WeightSource, pack
 
 SPEC = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0))
 

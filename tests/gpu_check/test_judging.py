@@ -136,7 +136,7 @@ def test_draft_tokens(tiny_policy, kind, wrong):
 
 def test_the_quick_task_shows_weights_that_were_not_synced():
     """By its own model: a small step of its weights is more than the looser limit."""
-    from lit_rlsched.policy import load_policy
+    from lit_rlsched.training.policy import load_policy
 
     policy, found = load_policy(decoding.QUICK_TASK), Findings()
     engine = started(Deaf, policy)

@@ -28,19 +28,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from plain_module import Plain
 from struck_engines import struck
 
-from lit_rlsched import (
-    GRPOModule,
-    RLOOModule,
-    RolloutDataModule,
-    callbacks,
-    engines,
-    team_watch,
-    training_run,
-)
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
+from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.checkpoints import AtomicCheckpointIO
-from lit_rlsched.fsdp2 import FSDP2Strategy
-from lit_rlsched.run_folder import newest_checkpoint
+from lit_rlsched.run import training_run
+from lit_rlsched.run.fsdp2 import FSDP2Strategy
+from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
 
 StrategyRegistry.register("folders", FSDP2Strategy, save_distributed_checkpoint=True)
 LIMIT = 200.0
@@ -156,7 +150,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "losses": recorder.losses,
         "hooks": recorder.hooks,
         "shares": None if more.get("plain") else module._sharing.works,
-        "imported": "lit_rlsched.distributed_team" in sys.modules,
+        "imported": "lit_rlsched.ranks" in sys.modules,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
         "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "timeline/"))},
         "counters": dict(datamodule.counters),

@@ -3,7 +3,7 @@
 import pytest
 from several_ranks import DDP, FSDP2
 
-from lit_rlsched.run_folder import newest_checkpoint
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lora_policy import with_lora
 from several_ranks import ALONE, DDP, FSDP2, check_same, ended
 
-from lit_rlsched.checks import check_same_ranks, check_strategy
-from lit_rlsched.fsdp2 import FSDP2Strategy
+from lit_rlsched.run.checks import check_same_ranks, check_strategy
+from lit_rlsched.run.fsdp2 import FSDP2Strategy
 
 EXACT = {"precision": "64-true", "rounds": 6}
 

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_rlsched.rewards import RewardScheduler, ScoredJob
-from lit_rlsched.rewards.algebra import polynomials
 from lit_rlsched.rewards.answers import (
     REVIEWED,
     _check_plain,
@@ -21,7 +20,7 @@ from lit_rlsched.rewards.answers import (
     score_entry,
     verifier_of,
 )
-from lit_rlsched.rewards.formulas import work_out
+from lit_rlsched.rewards.formulas import polynomials, work_out
 
 TOUCHED = Path("/tmp/touched-by-an-answer")
 TOUCH = f"open({str(TOUCHED)!r}, 'w')"

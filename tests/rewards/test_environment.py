@@ -13,9 +13,9 @@ from harness import collect, score, submit
 
 import lit_rlsched
 from lit_rlsched import RolloutDataModule
-from lit_rlsched._environment import hide_environment, worker_environment
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.processes import hide_environment, worker_environment
 from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
@@ -108,7 +108,7 @@ def test_hidden_variables_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) ->
     code = """
 import ctypes, os, subprocess
 from pathlib import Path
-from lit_rlsched._environment import hide_environment
+from lit_rlsched.processes import hide_environment
 libc = ctypes.CDLL(None)
 libc.getenv.restype = ctypes.c_char_p
 for turn in range(2):

@@ -337,7 +337,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_the_judge_s_arguments_are_known_to_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    from lit_rlsched.cli import main
+    from lit_rlsched.cli.main import main
 
     monkeypatch.chdir(ROOT)
     base = ["fit", "-c", "configs/quickstart.yaml", "-c", "configs/judge.yaml"]

@@ -12,9 +12,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger
-from lit_rlsched.policy import special_tokens
 from lit_rlsched.rewards.checks import tokens_looked_for
 from lit_rlsched.rewards.functions import countdown_reward
+from lit_rlsched.training.policy import special_tokens
 
 TAGS = {"q": "<answer>", "z": "</answer>"}
 

@@ -10,7 +10,7 @@ from golden_trl import build_trainer
 from transformers import TrainerState
 
 from lit_rlsched.callbacks import RolloutCallback
-from lit_rlsched.startup import trainer_state
+from lit_rlsched.run.startup import trainer_state
 
 
 def curriculum() -> Callable:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.packing import pack, unpack
+from lit_rlsched.rollout.planner import RolloutBuffer
 from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Sampling
 
 floats = st.floats(-1e3, 0, allow_nan=False)

@@ -11,8 +11,7 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
-from lit_rlsched.rollout.feedback import Feedback
-from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import PromptHistory

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
-from lit_rlsched.simulate.rounds import simulated_session
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.types import Prompt, Sampling, stable_hash
 
 LIMIT, SIZE = 24, 2

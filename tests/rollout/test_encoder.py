@@ -4,8 +4,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, BloomConfig, BloomModel, PreTrainedTokenizerFast
 
-from lit_rlsched.scheduling.sample_encoder import SCALE, SampleEncoder
-from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.scheduling.token_conditioned import SCALE, SampleEncoder, TokenConditioned
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz "

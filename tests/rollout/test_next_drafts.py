@@ -6,13 +6,12 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.next_drafts import Following
-from lit_rlsched.scheduling.admission import Admission, CacheBudget
-from lit_rlsched.scheduling.queues import KEYS
+from lit_rlsched.rollout.scoring import Feedback
+from lit_rlsched.rollout.simulate.rounds import simulated_session
+from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.simulate.rounds import simulated_session
 from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Request, Sampling
 
 LIMIT = 40

@@ -1,8 +1,7 @@
 import pytest
 
 from lit_rlsched.data.source import DomainSource
-from lit_rlsched.rollout.buffer import RolloutBuffer
-from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.types import Prompt, Sampling
 

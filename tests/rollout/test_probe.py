@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import EngineSpec, Event
-from lit_rlsched.policy import load_policy, load_tokenizer
 from lit_rlsched.training import weight_sync as probe
 from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.policy import load_policy, load_tokenizer
 from lit_rlsched.training.weight_sync import WeightSync, robust_mean, tolerance
 from lit_rlsched.types import Prompt
 

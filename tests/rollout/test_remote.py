@@ -19,17 +19,16 @@ from lit_rlsched.engines.child import PipeLink, Watch
 from lit_rlsched.engines.process_engine import MAX_DEATHS
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.rollout_worker import RolloutWorker
-from lit_rlsched.refusals import is_refusal
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.feedback import Feedback
-from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import SiblingMax
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.settings import is_refusal
 from lit_rlsched.types import Group, Request, Sampling
 
 LIMIT = 400

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.dynamic_sampling import informative
+from lit_rlsched.scheduling.down_sampling import informative
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import (
     Selection,

@@ -17,8 +17,8 @@ from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
-from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
+from lit_rlsched.rollout.planner import RolloutBuffer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, at_least
 from lit_rlsched.scheduling.sorted_batching import SortedRound

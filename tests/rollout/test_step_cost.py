@@ -26,7 +26,7 @@ OURS = (
     "types.py",
     "rollout/scoring.py",
     "scheduling/admission.py",
-    "scheduling/queues.py",
+    "scheduling/admission.py",
     "<string>",
 )
 """`<string>`: what dataclasses generate."""

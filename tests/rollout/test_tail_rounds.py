@@ -15,17 +15,14 @@ from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
-from lit_rlsched.rollout.buffer import RolloutBuffer
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.feedback import Feedback
-from lit_rlsched.rollout.planner import RoundPlanner
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
+from lit_rlsched.rollout.scoring import Feedback
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.domains import quotas
-from lit_rlsched.scheduling.racing import PATIENCE
+from lit_rlsched.scheduling.racing import PATIENCE, quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
-from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 
 SEED = 1

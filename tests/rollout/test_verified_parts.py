@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.feedback import Feedback
 from lit_rlsched.rollout.next_drafts import DraftingWorker
-from lit_rlsched.rollout.scoring import Unscored
+from lit_rlsched.rollout.scoring import Feedback, Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.ahead_rollout import draft_positions, verified_together
 from lit_rlsched.scheduling.round_rule import FullRound

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order
 from lit_rlsched.scheduling.micro_group_sampling import slots_for_budget
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
-from lit_rlsched.scheduling.queues import Order
 from lit_rlsched.types import Request, Sampling
 
 ORDERS = list(get_args(Order))

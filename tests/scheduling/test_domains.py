@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.domains import check_domains, quotas
+from lit_rlsched.scheduling.racing import check_domains, quotas
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from lit_rlsched.scheduling.dynamic_sampling import informative
+from lit_rlsched.scheduling.down_sampling import informative
 
 NAN = math.nan
 

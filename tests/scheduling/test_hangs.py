@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.hangs import WINDOW, AnswerTimeouts, RunningClock
+from lit_rlsched.scheduling.time_limits import WINDOW, AnswerTimeouts, RunningClock
 
 SECONDS = st.floats(0, 1000)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.hashed_tokens import HashedTokens
+from lit_rlsched.scheduling.token_conditioned import HashedTokens
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 tokens = st.lists(st.integers(0, 5) | st.integers(0, 200_000), max_size=8)

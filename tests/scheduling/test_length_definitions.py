@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.hashed_tokens import HashedTokens
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.scheduling.token_conditioned import HashedTokens, TokenConditioned
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 60

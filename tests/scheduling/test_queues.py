@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget
-from lit_rlsched.scheduling.queues import PlannedQueue, waiting_queue
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, PlannedQueue, waiting_queue
 from lit_rlsched.types import Request, Sampling
 
 

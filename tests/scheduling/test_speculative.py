@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.tabular import after, completed, random_policy, sequences, verified
 from lit_rlsched.engines.sampling import inverse_cdf
-from lit_rlsched.training.speculative import (
+from lit_rlsched.training.draft_verifier import (
     acceptance,
     excess,
     num_accepted,

@@ -4,7 +4,7 @@ import pytest
 from tail_groups import fresh, group, lost, names, ready
 
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound
 
 
 def test_with_a_limit_of_deferrals_losers_race_again():

@@ -7,8 +7,7 @@ from tail_groups import fresh, group, lost, names, ready, state_of
 
 from lit_rlsched.scheduling.racing import PATIENCE
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.scheduling.tail_deferring import DeferringTailRound
+from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 
 # What a round takes.
 

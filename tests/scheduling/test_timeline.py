@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.lanes import (
+from lit_rlsched.scheduling.timeline import (
     DECODE,
     ENGINES,
     OTHER,
@@ -13,10 +13,12 @@ from lit_rlsched.scheduling.lanes import (
     TRAINER,
     WEIGHTS,
     Interval,
+    Timeline,
+    cut,
     flatten,
+    seconds,
+    union,
 )
-from lit_rlsched.scheduling.spans import cut, seconds, union
-from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 
 

@@ -11,7 +11,7 @@ from lit_rlsched.callbacks.pictures.lengths import length_histogram
 from lit_rlsched.callbacks.pictures.timeline import slot_timeline
 from lit_rlsched.callbacks.pictures.waits import waits
 from lit_rlsched.callbacks.run_curve import RunCurve
-from lit_rlsched.run_folder import folder_of
+from lit_rlsched.run.saving.run_folder import folder_of
 
 __all__ = ["draw", "learning_curve", "length_histogram", "publish", "slot_timeline", "waits"]
 

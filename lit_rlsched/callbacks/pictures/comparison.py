@@ -22,7 +22,7 @@ from lit_rlsched.callbacks.pictures.style import (
     figure_of,
 )
 from lit_rlsched.callbacks.run_curve import measured
-from lit_rlsched.run_folder import full_name_of
+from lit_rlsched.run.saving.run_folder import full_name_of
 
 Row = dict[str, float]
 ROUND, TIME = "rollout/round", "time/total"

@@ -16,8 +16,7 @@ from lit_rlsched.callbacks.pictures.style import (
     figure_of,
     seconds,
 )
-from lit_rlsched.scheduling.lanes import DECODE, OTHER, SPECULATE, WEIGHTS, Interval
-from lit_rlsched.scheduling.timeline import Lap
+from lit_rlsched.scheduling.timeline import DECODE, OTHER, SPECULATE, WEIGHTS, Interval, Lap
 from lit_rlsched.text import percent
 
 WORK = {

@@ -1,0 +1,214 @@
+"""What the command line says before and after a run."""
+
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
+from lit_rlsched.cli.estimate import counted_peaks
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.run.policy_module import PolicyModule
+from lit_rlsched.run.saving.run_folder import name_of
+from lit_rlsched.text import counted, format_bytes, three_digits
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import find_policy
+
+WIDTH = 100
+"""Number of characters of a line."""
+
+
+class RunSummary(Callback):
+    """Prints what a run will do, once its settings were checked and its engine has started."""
+
+    def __init__(self) -> None:
+        self._printed = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary before the untrained model is validated."""
+        self._print(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary if there was no validation before training."""
+        self._print(trainer, pl_module)
+
+    def _print(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and trainer.is_global_zero and not self._printed:
+            self._printed = True
+            print(summary(trainer, pl_module), flush=True)
+
+
+def summary(trainer: Trainer, module: LightningModule) -> str:
+    """Return what a run will do as lines of text; its engine has started."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+    head = "fast_dev_run" if dry else name_of(Path(trainer.default_root_dir))
+    rows = {
+        "model": _model(module, str(trainer.precision)),
+        "data": _data(data),
+        "round": _round(data),
+        "run": _run(trainer, data),
+        "engine": _engine(data),
+        "schedule": _schedule(trainer),
+        "memory": _memory(module, data),
+        "output": "nothing is written" if dry else _output(trainer),
+    }
+    return "\n".join([head, *(_filled(label, text) for label, text in rows.items())])
+
+
+def _filled(label: str, text: str) -> str:
+    """Return the text beside its label, in lines of `WIDTH` characters."""
+    indent = 12 * " "
+    wrapper = textwrap.TextWrapper(
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    lines = "\n".join(wrapper.fill(line) for line in text.split("\n"))
+    return f"  {label:10}{lines.removeprefix(indent)}"
+
+
+def _model(module: LightningModule, precision: str) -> str:
+    settings = module.hparams
+    total = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    size = f"{_count(total)} parameters"
+    if settings.get("lora_rank"):
+        size += f", of which LoRA adapters of rank {settings['lora_rank']} train {_count(trained)}"
+    name = base_model(find_policy(module)).name_or_path
+    loss = f" with loss_type {settings['loss_type']}" if isinstance(module, PolicyModule) else ""
+    return f"{name}, {size}, precision {precision}; {type(module).__name__}{loss}"
+
+
+def _count(number: int) -> str:
+    size, unit = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
+    return f"{three_digits(size)} {unit}"
+
+
+def _data(data: RolloutDataModule) -> str:
+    prompts = data.startup.prompts
+    held_out = len(prompts.held_out.get("val", ()))
+    given = data.train_data
+    name = given if isinstance(given, str | Path) else type(given).__name__
+    name = "rows" if isinstance(given, list) else name
+    size = "a stream of" if prompts.stream else f"{len(prompts.train):,}"
+    text = f"{name}, {size} prompts to train on"
+    return f"{text}, {held_out:,} held out" if held_out else f"{text}, none held out"
+
+
+def _round(data: RolloutDataModule) -> str:
+    return (
+        f"{counted(data.prompts_per_round, 'prompt')} x "
+        f"{counted(data.num_generations, 'completion')} of at most "
+        f"{data.sampling.max_completion_length:,} tokens, then "
+        f"{counted(data.steps_per_epoch, 'optimizer step')}"
+    )
+
+
+def _run(trainer: Trainer, data: RolloutDataModule) -> str:
+    assert data.run.settings is not None
+    rounds, steps = trainer.max_epochs, trainer.max_steps
+    ends = []
+    if rounds is not None and rounds != -1:
+        taken = counted(rounds * data.run.settings.steps, "optimizer step")
+        ends.append(f"{counted(rounds, 'round')}, {taken}")
+    if steps != -1:
+        ends.append(f"at most {counted(steps, 'optimizer step')}")
+    text = "; ".join(ends) or "until it is stopped"
+    every = trainer.check_val_every_n_epoch
+    if data.val_data is not None and every is not None:
+        text += f"; validated after every {f'{every:,} rounds' if every > 1 else 'round'}"
+    if done := data.rounds_over:
+        text += f"; {counted(done, 'round')} already done"
+    return text
+
+
+def _engine(data: RolloutDataModule) -> str:
+    assert data.session is not None
+    name, inner = data.engine.name, getattr(data.engine.engines[0], "engine", None)
+    if inner is not None:
+        name += f" of {type(inner).__name__}"
+    at_once = f"up to {counted(data.session.spec.slots, 'completion')} at once"
+    if (engines := len(data.engine.engines)) > 1:
+        return f"{engines} engines ({name}), which decode {at_once}"
+    return f"{name}, decodes {at_once}"
+
+
+def _memory(module: LightningModule, data: RolloutDataModule) -> str:
+    rollout, update = counted_peaks(module, data)
+    return (
+        f"{format_bytes(rollout)} of weights, optimizer state and cache in the rollout, "
+        f"{format_bytes(update)} in the update; `lit-rlsched estimate` counts activations too"
+    )
+
+
+def _schedule(trainer: Trainer) -> str:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    said = [
+        f"{type(c).__name__}: {words}"
+        for c in callbacks
+        if isinstance(c, RolloutCallback) and (words := c.describe())
+    ]
+    return "\n".join(said) or "every completion is decoded to its end, then the round is trained on"
+
+
+def _output(trainer: Trainer) -> str:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    what = ["config.yaml"]
+    if any(isinstance(c, RoundCheckpoint | ModelCheckpoint) for c in callbacks):
+        what.append("checkpoints")
+    if any(isinstance(c, RolloutLogger) for c in callbacks):
+        what.append("completions and pictures")
+    if trainer.loggers:
+        what.append(f"metrics by {' and '.join(type(one).__name__ for one in trainer.loggers)}")
+    return f"{trainer.default_root_dir}: {', '.join(what)}"
+
+
+def next_commands(trainer: Trainer) -> list[str]:
+    """Return commands that go on with a run that has ended; none if nothing was saved."""
+    if (saved := _saved(trainer)) is None:
+        return []
+    run = f"{_config(trainer)} {saved}"
+    commands = []
+    if isinstance(trainer.lightning_module, PolicyModule):
+        commands = [
+            f"lit-rlsched predict {run} --data.predict_data prompts.jsonl",
+            f"lit-rlsched export {saved} --out my-model",
+        ]
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if data.val_data is not None:
+        commands.insert(0, f"lit-rlsched validate {run}")
+    rounds = trainer.max_epochs or 0
+    if rounds > 0 and trainer.max_steps == -1:
+        commands.append(f"lit-rlsched fit {run} --trainer.max_epochs={2 * rounds}")
+    return commands
+
+
+def resume_command(trainer: Trainer) -> str | None:
+    """Return the command that resumes a run that was stopped, if it was saved."""
+    saved = _saved(trainer)
+    return saved and f"lit-rlsched fit {_config(trainer)} {saved}"
+
+
+def _config(trainer: Trainer) -> str:
+    return f"-c {shlex.quote(str(Path(trainer.default_root_dir) / 'config.yaml'))}"
+
+
+def _saved(trainer: Trainer) -> str | None:
+    """Return the option that names the newest checkpoint of the run."""
+    paths = [
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        if not getattr(callback, "save_weights_only", False)
+        for name in ("last_path", "_last_checkpoint_saved")
+        if (path := getattr(callback, name, None)) and Path(path).exists()
+    ]
+    if not paths:
+        return None
+    newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
+    return f"--ckpt_path {shlex.quote(str(newest))}"

@@ -1,0 +1,291 @@
+"""Packs weights into buckets of bytes, as vLLM's weight-transfer API takes them."""
+
+import os
+import tempfile
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rlsched.ranks import Team
+
+_ALIGNMENT = 64
+STORED = 256 * 2**20
+"""Bytes of weights from which an object of Ray's store is full."""
+
+
+class HandedWeights(ABC):
+    """Named tensors that another process can read."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and tensors, without a copy where the memory is shared."""
+
+
+class WeightsStore(ABC):
+    """Holds one version of the weights for other processes."""
+
+    @abstractmethod
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> HandedWeights:
+        """Replace the content; no process may be reading it.
+
+        Args:
+            named_tensors: The weights, on any device. They are taken one at a time, as merged
+                adapters are large.
+            dtype: Precision of the reader. Wider matrices are rounded to it on their device;
+                vectors (norms, biases) and routers of experts are not, as engines keep some of them
+                in fp32.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory as soon as no process reads it."""
+
+
+@dataclass(frozen=True)
+class SharedWeights(HandedWeights):
+    """Named tensors that any process of this machine can map."""
+
+    path: str
+    size: int
+    index: list[tuple[str, torch.dtype, torch.Size, int]]
+    """Name, type, shape and first byte of each tensor."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and tensors, mapped without a copy."""
+        memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
+        for name, dtype, shape, start in self.index:
+            bytes_ = memory[start : start + shape.numel() * dtype.itemsize]
+            yield name, bytes_.view(dtype).view(shape)
+
+
+class WeightsFile(WeightsStore):
+    """Shared memory that weights are written to.
+
+    On Linux it is anonymous: it is freed with the process and not limited by the size of `/dev/shm`
+    (64 MB in many containers). Elsewhere it is a temporary file.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("lit_rlsched-weights")
+            self._path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:
+            self._descriptor, self._path = tempfile.mkstemp(prefix="lit_rlsched-weights-")
+
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> SharedWeights:
+        index, end = [], 0
+        with open(self._descriptor, "wb", closefd=False) as file:
+            file.seek(0)
+            for name, tensor in rounded(named_tensors, dtype):
+                index.append((name, tensor.dtype, tensor.shape, end))
+                file.seek(end)
+                end += file.write(_bytes(tensor))
+                end += -end % _ALIGNMENT
+            file.truncate(end)
+        return SharedWeights(self._path, end, index)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        with suppress(OSError):
+            if not self._path.startswith("/proc/"):
+                os.unlink(self._path)
+
+
+@dataclass(frozen=True)
+class StoredWeights(HandedWeights):
+    """Named tensors in Ray's object store, which any node of the cluster can read."""
+
+    buckets: list[tuple[Any, list[tuple[str, torch.dtype, torch.Size]]]]
+    """References of lists of arrays, with name, type and shape of each tensor."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import ray
+
+        for reference, index in self.buckets:
+            for array, (name, dtype, shape) in zip(ray.get(reference), index, strict=True):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # it can only be read
+                    bytes_ = torch.from_numpy(array)
+                yield name, bytes_.view(dtype).view(shape)
+
+
+class ObjectStore(WeightsStore):
+    """Ray's object store: weights are copied once to each node that reads them."""
+
+    def __init__(self) -> None:
+        self._weights = StoredWeights([])
+
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> StoredWeights:
+        import ray
+
+        self.close()
+        self._weights = StoredWeights([])
+        arrays: list[Any] = []
+        index: list[tuple[str, torch.dtype, torch.Size]] = []
+
+        def put() -> None:
+            self._weights.buckets.append((ray.put([*arrays]), [*index]))
+            arrays.clear()
+            index.clear()
+
+        for name, tensor in rounded(named_tensors, dtype):
+            arrays.append(_bytes(tensor))
+            index.append((name, tensor.dtype, tensor.shape))
+            if sum(array.nbytes for array in arrays) >= STORED:
+                put()
+        put()
+        return self._weights
+
+    def close(self) -> None:
+        self._weights.buckets.clear()  # the store frees what has no reference
+
+
+def rounded(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Round tensors as `WeightsStore.write` says."""
+    for name, tensor in named_tensors:
+        if dtype is not None and _may_be_rounded(name, tensor, dtype):
+            tensor = tensor.detach().to(dtype)
+        yield name, tensor
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """Return the content of a tensor as an array of bytes."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def _may_be_rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    wider = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
+    return wider and tensor.ndim > 1 and not {"gate", "router"} & {*name.split(".")}
+
+
+BUCKET = 2**30
+"""Maximum bytes of a bucket; a larger tensor is a bucket of its own."""
+
+Named = tuple[str, Tensor]
+
+
+class WeightSource(ABC):
+    """The weights of a policy. Every pass reads them again, on all ranks at once."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Named]:
+        """Yield the whole tensors under their checkpoint names."""
+
+    @abstractmethod
+    def packed(
+        self, dtype: torch.dtype, gpus: Collection[str]
+    ) -> Generator["PackedWeights", None, None]:
+        """Yield the same tensors in buckets.
+
+        Args:
+            dtype: Precision of the engines; see `WeightsStore.write`.
+            gpus: UUIDs of the GPUs on which engines read the buckets by CUDA IPC; empty if they do
+                not.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Several tensors in one buffer."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[list[int]]
+    data: Tensor
+    """Their bytes, one tensor after the other, `[bytes]`."""
+    last: bool
+    """Whether no bucket follows."""
+    handles: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """CUDA IPC handles of this buffer, and of the same on other ranks, by UUID of the GPU."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        pairs = zip(self.dtypes, self.shapes, strict=True)
+        return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
+
+
+def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[Named], bool]]:
+    """Group tensors in their order so that no group has more bytes than `limit`, if it can be.
+
+    Yields:
+        A group, and whether it is the last.
+    """
+    group: list[Named] = []
+    size = 0
+    for name, tensor in named:
+        if group and size + tensor.nbytes > limit:
+            yield group, False
+            group, size = [], 0
+        group.append((name, tensor))
+        size += tensor.nbytes
+    if group:
+        yield group, True
+
+
+def pack(group: Iterable[Named], last: bool) -> PackedWeights:
+    """Copy tensors of one device into a buffer there, and wait until it is written."""
+    # wide types first: every tensor then begins at a multiple of its element's size
+    ordered = sorted(group, key=lambda pair: -pair[1].element_size())
+    tensors = [tensor.detach() for _, tensor in ordered]
+    data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    if data.is_cuda:  # gathering has ended too, before anything is sent
+        torch.cuda.current_stream(data.device).synchronize()
+    return PackedWeights(
+        names=[name for name, _ in ordered],
+        dtypes=[tensor.dtype for tensor in tensors],
+        shapes=[list(tensor.shape) for tensor in tensors],
+        data=data,
+        last=last,
+    )
+
+
+def packed_weights(
+    named: Iterable[Named], dtype: torch.dtype, gpus: Collection[str], team: Team
+) -> Iterator[PackedWeights]:
+    """Do the work of `WeightSource.packed` on each rank; the leader yields every bucket.
+
+    For CUDA IPC, every rank on one of `gpus` fills a buffer of its own and keeps it until the
+    leader asks for the next bucket.
+    """
+    for group, last in buckets(rounded(named, dtype)):
+        exports = bool(gpus) and gpu_of(group[0][1].device) in gpus
+        packed = pack(group, last) if team.leads or exports else None
+        group.clear()  # a gathered tensor is not needed any more
+        if gpus:
+            own = handle_of(packed.data) if exports and packed is not None else {}
+            handles = {gpu: h for of_rank in team.all_gather(own) for gpu, h in of_rank.items()}
+            packed = packed and replace(packed, handles=handles)
+        if packed is not None:
+            yield packed
+        if gpus:
+            team.all_gather(None)  # the engines have read the bucket
+    if gpus:
+        torch.cuda.ipc_collect()
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the UUID of a GPU, by which vLLM names it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def handle_of(data: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Export a tensor by CUDA IPC; return what another process opens it with, by UUID."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(data)
+    return {gpu_of(data.device): arguments}

@@ -1,0 +1,1 @@
+"""Connects a run to the Trainer and to the disk: start, loaders, checkpoints, configuration."""

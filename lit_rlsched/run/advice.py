@@ -1,0 +1,265 @@
+"""Warnings about runs that will learn little or nothing, with what to change."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_rlsched.text import percent
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import noise
+from lit_rlsched.training.precision import trains_in_half
+from lit_rlsched.training.round import Round, reward_matrix
+
+EQUAL_ROUNDS = 5
+"""Number of rounds in a row in which all compared rewards are equal before a warning."""
+MOSTLY_EQUAL_ROUNDS = 20
+"""Number of rounds over which the share of prompts with equal rewards is averaged."""
+MOSTLY_EQUAL = 0.8
+"""Average share of prompts with equal rewards from which a run is warned."""
+VERIFIED_ROUNDS = 20
+"""Number of rounds over which the costs of verified drafts are averaged."""
+NOT_WORTH = 1.1
+"""Cost of verified drafts from which a run is warned, over the time of plain rounds."""
+_WHAT_TO_DO = (
+    "Use easier or harder prompts, more `num_generations`, a higher `temperature`, or "
+    "`DynamicSampling`; docs/howto/reward_stays_zero.md goes through the causes."
+)
+_OPTIMIZER_KEYS = {
+    "learning_rate": ("initial_lr", "lr"),  # a scheduler changes `lr` and keeps `initial_lr`
+    "betas": ("betas",),
+    "weight_decay": ("weight_decay",),
+}
+"""Settings of the module and their keys in AdamW's parameter groups, the preferred one first."""
+
+
+class Verified(NamedTuple):
+    """A round of `AheadRollout(correction="verify")`, in seconds."""
+
+    cost: float
+    """Verification, what was drawn after it, and the trainer's wait for the drafts, without the
+    time in which it computed gradients."""
+    plain: float
+    """Least time in which the engine would draw the whole round at once."""
+    kept: float
+    """Share of the drafts' tokens."""
+
+    @classmethod
+    def of(cls, round: Round) -> "Verified | None":
+        """Return the figures of a round; `None` without drafts that were drawn ahead."""
+        metrics, trace = round.metrics, round.trace
+        if trace is None or not trace.decode_steps or "ahead_rollout/tokens" not in metrics:
+            return None
+        lengths = [len(c.token_ids) for c in round.completions]
+        steps = max(max(lengths), sum(lengths) / trace.slots)
+        waited = metrics["time/rollout"] + metrics["ahead_rollout/wait_seconds"]
+        return cls(
+            waited - metrics.get("streamed_training/gradient_seconds", 0.0),
+            steps * trace.seconds / trace.decode_steps,
+            metrics.get("drafts/accepted_share", 1.0),
+        )
+
+
+class Advice:
+    """Warnings of a run, each given once even if the run is resumed."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+        self._equal_shares: deque[float] = deque(maxlen=MOSTLY_EQUAL_ROUNDS)
+        self._verified: deque[Verified] = deque(maxlen=VERIFIED_ROUNDS)
+
+    def at_start(
+        self,
+        eos_token_ids: Sequence[int],
+        slots: int | None,
+        most: int,
+        trained: nn.Module | None = None,
+    ) -> list[str]:
+        """Return warnings before the engine starts.
+
+        Args:
+            eos_token_ids: Tokens that end a completion.
+            slots: Configured number of slots.
+            most: Maximum number of completions in a round.
+            trained: The policy, if it will be trained.
+        """
+        return self._once(
+            no_eos=no_eos(eos_token_ids),
+            idle_slots=idle_slots(slots, most),
+            trains_in_half=None if trained is None else trains_in_half(trained),
+            trains_with_noise=None if trained is None else trains_with_noise(trained),
+        )
+
+    def of_evaluation(self, never_correct: str | None) -> list[str]:
+        """Return warnings after a validation, such as that no completion can count as correct."""
+        return self._once(never_correct=never_correct)
+
+    def of_round(
+        self, round: Round, weights: Sequence[float], limit: int, in_groups: bool
+    ) -> list[str]:
+        """Return warnings after a round was drawn and scored.
+
+        Args:
+            round: The round.
+            weights: Weights of the reward functions.
+            limit: `max_completion_length`.
+            in_groups: Whether advantages compare the completions of a group, or of the whole round.
+        """
+        rewards = reward_matrix(round.groups, weights)
+        rewards = rewards if in_groups else rewards.view(1, -1)
+        self._equal_shares.append(float(equal(rewards).double().mean()))
+        if (verified := Verified.of(round)) is not None:
+            self._verified.append(verified)
+        reasons = [c.finish_reason for c in round.completions]
+        return self._once(
+            all_cut=all_cut(reasons, limit),
+            equal_rewards=equal_rewards(rewards, self._equal_shares),
+            mostly_equal=mostly_equal(self._equal_shares) if in_groups else None,
+            costly_drafts=costly_drafts(self._verified),
+        )
+
+    def _once(self, **found: str | None) -> list[str]:
+        new = {name: text for name, text in found.items() if text and name not in self._given}
+        self._given |= new.keys()
+        return list(new.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which warnings were given and how often rewards have been equal."""
+        return {"said": sorted(self._given), "equal_shares": list(self._equal_shares)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Add the state of the resumed run to the warnings that were given since this start."""
+        self._given |= set(state.get("said", ()))
+        self._equal_shares.extend(state.get("equal_shares", ()))
+
+
+def no_eos(eos_token_ids: Sequence[int]) -> str | None:
+    """Warn if there is no EOS token."""
+    if eos_token_ids:
+        return None
+    return (
+        "Neither the tokenizer nor the model's generation config names an EOS token: every "
+        "completion will be cut at `max_completion_length`. Set `eos_token` of the tokenizer, or "
+        "`eos_token_id` in generation_config.json."
+    )
+
+
+def trains_with_noise(policy: nn.Module) -> str | None:
+    """Warn of a policy of one's own whose training passes have dropout, which engines have not."""
+    if not any(module.training for module in policy.modules()):
+        return None
+    config = getattr(base_model(policy), "config", None)
+    if config is None or not (rates := [f"{name}={rate}" for _, name, rate in noise(config)]):
+        return None
+    return (
+        f"The policy is in train mode and its config has `{', '.join(rates)}`: gradients are of "
+        "another policy than the one that draws. Load it with `lit_rlsched.load_policy`, or leave "
+        "it in eval mode."
+    )
+
+
+def idle_slots(slots: int | None, most: int) -> str | None:
+    """Warn if there are more slots than completions in a round."""
+    if slots is None or slots <= most:
+        return None
+    return (
+        f"`MicroGroupSampling(slots={slots})`: a round draws {most} completions, so {slots - most} "
+        f"slots stay empty. Use `slots={most}` or fewer, or raise `prompts_per_round` or "
+        "`num_generations`."
+    )
+
+
+def all_cut(finish_reasons: Sequence[str | None], limit: int) -> str | None:
+    """Warn if every completion of a round was cut at the length limit."""
+    if not finish_reasons or set(finish_reasons) != {"length"}:
+        return None
+    return (
+        f"All {len(finish_reasons)} completions of a round were cut at `max_completion_length="
+        f"{limit}`, and none ended with EOS: most reward functions find no answer in them. Raise "
+        "the limit. If the completions continue after their answer, check that prompts use the "
+        "chat template that the model was trained with, and that the tokenizer has the model's "
+        "EOS token."
+    )
+
+
+def equal(rewards: Tensor) -> Tensor:
+    """Return `[P]`: whether the rewards of each row of `[P, G]` are equal; NaN is no reward."""
+    low = torch.where(rewards.isnan(), torch.inf, rewards).amin(1)
+    high = torch.where(rewards.isnan(), -torch.inf, rewards).amax(1)
+    return (high - low).nan_to_num(0.0) <= 1e-8
+
+
+def equal_rewards(rewards: Tensor, shares: Sequence[float]) -> str | None:
+    """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds.
+
+    Args:
+        rewards: Those of the last round, `[P, G]`.
+        shares: For each of the last rounds, the share of rows with equal rewards.
+    """
+    if len(shares) < EQUAL_ROUNDS or min(list(shares)[-EQUAL_ROUNDS:]) < 1:
+        return None
+    seen = rewards[~rewards.isnan()].tolist()
+    return (
+        f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same reward (in "
+        f"the last one from {min(seen, default=0):g} to {max(seen, default=0):g}): their "
+        "advantages are zero, so nothing is learned from them. Look at the completions table: does "
+        f"the reward function find the answers? {_WHAT_TO_DO}"
+    )
+
+
+def mostly_equal(shares: Sequence[float]) -> str | None:
+    """Warn if most prompts of the last `MOSTLY_EQUAL_ROUNDS` rounds had equal rewards."""
+    if len(shares) < MOSTLY_EQUAL_ROUNDS or (mean := fmean(shares)) < MOSTLY_EQUAL:
+        return None
+    return (
+        f"In the last {len(shares)} rounds, all completions of {percent(mean)} of the prompts had "
+        "the same reward, so the update learned nothing from them (`frac_reward_zero_std`). "
+        f"{_WHAT_TO_DO}"
+    )
+
+
+def costly_drafts(rounds: Sequence[Verified]) -> str | None:
+    """Warn if drafts cost more than they saved in the last `VERIFIED_ROUNDS` rounds."""
+    if len(rounds) < VERIFIED_ROUNDS:
+        return None
+    cost, plain, kept = (fmean(values) for values in zip(*rounds, strict=True))
+    if cost <= NOT_WORTH * plain:
+        return None
+    return (
+        "`AheadRollout(correction='verify')` costs more than it saves: in the last "
+        f"{len(rounds)} rounds it took {cost:.3g} s a round to wait for drafts, verify them and "
+        f"draw what was not kept; drawing whole rounds takes about {plain:.3g} s. {percent(kept)} "
+        "of the tokens drawn ahead were kept. Use `correction='importance'`, or leave "
+        "`AheadRollout` out; docs/explanation/ahead_rollout.md says when verified drafts pay."
+    )
+
+
+def restored_settings(settings: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str | None:
+    """Warn if settings of the optimizer differ from those that the checkpoint restores.
+
+    Args:
+        settings: Settings of the module.
+        checkpoint: Lightning checkpoint with `optimizer_states`.
+    """
+    groups = [g for state in checkpoint.get("optimizer_states", ()) for g in state["param_groups"]]
+    changed = []
+    for name, keys in _OPTIMIZER_KEYS.items():
+        saved = [next((group[key] for key in keys if key in group), None) for group in groups]
+        theirs = {_comparable(value) for value in saved if value is not None}
+        if theirs and theirs != {_comparable(settings[name])}:
+            shown = ", ".join(map(str, sorted(theirs)))
+            changed.append(f"`{name}={settings[name]}` (the checkpoint has {shown})")
+    if not changed:
+        return None
+    return (
+        f"{' and '.join(changed)} will have no effect: the optimizer resumes with the settings of "
+        "the checkpoint. To use other values, start a new run from its weights, or set them on the "
+        "optimizer in a callback's `on_train_start`."
+    )
+
+
+def _comparable(value: Any) -> Any:
+    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)

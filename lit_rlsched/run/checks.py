@@ -1,0 +1,383 @@
+"""Checks of a run's settings, from the arguments alone to those that need the run's other parts.
+
+Each check raises a `ValueError` that names the setting, its value and a fix; where the Trainer's
+set-up is at fault, a `MisconfigurationException`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
+from lit_rlsched.scheduling.parallelism_planner import check_sizes
+from lit_rlsched.settings import check_finite, check_name, check_template_kwargs
+from lit_rlsched.training.precision import check_precision
+from lit_rlsched.types import Sampling
+
+_LEAST = {
+    "prompts_per_round": 1,
+    "num_generations": 1,
+    "steps_per_round": 1,
+    "num_iterations": 1,
+    "micro_batch_tokens": 1,
+    "max_completion_length": 1,
+    "val_num_generations": 0,
+    "num_engines": 1,
+}
+
+_CLIPS = (
+    "the module clips gradients itself, by their norm and once per optimizer step. Leave it out; "
+    "the module's `gradient_clip_val` sets the largest norm"
+)
+_ACCUMULATES = (
+    "an optimizer step has as many micro-batches as its completions need. Leave it out; "
+    "`micro_batch_tokens` sets the size of a micro-batch, and `prompts_per_round` divided by "
+    "`steps_per_round` that of a step"
+)
+OF_THE_MODULE: dict[str, tuple[Any, str]] = {
+    "gradient_clip_val": (None, _CLIPS),
+    "gradient_clip_algorithm": (None, _CLIPS),
+}
+"""Arguments of a Trainer that a module with manual optimization sets itself: default and reason."""
+_AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
+REFUSED_CALLBACKS: dict[str, str] = {
+    "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
+    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says how "
+    "much fits. (`Tuner.scale_batch_size` adds this callback)",
+    "GradientAccumulationScheduler": _ACCUMULATES,
+    "LearningRateFinder": "the loss of a policy gradient says nothing about a learning rate: it is "
+    "near zero with each. Compare the reward of short runs with different `learning_rate`. "
+    "(`Tuner.lr_find` adds this callback)",
+    "ModelPruning": "it renames weights and masks them in each pass, which the engine that decodes "
+    "does not see. Prune the exported model",
+    "SpikeDetection": "it stops a run whose loss is far above its mean, and the loss of a policy "
+    "gradient is near zero on average. A step that is not finite stops the run anyway; "
+    "`EarlyStopping('grad_norm', stopping_threshold=...)` watches the gradient",
+}
+"""Callbacks of Lightning that would do nothing or do harm, with the reason and what to use."""
+
+# Arguments of the data module and of the module.
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse arguments of `RolloutDataModule` that are out of range or contradict each other."""
+    check_finite(settings, besides=["train_data", "val_data", "test_data", "predict_data"])
+    for name, least in _LEAST.items():
+        if settings[name] < least:
+            raise ValueError(f"`{name}={settings[name]}`: use {least} or more.")
+    prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
+    if prompts % steps:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+        raise ValueError(
+            f"`steps_per_round={steps}` does not divide `prompts_per_round={prompts}`. Use one of "
+            f"{divisors}, or change `prompts_per_round`."
+        )
+    if (engines := settings["num_engines"]) > prompts:
+        raise ValueError(
+            f"`num_engines={engines}` is more than `prompts_per_round={prompts}`, and the "
+            "completions of a prompt are decoded by one engine: some would have none. Use "
+            f"{prompts} or less, or more prompts."
+        )
+    _check_objects(settings)
+    _check_sampling(settings)
+    check_template_kwargs(settings["chat_template_kwargs"] or {})
+    given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
+    if given and not (settings["val_greedy"] or settings["val_num_generations"]):
+        raise ValueError(
+            "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate "
+            f"`{given[0]}` with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
+
+
+def _check_objects(settings: Mapping[str, Any]) -> None:
+    """Refuse an object in place of a name, and a name in place of an object."""
+    if (tokenizer := settings["tokenizer"]) is not None:
+        check_name(
+            "RolloutDataModule",
+            "tokenizer",
+            tokenizer,
+            "The engine loads it by its name: save it with `save_pretrained(folder)`, and give the "
+            "folder.",
+        )
+    engine = settings["engine"]
+    if engine is not None and not isinstance(engine, RolloutEngine):
+        raise ValueError(
+            f"`RolloutDataModule({engine=})` is not an engine: give an object such as "
+            "`VLLMEngine()` or `TransformersEngine()`."
+        )
+
+
+def _check_sampling(settings: Mapping[str, Any]) -> None:
+    temperature, val_temperature = settings["temperature"], settings["val_temperature"]
+    if temperature <= 0:
+        raise ValueError(
+            f"`{temperature=}`: use more than 0. All greedy completions of a prompt are the same, "
+            "and nothing is learned from them."
+        )
+    if val_temperature is not None and val_temperature <= 0:
+        raise ValueError(f"`{val_temperature=}`: use more than 0; `val_greedy` decodes greedily.")
+    top_p, top_k, min_p = settings["top_p"], settings["top_k"], settings["min_p"]
+    if not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
+        raise ValueError(
+            f"`{top_p=}`, `{top_k=}`, `{min_p=}`: use 0 < top_p <= 1, top_k >= 0 and 0 <= min_p "
+            "<= 1."
+        )
+
+
+def check_module_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse arguments of a `PolicyModule` that are out of range or contradict each other."""
+    rloo = settings["loss_type"] == "rloo"
+    old_logprobs = settings["old_logprobs"]
+    if old_logprobs not in ("trainer", "engine", None):
+        raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
+    if old_logprobs == "engine" and rloo:
+        raise ValueError(
+            "`old_logprobs='engine'` with `loss_type='rloo'`: the importance ratio of a whole "
+            "sequence to the engine's log-probs is unbounded. Use `old_logprobs='trainer'`, which "
+            "`importance_sampling_mode` corrects, or another loss type."
+        )
+    for name in ("learning_rate", "beta", "lora_rank", "warmup_steps"):
+        if settings[name] < 0:
+            raise ValueError(f"`{name}={settings[name]}` must be 0 or more.")
+
+
+# The data module with the Trainer, the module and the engine.
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse a strategy, a precision or a callback of the Trainer that cannot work."""
+    check_strategy(trainer)
+    check_precision(trainer.precision_plugin)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        names = [cls.__name__ for cls in type(callback).__mro__ if _is_lightnings(cls)]
+        name = type(callback).__name__
+        for why in filter(None, map(REFUSED_CALLBACKS.get, names)):
+            raise MisconfigurationException(f"`{name}`: {why}.")
+        averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
+        if averages and is_sharded(trainer):
+            raise MisconfigurationException(f"`{name}`: {_AVERAGES}.")
+        module = trainer.lightning_module
+        has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
+        if "BackboneFinetuning" in names and module and not has:
+            raise MisconfigurationException(
+                f"`{name}` freezes the module's `backbone`, and `{type(module).__name__}` has "
+                "none. Add a property of this name to a subclass, or use `lora_rank`, which "
+                "freezes the whole base."
+            )
+
+
+def _is_lightnings(cls: type) -> bool:
+    return getattr(lightning_callbacks, cls.__name__, None) is cls
+
+
+def check_given_to(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what a Trainer is given in place of the module, of its settings or of a data module.
+
+    Args:
+        trainer: Trainer that is about to run the module.
+        module: The module, which optimizes manually.
+    """
+    name = type(module).__name__
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise MisconfigurationException(
+            f"`torch.compile({name}(...))`: its training step takes micro-batches of another shape "
+            "each time, and drives the optimizer itself, so it cannot be compiled. Give the "
+            "Trainer the module itself."
+        )
+    for setting, (default, why) in OF_THE_MODULE.items():
+        value = getattr(trainer, setting)
+        if value != default:
+            value = getattr(value, "value", value)
+            raise MisconfigurationException(f"`Trainer({setting}={value!r})`: {why}.")
+    check_accumulation(trainer)
+    fn, loader, data = trainer.state.fn, "dataloaders", "val"
+    loop: Any = trainer.validate_loop
+    if fn == TrainerFn.FITTING:
+        loop, loader, data = trainer.fit_loop, "train_dataloaders", "train"
+    elif fn in (TrainerFn.TESTING, TrainerFn.PREDICTING):
+        data = fn.value
+        loop = trainer.test_loop if fn == TrainerFn.TESTING else trainer.predict_loop
+    if not hasattr(loop._data_source.instance, "has_rewards"):
+        method = "fit" if fn is None else fn.value
+        raise MisconfigurationException(
+            f"`Trainer.{method}`: `{name}` takes completions, which a data module draws. In "
+            f"place of `{loader}=...` use "
+            f"`trainer.{method}(module, datamodule=RolloutDataModule({data}_data=prompts, ...))`."
+        )
+
+
+def check_accumulation(trainer: Trainer) -> None:
+    """Refuse a fixed number of micro-batches per optimizer step."""
+    if (value := trainer.accumulate_grad_batches) != 1:
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={value})`: {_ACCUMULATES}."
+        )
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse a Trainer whose processes could not share the update."""
+    strategy, size = trainer.strategy, trainer.world_size
+    if size == 1:
+        return
+    name = type(strategy).__name__
+    fix = "Use `strategy='ddp'`, or `strategy='fsdp2'` for a model that one device cannot hold."
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        raise MisconfigurationException(
+            f"`Trainer(strategy=...)`: `{name}` starts its {size} processes from this one, without "
+            f"its engine and data. {fix}"
+        )
+    if isinstance(strategy, ModelParallelStrategy):
+        given = strategy._tensor_parallel_size
+        if given not in (1, "auto") or (
+            given == "auto" and not isinstance(strategy, FSDP2Strategy)
+        ):
+            raise MisconfigurationException(
+                f"`{name}(tensor_parallel_size={given!r})` splits layers over devices, which "
+                f"training does not support. {fix}"
+            )
+    elif not isinstance(strategy, DDPStrategy):
+        raise MisconfigurationException(
+            f"`Trainer(strategy=...)`: `{name}` is not supported with {size} processes. {fix}"
+        )
+
+
+def check_same_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes of a Trainer that were not started with the same settings."""
+    for rank, settings in enumerate(ranks):
+        for name, value in settings.items():
+            if value != ranks[0][name]:
+                raise MisconfigurationException(
+                    f"Rank {rank} has `{name}={value}`, and rank 0 has `{name}={ranks[0][name]}`. "
+                    "Start all of them with the same package and the same settings."
+                )
+
+
+def check_group_size(num_generations: int, needs_group: bool) -> None:
+    """Refuse groups of one completion where a completion is compared with its group."""
+    if needs_group and num_generations < 2:
+        raise ValueError(
+            f"`num_generations={num_generations}`: use 2 or more (a baseline needs a second "
+            "completion), or `GRPOModule(advantage='reinforce++')`, which needs none."
+        )
+
+
+def check_decodes_by_itself(needed_by: str, engine: RolloutEngine) -> None:
+    """Refuse an engine that decodes only when the trainer calls it."""
+    if not engine.decodes_by_itself:
+        raise MisconfigurationException(
+            f"{needed_by} needs an engine that decodes while the trainer computes, and "
+            f"`{engine.name}` does so only when it is called. Use "
+            f"`engine=ProcessEngine({engine.name}(...))`."
+        )
+
+
+def warn_of_correction(who: str, module: Mapping[str, Any], masked: bool = False) -> None:
+    """Warn of a module that does not correct stale tokens, or not as it was told to.
+
+    Args:
+        who: The callback whose rounds have stale tokens, for the message.
+        module: The module's settings.
+        masked: Whether stale tokens are left out of the loss.
+    """
+    mode, rloo = module.get("importance_sampling_mode"), module.get("loss_type") == "rloo"
+    old = module.get("old_logprobs")
+    if old == "trainer" or (rloo and old is None):
+        if mode is None and not masked:
+            setting = "`old_logprobs='trainer'` and " if old else ""
+            rank_zero_warn(
+                f"{who} with {setting}`importance_sampling_mode=None` trains on tokens of earlier "
+                "policies as if the newest had drawn them. Set `importance_sampling_mode`"
+                + (", or leave `old_logprobs` out." if old else ".")
+            )
+    elif mode not in (None, "sequence_mask") and not rloo:
+        rank_zero_warn(
+            f"`importance_sampling_mode={mode!r}` has no effect with {who}, where the clipped "
+            "ratio is already relative to the policy that drew each token. Set "
+            "`old_logprobs='trainer'` to use it."
+        )
+
+
+def check_logprobs(
+    needed_by: str,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    what: str = "tokens are trained against",
+) -> None:
+    """Refuse an engine and a sampling whose log-probs are not those of the policy.
+
+    Args:
+        needed_by: The setting that needs them, for the message.
+        engine: The run's engine.
+        sampling: The run's sampling.
+        what: What that setting does with them, for the message.
+    """
+    if not engine.logprobs:
+        raise ValueError(
+            f"{needed_by} with `{engine.name}`: {what} the log-probs they were drawn "
+            "with, and this engine gives none. Use `VLLMEngine` or `TransformersEngine`, or leave "
+            f"{needed_by} out."
+        )
+    if sampling.truncated:
+        raise ValueError(
+            f"{needed_by} with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
+            f"min_p={sampling.min_p}`: {what} log-probs of the whole distribution, and the "
+            "engine's are of a truncated one. Use `top_p=1, top_k=0, min_p=0`, or leave "
+            f"{needed_by} out."
+        )
+
+
+def check_one_process(world_size: int, callback: str) -> None:
+    """Refuse a callback that splits the engine over the devices on which other ranks train."""
+    if world_size > 1:
+        raise MisconfigurationException(
+            f"`{callback}` splits the engine over the node's devices, and `Trainer` trains on "
+            f"{world_size} of them. Remove the callback, or use `devices=1`."
+        )
+
+
+def check_parallelism(
+    engine: RolloutEngine, size: int, most: int, minimum: int, maximum: int
+) -> None:
+    """Refuse sizes that a `ParallelismPlanner` cannot choose from.
+
+    Args:
+        engine: The run's engine.
+        size: The engine's `tensor_parallel_size` before the first round.
+        most: Number of devices over which the engine can split the model.
+        minimum: The planner's smallest size.
+        maximum: The planner's largest size.
+    """
+    name, engines = engine.name, len(engine.engines)
+    each = f" for each of {engines} engines" if engines > 1 else ""
+    fewer = ", use a smaller `num_engines`" if engines > 1 else ""
+    if most == 1:
+        raise MisconfigurationException(
+            f"`ParallelismPlanner` has nothing to choose{each}: `{name}` can split this model "
+            f"over one device of this node at most. Remove the callback{fewer}, or use "
+            "`VLLMEngine` on a node with more GPUs (on CPU: cores)."
+        )
+    if maximum > most:
+        raise MisconfigurationException(
+            f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
+            f"heads allow {most}{each}. Use {most}, or leave it out."
+        )
+    if not minimum <= size <= maximum:
+        raise MisconfigurationException(
+            f"`{name}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
+            f"chooses from {minimum} to {maximum}. Change the one or the other."
+        )
+    try:
+        check_sizes(size=size, maximum=maximum)
+    except ValueError as error:
+        raise MisconfigurationException(
+            f"{error} It is the `tensor_parallel_size` of `{name}`."
+        ) from None

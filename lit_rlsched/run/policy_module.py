@@ -1,0 +1,445 @@
+"""The policy-gradient module that GRPO and RLOO specialise."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning import Callback
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lit_rlsched.ranks import Team
+from lit_rlsched.run.checks import check_given_to, check_module_settings
+from lit_rlsched.run.evaluation import EvaluationSteps
+from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
+from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
+from lit_rlsched.run.trainer import StepMetrics
+from lit_rlsched.settings import KnownArguments, check_finite, check_name
+from lit_rlsched.training.learner import RoundLogprobs
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.lora import (
+    adapter_config,
+    add_lora,
+    add_reference,
+    as_reference,
+    base_model,
+    lora_settings,
+)
+from lit_rlsched.training.losses import (
+    ImportanceSamplingMode,
+    LossOutput,
+    LossType,
+    check_loss_settings,
+    divides_by,
+    policy_loss,
+    rollout_correction,
+)
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.optimizers import (
+    Optim,
+    check_gradient,
+    check_optim,
+    check_optimizers,
+    due_schedulers,
+    is_fused,
+    make_adamw,
+    with_schedule,
+)
+from lit_rlsched.training.policy import load_policy, whole
+from lit_rlsched.training.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.training.shared_prefix import Sharing, obstacle
+from lit_rlsched.types import Group, Sample
+
+# Expected here: the policy stays in eval mode, because with dropout it differs from the engine's;
+# a checkpoint holds the weights after the step; validation is optional; predictions have a uid.
+for _expected in (
+    r"Found \d+ module\(s\) in eval mode",
+    "Using ModelCheckpoint with manual optimization",
+    r"Total length of `list` across ranks is zero",
+    "Couldn't infer the batch indices",
+):
+    warnings.filterwarnings("ignore", _expected)
+
+
+class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArguments):
+    """Trains a causal language model on scored completions; base of `GRPOModule` and `RLOOModule`.
+
+    One item of the loader is one optimizer step, an iterator of micro-batches. Optimization is
+    manual, so gradient clipping is set here and not in the Trainer.
+
+    Args:
+        model: Folder or hub name of the initial checkpoint. If it is a LoRA adapter, this adapter
+            is trained further, and the `lora_*` settings follow from it.
+        learning_rate: Peak learning rate of AdamW.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's weight decay.
+        optim: `adamw_torch` or `adamw_torch_fused`, the default on a GPU, where `adamw_torch` needs
+            a temporary as large as the trained weights.
+        warmup_steps: Optimizer steps of linear learning-rate warm-up.
+        lr_scheduler_type: Schedule after the warm-up.
+        gradient_clip_val: Maximum gradient norm; `None` switches clipping off.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights, or
+            the adapters alone with `VLLMEngine(enable_lora=True)`. Checkpoints hold only the
+            adapters. Adapters are float32; in `bf16-mixed` and `bf16-true` the base is bfloat16
+            (`docs/explanation/precision.md`).
+        lora_alpha: LoRA's scale, by default 32.
+        lora_target_modules: Layers that get adapters, as in peft: their names, a regular
+            expression, or `all-linear`, the default.
+        reference_model: Reference model of the KL: `initial`, the model at the start of training,
+            or for a `model` that is an adapter `base`, the model under it.
+        loss_type: Ratio and normalisation of the loss; see `losses.policy_loss`.
+        epsilon: Clip distance of the ratio.
+        epsilon_high: Upper clip distance if it differs (clip-higher); the cap of CISPO.
+        delta: Upper bound of the ratio for negative advantages (two-sided clipping).
+        beta: Weight of the KL to the reference model. With 0 no reference model is loaded.
+        importance_sampling_mode: How the ratio of the trainer's to the engine's log-probs corrects
+            the loss; `None` switches the correction off.
+        importance_sampling_clip_max: Maximum of that ratio.
+        old_logprobs: Denominator of the clipped ratio: the log-probs by the `trainer` under the
+            weights at the start of the round, or those that the `engine` recorded, under whichever
+            version drew the token. The default is `engine` if a round has tokens of several
+            versions (`SortedBatching(mode="partial")`) and `loss_type` is not `rloo`, else
+            `trainer`. With `engine` the clipped ratio itself is the correction, unbounded for
+            negative advantages unless `delta` is set, and `importance_sampling_mode` has no effect.
+        shared_prefix: Whether the update encodes a prompt once for several of its completions, with
+            the same loss and gradients up to rounding. The default does so where it saves time and
+            the model supports it; the first such completions are encoded both ways, and sharing is
+            switched off with a warning if the results differ. `True` refuses a model that does not
+            support it (`docs/explanation/repetition.md`).
+    """
+
+    kl_in_loss = True
+    """Whether the KL is a term of the loss (GRPO) or subtracted from the reward (RLOO)."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        learning_rate: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        optim: Optim | None = None,
+        warmup_steps: int = 0,
+        lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
+        gradient_clip_val: float | None = 1.0,
+        gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: int | None = None,
+        lora_target_modules: list[str] | str | None = None,
+        reference_model: Literal["initial", "base"] = "initial",
+        loss_type: LossType = "dapo",
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        beta: float = 0.0,
+        importance_sampling_mode: ImportanceSamplingMode | None = "sequence_mask",
+        importance_sampling_clip_max: float = 3.0,
+        old_logprobs: Literal["trainer", "engine"] | None = None,
+        shared_prefix: bool | None = None,
+    ) -> None:
+        check_finite(locals())
+        check_name(
+            type(self).__name__,
+            "model",
+            model,
+            "The engine, the reference model and a resumed run load the model by its name: save it "
+            "and its tokenizer with `save_pretrained(folder)`, and give the folder.",
+        )
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.model: nn.Module | None = None
+        self._reference: list[nn.Module] = []  # a list, so not a submodule
+        self._skipped = False  # whether the optimizer step has nothing to train on
+        self._total: Tensor | float = 0.0  # loss of the optimizer step so far
+        self._figures = StepMetrics()
+        self._sharing = Sharing()
+        self._loss_settings: dict[str, Any] = {
+            "loss_type": loss_type,
+            "epsilon": epsilon,
+            "epsilon_high": epsilon_high,
+            "delta": delta,
+            "beta": beta if self.kl_in_loss else 0.0,
+            "importance_sampling_mode": importance_sampling_mode,
+            "importance_sampling_clip_max": importance_sampling_clip_max,
+        }
+        check_loss_settings(**self._loss_settings)
+        check_optim(optim)
+        check_module_settings(self.hparams)
+
+    @property
+    def _hp(self) -> Any:
+        return self.hparams
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what the Trainer was given in place of our settings, before it loads anything."""
+        check_given_to(self.trainer, self)
+        return []
+
+    def configure_model(self) -> None:
+        """Load the policy and, if the loss needs one, the reference model, unless already loaded.
+
+        Raises:
+            ValueError: If the model cannot be trained, differs from the `lora_*` settings, or does
+                not support `shared_prefix=True`.
+        """
+        if self.model is not None:
+            return
+        hp = self._hp
+        self._check_ranks()
+        adapter = adapter_config(hp.model)
+        hp.update(lora_settings(hp, adapter))
+        precision = None if self._trainer is None else self.trainer.precision
+        dtype = load_dtype(precision, lora=hp.lora_rank > 0)
+        policy = load_policy(hp.model, dtype=dtype)
+        model = base_model(policy)
+        if hp.shared_prefix and (why := obstacle(model)) is not None:
+            raise ValueError(
+                f"`shared_prefix=True`: completions of `{type(model).__name__}` cannot share "
+                f"a prompt: {why}. Leave `shared_prefix` out."
+            )
+        if hp.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            for part in model.modules():  # only what asks for train mode: some routers sample in it
+                part.training = hasattr(part, "gradient_checkpointing")
+        if hp.lora_rank:
+            if adapter is None:
+                policy = add_lora(policy, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
+            elif self.needs_reference and hp.reference_model == "initial":
+                add_reference(policy)
+            self.register_load_state_dict_post_hook(without_base)  # type: ignore[no-untyped-call]
+        elif self.needs_reference:
+            self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
+        self.model = policy
+        if is_sharded(self._trainer) and self.device_mesh is not None:  # an estimate has no mesh
+            for reference in self._reference:  # not a submodule, so nothing else casts it
+                self.trainer.precision_plugin.convert_module(reference)
+            for part in (self.model, *self._reference):
+                shard(part, self.device_mesh["data_parallel"])
+
+    def _check_ranks(self) -> None:
+        """Refuse settings that cannot work with several trainer processes."""
+        if self._trainer is None or self.trainer.world_size == 1:
+            return
+        if self._hp.loss_type == "bnpo":
+            raise ValueError(
+                "`loss_type='bnpo'` averages over each micro-batch, which several trainer "
+                "processes divide differently. Use 'dapo', which averages over the update's "
+                "tokens, or `devices=1`."
+            )
+        if self._hp.shared_prefix and is_sharded(self.trainer):
+            raise ValueError(
+                "`shared_prefix=True`: completions cannot share a prompt while the weights are "
+                "sharded. Leave `shared_prefix` out, or use `strategy='ddp'`."
+            )
+
+    def on_fit_start(self) -> None:
+        """Check what `configure_optimizers`, which a subclass may have, has returned."""
+        check_optimizers(
+            self.trainer.optimizers,
+            self.trainer.lr_scheduler_configs,
+            [p for p in self.parameters() if p.requires_grad],
+        )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        hp = self._hp
+        optimizer = make_adamw(
+            [p for p in self.parameters() if p.requires_grad],
+            is_fused(hp.optim, self.device.type),
+            lr=hp.learning_rate,
+            betas=tuple(hp.betas),
+            weight_decay=hp.weight_decay,
+        )
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = with_schedule(optimizer, hp.lr_scheduler_type, hp.warmup_steps, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
+
+    # The methods of `training.learner.Learner`, which documents them.
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._hp.beta > 0
+
+    @property
+    def skip_zero_advantage(self) -> bool:
+        return self._hp.beta == 0
+
+    @property
+    def needs_group(self) -> bool:
+        return True
+
+    def needs_engine_logprobs(self, off_policy: bool) -> bool:
+        if self._hp.old_logprobs is None:
+            return off_policy and self._hp.loss_type != "rloo"
+        return bool(self._hp.old_logprobs == "engine")
+
+    @abstractmethod
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        """Compute advantages `[P, G]` from rewards `[P, G]`, NaN where there is none."""
+
+    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+        assert self.model is not None, "configure_model has not run"
+        if self._hp.shared_prefix is False or is_sharded(self._trainer):
+            return None
+        return self._sharing.cost(
+            self.model,
+            samples,
+            micro_batch_tokens,
+            lambda: self.trainer.precision_plugin.forward_context(),
+            self._team,
+        )
+
+    def decide_sharing(self, works: bool) -> None:
+        """Note that completions may share a prompt, or may not, as rank 0 has found."""
+        self._sharing.works = works
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> dict[str, Tensor]:
+        batch = batch.to(self.device)
+        scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
+        if self.needs_reference:
+            with self._reference_model() as reference:
+                scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
+        return scores
+
+    @contextmanager
+    def _reference_model(self) -> Iterator[nn.Module]:
+        if self._hp.lora_rank:
+            with as_reference(self.model):
+                yield self.model  # type: ignore[misc]
+        else:
+            yield to_like(self._reference[0], next(self.parameters()))
+
+    def _logprobs(
+        self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        assert model is not None, "configure_model has not run"
+        return completion_logprobs(model, **batch.logprob_inputs, entropy=entropy)
+
+    # Training.
+
+    def loss(self, batch: MicroBatch) -> LossOutput:
+        """Compute the micro-batch's share of the optimizer step's loss."""
+        logp, entropy = self._logprobs(self.model, batch, entropy=True)
+        inputs = batch.loss_inputs
+        drawn = None
+        if self.needs_engine_logprobs(batch.off_policy):
+            drawn = inputs["rollout_logp"]
+            inputs |= {"old_logp": drawn, "rollout_logp": None}
+        output = policy_loss(logp, **inputs, **self._loss_settings)
+        assert entropy is not None
+        mask = batch.completion_mask
+        if drawn is not None:  # metrics of how far the policy has moved
+            cap = self._hp.importance_sampling_clip_max
+            _, moved = rollout_correction(logp.detach(), drawn, mask.bool(), "token_mask", cap)
+            output.metrics.update(moved)
+        output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
+        return output
+
+    def on_round_start(self, plan: list[Group]) -> None:
+        """Free the gradients' memory for the rollout."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.zero_grad(set_to_none=True)
+        self._total, self._figures = 0.0, StepMetrics()
+
+    def streaming_obstacle(self) -> str | None:
+        if self._hp.loss_type == "bnpo":
+            return (
+                "`loss_type='bnpo'` averages over each micro-batch, whose members would depend on "
+                "the order in which completions finish. Use 'dapo', which averages over the "
+                "update's tokens"
+            )
+        return None
+
+    def accumulate(self, step: OptimizerStep, first: bool) -> None:
+        if first:
+            self._begin_step()
+        self._accumulate(step, sync=False)
+
+    def _accumulate(self, step: OptimizerStep, sync: bool) -> None:
+        """Add gradients; with `sync`, the last backward pass averages them over the ranks."""
+        with self.trainer.precision_plugin.train_step_context():
+            for batch in step:
+                if self._team.size == 1:
+                    heed(self.trainer)  # several ranks stop together, between two steps
+                batch = batch.to(self.device)
+                with gradient_sync(self.trainer, sync and batch.is_last):
+                    output = self.loss(batch)
+                    self.manual_backward(output.loss * batch.scale)
+                if batch.scale:
+                    self._total += output.loss.detach()
+                    self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
+
+    def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
+        """Accumulate the step's micro-batches and take one optimizer step, even if it is empty."""
+        optimizer = self.optimizers()
+        if not step.accumulated:
+            self._begin_step()
+        self._skipped = not step.samples
+        if not len(step):
+            self._add_nothing(any(map(len, step.accumulated)))
+        self._accumulate(step, sync=True)
+        self._gather_figures()
+        self._divide_by_totals(step)
+        total, metrics = self._total, self._figures.compute()
+        learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        optimizer.step()  # type: ignore[union-attr]
+        for scheduler in due_schedulers(self.trainer):
+            self.lr_scheduler_step(scheduler, None)
+        # Lightning discards what was logged before the optimizer's hooks.
+        self.log("learning_rate", learning_rate, batch_size=1)
+        self.log("loss", total, prog_bar=True, batch_size=1)
+        self.log_dict(metrics, batch_size=1)
+
+    def _add_nothing(self, accumulated: bool) -> None:
+        """Take the gradient of a step in which every advantage is zero or every group streamed."""
+        if is_sharded(self.trainer):
+            if not accumulated:
+                zero_gradient(self)
+        elif not accumulated or self._team.size > 1:
+            nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
+            self.manual_backward(torch.stack(nothing).sum())
+
+    def _gather_figures(self) -> None:
+        """Add up the loss and the metrics of all ranks."""
+        if self._team.size == 1:
+            return
+        ours = float(self._total), self._figures.to("cpu")
+        self._total, self._figures = 0.0, StepMetrics()
+        for total, figures in self._team.all_gather(ours):
+            self._total += total
+            self._figures.add(figures)
+
+    @property
+    def _team(self) -> Team:
+        run = getattr(getattr(self._trainer, "datamodule", None), "run", None)
+        return getattr(run, "team", None) or Team()
+
+    def _divide_by_totals(self, step: OptimizerStep) -> None:
+        """Renormalise a step whose accumulated parts were divided by a provisional divisor."""
+        if not step.accumulated:
+            return
+        by = divides_by(self._hp.loss_type)
+        ratio = getattr(step.divisor, by) / max(1, getattr(step.totals, by))
+        self._total *= ratio
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(ratio)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check and clip the gradients, which are unscaled at this point in every precision."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(grads)) if grads else torch.zeros(())
+        check_gradient(self.trainer, norm, self._total)
+        self.log("grad_norm", norm, batch_size=1)
+        if self._hp.gradient_clip_val is not None:
+            self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
+        if self._skipped:  # with a gradient, even zero, momentum would move the weights
+            self.zero_grad(set_to_none=True)

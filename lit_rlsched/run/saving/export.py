@@ -1,0 +1,305 @@
+"""Write the policy of a checkpoint as a Hugging Face folder."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig
+
+from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.run.saving.model_card import model_card
+from lit_rlsched.run.saving.resuming import check_same_weights
+from lit_rlsched.run.saving.run_folder import newest_checkpoint
+from lit_rlsched.run.saving.sharded_checkpoints import is_sharded_checkpoint
+from lit_rlsched.training.lora import (
+    adapter_config,
+    add_lora,
+    base_model,
+    read_config,
+    with_adapter,
+)
+from lit_rlsched.training.policy import eos_token_ids, load_policy, load_tokenizer, named_weights
+from lit_rlsched.training.precision import kept_in_float32, main_dtype
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+_Lora = tuple[Mapping[str, Any], Mapping[str, Any] | None]
+"""Settings of the module, and the adapter's config, which earlier versions did not write."""
+_SUFFIX = ".export-tmp"
+
+
+def export(
+    ckpt_path: str,
+    out: str,
+    adapter: bool = False,
+    dtype: Dtype = "auto",
+    push_to_hub: str | None = None,
+    model: str | None = None,
+) -> Path:
+    """Export a trained model as a Hugging Face folder, for transformers, vLLM and the Hub.
+
+    The folder has weights (safetensors), tokenizer, chat template, a generation config with the
+    sampling of the run, and a model card. It appears under its name once it is complete.
+
+    Args:
+        ckpt_path: Checkpoint of `GRPOModule` or `RLOOModule`, a run's folder (its newest readable
+            checkpoint), or `last` for the newest in `runs/`.
+        out: Folder to write. It must be empty or not exist.
+        adapter: Write the LoRA adapters as a PEFT folder instead of merging them into the base.
+        dtype: Of the weights. `auto` is the dtype in training: `float32` in `32-true` and
+            `bf16-mixed`, whose trained weights are float32, and `bfloat16` in `bf16-true`. With
+            LoRA it is that of the frozen base, `bfloat16` in `bf16-mixed` too, and the sum of base
+            and adapters is rounded once; an adapter folder is float32. Tensors that transformers
+            keeps in float32 stay so in every dtype.
+        push_to_hub: Name of a repository on the Hub to which the folder is then uploaded.
+        model: Folder or hub name of the base model, if it is not where the run found it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the file is not a readable checkpoint of this package.
+        ImportError: the checkpoint has LoRA adapters, and peft is missing.
+        RuntimeError: the upload failed; the folder stays.
+        ValueError: an argument is wrong, or base model or tokenizer cannot be found.
+    """
+    check_arguments(dtype, push_to_hub)
+    folder = Path(out).resolve()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
+    path = find_checkpoint(ckpt_path)
+    checkpoint = read_checkpoint(path, optimizers=False)
+    return export_state(
+        checkpoint, folder, source=path, adapter=adapter, dtype=dtype, hub=push_to_hub, model=model
+    )
+
+
+def export_state(
+    checkpoint: Mapping[str, Any],
+    out: Path,
+    *,
+    source: Path,
+    adapter: bool = False,
+    dtype: Dtype = "auto",
+    hub: str | None = None,
+    model: str | None = None,
+) -> Path:
+    """Export a loaded checkpoint; replaces the folder `out`. See `export`.
+
+    Args:
+        checkpoint: Contents of the checkpoint.
+        out: Folder to write.
+        source: Checkpoint's file, or another path in the run's folder: for messages and the card.
+        adapter: See `export`.
+        dtype: See `export`.
+        hub: `push_to_hub` of `export`.
+        model: See `export`.
+    """
+    settings = dict(checkpoint.get("hyper_parameters", {}))
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in checkpoint["state_dict"].items()
+        if name.startswith("model.")
+    }
+    if not isinstance(settings.get("model"), str) or "lora_rank" not in settings or not weights:
+        raise CheckpointError(
+            f"`{source}` is not a checkpoint of `GRPOModule` or `RLOOModule`: its hyperparameters "
+            "name no base model. Use a checkpoint of one of these modules; for a module of your "
+            "own, call `save_pretrained` of the model in it."
+        )
+    if adapter and not settings["lora_rank"]:
+        raise ValueError(
+            f"`adapter=True`: the run of `{source}` trained all weights (`lora_rank=0`), so there "
+            "are no adapters. Leave `adapter` out."
+        )
+    lora = checkpoint.get("policy", {}).get("adapter")
+    named = model or settings["model"]
+    base = named if model or lora is None else lora["base_model_name_or_path"]
+    if (given := adapter_config(base)) is not None:
+        base = str(given.base_model_name_or_path)
+    sampling = checkpoint.get("datamodule_hyper_parameters", {})
+    trained = _trained_dtype(checkpoint, weights)
+    used = DTYPES.get(dtype, main_dtype(weights.values()) if adapter else trained)
+    with torch.device("meta"):
+        shell = load_policy(base, dtype=used)  # has config and names, but no weights
+    tokenizer = load_tokenizer(sampling.get("tokenizer") or named)
+    shell.config = AutoConfig.from_pretrained(base)  # `load_policy` sets dropout to 0
+    shell.generation_config = _generation_config(base, shell, tokenizer, sampling)
+    with _written_at_once(out) as folder:
+        tokenizer.save_pretrained(folder)
+        if adapter:
+            _write_adapter(shell, base, (settings, lora), weights, used, folder)
+        else:
+            if settings["lora_rank"]:
+                weights = _merged(base, (settings, lora), weights, trained)
+            _write_model(shell, weights, used, folder)
+        served = trained if adapter else used
+        card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
+        card.save(folder / "README.md")
+    if hub is not None:
+        _upload(out, hub)
+    return out
+
+
+def check_arguments(dtype: str, push_to_hub: str | None) -> None:
+    """Refuse a dtype or the name of a repository that cannot be."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+    try:
+        if push_to_hub is not None:
+            validate_repo_id(push_to_hub)
+    except HFValidationError as error:
+        raise ValueError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+
+
+def find_checkpoint(ckpt_path: str) -> Path:
+    """Return the file that `ckpt_path` of `export` means.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path("runs" if ckpt_path == "last" else ckpt_path)
+    if not path.exists():
+        raise ValueError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
+    if path.is_file() or is_sharded_checkpoint(path):
+        return path
+    newest = newest_checkpoint(path, resumable=False)
+    if newest is None:
+        raise ValueError(
+            f"`ckpt_path={ckpt_path}`: there is no readable checkpoint in `{path.absolute()}`. "
+            "Name the file of one."
+        )
+    return newest
+
+
+def _trained_dtype(checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor]) -> torch.dtype:
+    """Dtype of the policy in training; earlier versions did not write that of a LoRA base."""
+    name = checkpoint.get("policy", {}).get("dtype", "").removeprefix("torch.")
+    return DTYPES[name] if name in DTYPES else main_dtype(weights.values())
+
+
+def _merged(
+    base: str, lora: _Lora, adapters: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return weights and buffers of the base with the adapters added."""
+    policy = _with_lora(load_policy(base, dtype=dtype), lora, adapters)
+    policy.load_state_dict(adapters, strict=False)  # the base has its weights
+    inner = base_model(policy)
+    buffers = {name for name, _ in inner.named_buffers()}
+    saved = {name: tensor for name, tensor in inner.state_dict().items() if name in buffers}
+    return saved | dict(named_weights(policy))
+
+
+def _with_lora(model: Any, lora: _Lora, adapters: Mapping[str, Tensor]) -> nn.Module:
+    settings, config = lora
+    if config is None:
+        policy = add_lora(
+            model, *(settings[f"lora_{name}"] for name in ("rank", "alpha", "target_modules"))
+        )
+    else:
+        policy = with_adapter(model, read_config(config))
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    _check_names(trained, adapters)
+    return policy
+
+
+def _check_names(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    check_same_weights(ours, theirs, "Name the base model of the run with `model`.")
+
+
+def _write_model(
+    shell: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path
+) -> None:
+    named = {*dict(shell.named_parameters()), *dict(shell.named_buffers())}  # tied weights once
+    shapes = {name: tensor for name, tensor in shell.state_dict().items() if name in named}
+    weights = {name: tensor for name, tensor in weights.items() if name in named}
+    _check_names(shapes, weights)
+    kept = kept_in_float32(shell, dtype)
+    cast = {name: _cast(t, torch.float32 if name in kept else dtype) for name, t in weights.items()}
+    shell.save_pretrained(folder, state_dict=cast)
+
+
+def _write_adapter(
+    shell: nn.Module,
+    base: str,
+    lora: _Lora,
+    adapters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    folder: Path,
+) -> None:
+    with torch.device("meta"):
+        policy: Any = _with_lora(shell, lora, adapters)
+    policy.peft_config["default"].base_model_name_or_path = base
+    cast = {name: _cast(tensor, dtype) for name, tensor in adapters.items()}
+    policy.save_pretrained(folder, state_dict=cast, save_embedding_layers=False)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    to = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", to).contiguous()
+
+
+def _generation_config(
+    base: str, model: Any, tokenizer: Any, sampling: Mapping[str, Any]
+) -> GenerationConfig:
+    """The base's special tokens with the sampling of the run."""
+    with suppress(OSError):  # without the file, the model's config has the tokens
+        model.generation_config = GenerationConfig.from_pretrained(base)
+    given = model.generation_config
+    tokens = {name: getattr(given, name) for name in ("bos_token_id", "pad_token_id")}
+    tokens["eos_token_id"] = list(eos_token_ids(model, tokenizer)) or None
+    names = ("temperature", "top_p", "top_k", "min_p")
+    drawn = {name: sampling[name] for name in names if name in sampling}
+    if "max_completion_length" in sampling:
+        drawn["max_new_tokens"] = sampling["max_completion_length"]
+    return GenerationConfig(**tokens, **drawn, do_sample=True)
+
+
+@contextmanager
+def _written_at_once(out: Path) -> Iterator[Path]:
+    """Give a temporary folder beside `out`, and rename it to `out` once it is filled."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}.*{_SUFFIX}"):  # of a process that was killed
+        shutil.rmtree(left)
+    folder, old = (
+        out.with_name(f".{out.name}.{os.getpid()}.{kind}{_SUFFIX}") for kind in ("new", "old")
+    )
+    folder.mkdir()
+    try:
+        yield folder
+        for file in folder.iterdir():  # safetensors writes files that only the owner can read
+            file.chmod(folder.stat().st_mode & 0o666)
+        if out.exists():  # a kill in the middle of its removal would leave a part of it
+            out.rename(old)
+        folder.rename(out)
+    finally:
+        for temporary in (folder, old):
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _upload(folder: Path, name: str) -> None:
+    try:
+        api = HfApi()
+        repository = api.create_repo(name, exist_ok=True).repo_id
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Upload by lit_rlsched"
+        )
+    except Exception as error:  # errors of the Hub and of its HTTP client share no other base
+        raise RuntimeError(
+            f"`push_to_hub={name}` failed, but `{folder}` is complete. Upload it with "
+            f"`hf upload {name} {folder}`. ({type(error).__name__}: {error})"
+        ) from error

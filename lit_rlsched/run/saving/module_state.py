@@ -1,0 +1,74 @@
+"""What checkpoints hold of the policy, and the checks before they are loaded."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lightning import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lit_rlsched.run.advice import restored_settings
+from lit_rlsched.run.saving.resuming import check_resumable, check_same_weights
+from lit_rlsched.training.lora import ADAPTER, base_model
+from lit_rlsched.training.optimizers import is_fused, keep_step
+from lit_rlsched.training.precision import main_dtype
+from lit_rlsched.training.shared_prefix import Sharing
+
+
+class PolicyCheckpoints(LightningModule):
+    """Saves the policy, or only its adapters, because their base never changes."""
+
+    model: nn.Module | None
+    _sharing: Sharing
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remove the base of adapters, and add what a checkpoint of weights does not say."""
+        assert self.model is not None
+        checkpoint["shared_prefix"] = self._sharing.works
+        base = base_model(self.model).named_parameters()
+        dtype = main_dtype(p for name, p in base if "lora_" not in name)
+        checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
+        if self.hparams["lora_rank"]:
+            config: Any = self.model.peft_config[ADAPTER]  # type: ignore[index]
+            checkpoint["policy"]["adapter"] = json.loads(
+                json.dumps(config.to_dict(), default=sorted)
+            )
+        keys = self._saved_keys()
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check a checkpoint before it is loaded; see `check_checkpoint`."""
+        fits = self._trainer is not None and self.trainer.state.fn == "fit"
+        if fits and (text := restored_settings(self.hparams, checkpoint)) is not None:
+            rank_zero_warn(text)
+        if "state_dict" in checkpoint:  # FSDP2 has loaded its part by now
+            self.check_checkpoint(checkpoint)
+            if fits:
+                fused = is_fused(self.hparams["optim"], self.trainer.strategy.root_device.type)
+                keep_step(checkpoint, fused)
+        self._sharing.works = checkpoint.get("shared_prefix")
+
+    def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Check what a checkpoint holds of the policy and its optimizer.
+
+        Raises:
+            ValueError: If names or shapes of the weights differ, or if a fit is to resume from a
+                checkpoint that holds only weights.
+        """
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_resumable(checkpoint)
+        keys = self._saved_keys()
+        ours = {k: v for k, v in self.state_dict().items() if k in keys}
+        check_same_weights(ours, checkpoint["state_dict"])
+
+    def _saved_keys(self) -> set[str]:
+        if self.hparams["lora_rank"]:
+            return {name for name, p in self.named_parameters() if p.requires_grad}
+        return set(self.state_dict())
+
+
+def without_base(module: PolicyCheckpoints, keys: Any) -> None:
+    """Let a checkpoint of the adapters alone pass as complete."""
+    saved = module._saved_keys()
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]

@@ -1,0 +1,218 @@
+"""Folder of a run: holds every file that the run writes, and is locked while the run lasts."""
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+from weakref import WeakKeyDictionary
+
+from lightning import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_rlsched.processes import require_posix
+from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+
+LOCK = "run.json"
+"""File that describes the process that uses the folder. The process keeps it locked."""
+
+_held: dict[tuple[int, Path], IO[str]] = {}
+_folders: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+
+
+class FolderInUse(RuntimeError):
+    """Another process uses the folder."""
+
+
+def folder_of(trainer: Trainer) -> Path:
+    """Return the folder of a Trainer's run.
+
+    This is the Trainer's `default_root_dir`, or a new `runs/version_N` if that is the working
+    directory, which is Lightning's default.
+    """
+    root = Path(trainer.default_root_dir)
+    if root.absolute() != Path.cwd():
+        return root
+    if trainer not in _folders:
+        _folders[trainer] = new_folder(root / "runs")
+    return _folders[trainer]
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of the run in a folder: that of `runs/countdown/version_3` is `countdown`."""
+    path = folder.resolve()
+    return path.parent.name if path.name.startswith("version_") else path.name
+
+
+def full_name_of(folder: Path) -> str:
+    """Return a name that tells runs apart: of `runs/countdown/version_3` `countdown/version_3`."""
+    name, path = name_of(folder), folder.resolve()
+    return name if name == path.name else f"{name}/{path.name}"
+
+
+def new_folder(root: Path, kind: str = "version") -> Path:
+    """Make and return the next of `root/version_0`, `root/version_1`, ..."""
+    number = max((n for n, _ in _numbered(root, kind)), default=-1)
+    while True:
+        number += 1
+        folder = root / f"{kind}_{number}"
+        with suppress(FileExistsError):  # another process was faster
+            folder.mkdir(parents=True)
+            return folder
+
+
+def newest_folder(root: Path) -> Path | None:
+    """Return the newest `root/version_N` with a checkpoint; the newest of all if none has one.
+
+    A run with a wrong setting leaves a folder, and one that was killed early has nothing to resume.
+    """
+    folders = [folder for _, folder in sorted(_numbered(root, "version"), reverse=True)]
+    found = (folder for folder in folders if next(folder.rglob("*.ckpt"), None) is not None)
+    return next(found, folders[0] if folders else None)
+
+
+def _numbered(root: Path, kind: str) -> list[tuple[int, Path]]:
+    found = ((re.fullmatch(rf"{kind}_(\d+)", path.name), path) for path in root.glob(f"{kind}_*"))
+    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+
+
+def folder_with(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that saved a checkpoint."""
+    return next((p for p in checkpoint.absolute().parents if (p / LOCK).is_file()), None)
+
+
+def occupy(folder: Path) -> None:
+    """Lock a folder until this process ends or calls `leave`. A second call does nothing.
+
+    Raises:
+        FolderInUse: another process uses the folder.
+        RuntimeError: the system is Windows.
+    """
+    require_posix("The lock of a run's folder")
+    import fcntl  # does not exist on Windows
+
+    key = os.getpid(), folder.resolve()
+    if key in _held:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+", encoding="utf-8")
+    try:
+        # unlike `flock`, not inherited: a child that survives this process does not hold the lock
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise FolderInUse(
+            f"`{folder}` is in use by {_user(file.read())}. Wait until it ends, stop it, or leave "
+            "`default_root_dir` out so that each run gets a new folder."
+        ) from None
+    file.truncate(0)
+    about = {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "command": " ".join(sys.argv),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }
+    json.dump(about, file)
+    file.flush()
+    _held[key] = file
+
+
+def _user(text: str) -> str:
+    try:
+        about = json.loads(text)
+        return "process {process} on {host} (`{command}`, since {since})".format(**about)
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def leave(folder: Path) -> None:
+    """Release the lock of a folder, if this process holds it."""
+    if (file := _held.pop((os.getpid(), folder.resolve()), None)) is not None:
+        file.close()
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that wrote nothing, such as one with a wrong setting."""
+    leave(folder)
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK}:
+        with suppress(OSError):
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds files of a run that a new run would mix with its own."""
+    patterns = ("completions.jsonl", "**/metrics.csv", "*.ckpt", "checkpoints/*.ckpt")
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
+    """Return the newest readable checkpoint in these folders.
+
+    A warning names newer files that cannot be read and the rounds that are lost with them.
+
+    Args:
+        folders: Folders whose checkpoints count, with their subfolders.
+        resumable: Whether a run must be able to resume from it. Otherwise its weights suffice.
+    """
+    files = {path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}
+    broken: dict[Path, CheckpointError] = {}
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            rounds = _completed_rounds(inspect_checkpoint(path))
+        except CheckpointError as error:
+            broken[path] = error
+            continue
+        if not resumable:
+            _warn_of_broken(broken, f"`{path}` is used instead.")
+            return path
+        if rounds is not None:
+            lost = _lost_rounds(broken, folders, rounds)
+            _warn_of_broken(broken, f"The run resumes from `{path}` instead. {lost}")
+            return path
+    lost = _lost_rounds(broken, folders, 0)
+    _warn_of_broken(broken, f"The run starts from scratch instead. {lost}" if resumable else "")
+    return None
+
+
+def _warn_of_broken(broken: dict[Path, CheckpointError], instead: str) -> None:
+    if broken:
+        why = " ".join(f"{str(error).partition('. Use another')[0]}." for error in broken.values())
+        rank_zero_warn(f"{why} {instead}".rstrip())
+
+
+def _lost_rounds(
+    broken: dict[Path, CheckpointError], folders: tuple[Path, ...], rounds: int
+) -> str:
+    last = _last_round(folders, broken)
+    if last is not None and last <= rounds:
+        return "No round is lost."
+    which = "All later rounds" if last is None else f"Rounds {rounds + 1} to {last}"
+    return f"{which} are lost and will be drawn again."
+
+
+def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:
+    """Return how many rounds are over in a checkpoint; None if a run cannot resume from it."""
+    if "optimizer_states" not in checkpoint:
+        return None
+    for state in checkpoint.values():
+        if isinstance(state, dict) and {"settings", "num_rounds"} <= state.keys():
+            return int(state["num_rounds"])
+    return None
+
+
+def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) -> int | None:
+    """Return a run's last round, from the names of checkpoints and the written completions."""
+    numbers = [int(m[1]) for path in broken if (m := re.match(r"round_(\d+)", path.name))]
+    for folder in folders:
+        with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+            with (folder / "completions.jsonl").open("rb") as file:
+                lines = [line for line in file if line.endswith(b"\n")]
+            numbers.append(int(json.loads(lines[-1])["round"]))
+    return max(numbers, default=None)

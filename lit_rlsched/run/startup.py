@@ -1,0 +1,421 @@
+"""From the data module's settings to a started engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lit_rlsched.data.prompts import PromptSets, tokenize
+from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.source import DomainSource
+from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
+from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
+from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
+from lit_rlsched.engines.process_engine import ProcessEngine
+from lit_rlsched.rollout.scoring import Scorer
+from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.run.fsdp2 import is_sharded
+from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.trainer import fire
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.text import kv_bytes_per_token
+from lit_rlsched.training.learner import half_learner
+from lit_rlsched.training.logprobs import SHARDED_FORWARD
+from lit_rlsched.training.lora import base_model, check_adapters
+from lit_rlsched.training.policy import (
+    adapter_spec,
+    context_length,
+    eos_token_ids,
+    find_policy,
+    load_tokenizer,
+    num_embeddings,
+    special_tokens,
+)
+from lit_rlsched.training.precision import PASSES, check_float32
+from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
+
+if TYPE_CHECKING:
+    from lit_rlsched.datamodule import RolloutDataModule
+
+
+class Startup:
+    """Prompts, policy and engine settings of a run whose policy is loaded and schedule is set.
+
+    Args:
+        data: The data module, for settings, data sets, engine and rewards.
+
+    Raises:
+        ValueError: settings, prompts and model contradict each other.
+    """
+
+    def __init__(self, data: "RolloutDataModule") -> None:
+        self._data = data
+        limit = data.sampling.max_completion_length
+        check_adapters(self.policy)
+        self._tokenizer = load_tokenizer(data.tokenizer_name or str(self.policy.name_or_path))
+        self._eos_token_ids = eos_token_ids(self.policy, self._tokenizer)
+        context, embeddings = context_length(self.policy), num_embeddings(self.policy)
+        self.prompts: PromptSets = tokenize(
+            {name: rows for name, rows in data.rows.items() if isinstance(rows, RowTable)},
+            self._tokenizer,
+            context=context,
+            max_completion_length=limit,
+            chat_template_kwargs=data.chat_template_kwargs,
+            embeddings=embeddings,
+        )
+        if isinstance(stream := data.rows.get("train"), RowStream):
+            tokenized = PromptTokenizer(self._tokenizer, data.chat_template_kwargs)
+
+            def token_ids(row: Row) -> list[int]:
+                (ids,) = tokenized([row])
+                if why := unknown_token(ids, self._tokenizer, embeddings):
+                    raise ValueError(f"it {why}")
+                return ids.tolist()
+
+            source = StreamSource(
+                stream.rows,
+                token_ids,
+                self._check_streamed,
+                max_prompt_length=min(context, data.micro_batch_tokens) - limit,
+                seed=data.seed,
+                shuffle=data.shuffle,
+            )
+            self.prompts = replace(self.prompts, train=source)
+        self._check_micro_batch_tokens()
+        self._check_ranks()
+        self._check_drafts()
+        self._check_rows()
+        schedule = data.schedule
+        self._slots = schedule.slots.share(len(data.engine.engines))
+        if self.prompts.stream:
+            check_streams(schedule.rule.has_domains)
+        elif train := self.prompts.train:
+            schedule.rule.check_enough(len(train))
+            schedule.rule.check_domains(train)
+            self._check_gen_batches()
+        if (probe := schedule.resolved_probe_tokens(limit)) >= limit:
+            raise ValueError(
+                f"`LengthPrediction(probe_tokens={probe})` leaves nothing to predict of "
+                f"completions with `max_completion_length={limit}`. Use less, or 0 to predict from "
+                "the prompt alone."
+            )
+        self._order = schedule.slots.resolved_order(
+            schedule.lengths is not None, schedule.rule.ends_early
+        )
+
+    def _check_rows(self) -> None:
+        """Pass the rows that will be scored to the reward functions' checks."""
+        rewards, sets = self._data.rewards, dict(self.prompts.held_out)
+        if not (self._data.has_rewards and self._trainer.predicting):
+            sets.pop("predict", None)
+        if self.prompts.train and not self.prompts.stream:
+            sets = {"train": self.prompts.train, **sets}
+        rewards.check_rows(
+            (f"{number} of {stage}_data (the first is 0), uid {prompt.uid}", prompt.columns)
+            for stage, prompts in sets.items()
+            for number, prompt in zip(prompts.numbers, prompts, strict=True)
+        )
+
+    def _check_streamed(self, uid: str, columns: Mapping[str, Any]) -> None:
+        """Check a row of a stream, which is seen only when it is drawn."""
+        self._data.rewards.check_row_columns(columns, "the row")
+        self._data.rewards.check_rows([(uid, columns)])
+
+    def _check_micro_batch_tokens(self) -> None:
+        longest, limit = self.prompts.longest, self._data.sampling.max_completion_length
+        if longest + limit > self._data.micro_batch_tokens:
+            raise ValueError(
+                f"`micro_batch_tokens={self._data.micro_batch_tokens}` cannot hold the longest "
+                f"prompt ({longest} tokens) with `max_completion_length={limit}`. Use "
+                f"{longest + limit} or more."
+            )
+
+    def _check_ranks(self) -> None:
+        """Refuse what cannot be done with a policy of which each process has a part."""
+        if not is_sharded(self._trainer):
+            return
+        module = self._trainer.lightning_module
+        if module.device_mesh is not None and not hasattr(self.policy, SHARDED_FORWARD):
+            raise MisconfigurationException(
+                f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
+                "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
+                "`configure_model`, or use `strategy='ddp'`."
+            )
+        schedule = self._data.schedule
+        if schedule.verifies_drafts:
+            raise MisconfigurationException(
+                "Drafts are verified with weights of earlier policy versions, which "
+                f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
+                "`strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., max_deferrals=...)`, "
+                "`SortedBatching(mode='verified')`, `AheadRollout(correction='verify')`, "
+                "`InFlightUpdates(too_old='verify')` and `DrainFilling` out."
+            )
+
+    def _check_drafts(self) -> None:
+        """Refuse drafts of several policy versions.
+
+        Also those that would decide which completions end first, by the memory they take.
+        """
+        schedule, rule = self._data.schedule, self._data.schedule.rule
+        mixed = rule.max_staleness != 0
+        if rule.keeps_drafts and (mixed or schedule.in_flight is not None):
+            why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
+            why = why if mixed else "has drafts, and `InFlightUpdates` changes weights meanwhile"
+            raise ValueError(
+                f"`{type(rule).__name__}` {why}: a draft would have tokens of several policy "
+                "versions, and the weights of one are kept. Use `max_staleness=0` without "
+                "`InFlightUpdates`, or `keeps_drafts=False`."
+            )
+        budget = schedule.slots.memory_budget
+        if schedule.fills_drain and schedule.rule.ends_early and budget is not None:
+            raise ValueError(
+                f"`DrainFilling` with `MicroGroupSampling(memory_budget={budget!r})`, in rounds "
+                "that end early: completions would wait for memory that drafts take, so the drafts "
+                "would decide what is trained on. Use `slots` in place of `memory_budget`."
+            )
+
+    def _check_gen_batches(self) -> None:
+        """Refuse `DynamicSampling` if a round may draw more prompts than there are."""
+        schedule, prompts_per_round = self._data.schedule, self._data.prompts_per_round
+        prompts = len(self.prompts.train) - schedule.rule.most_deferred
+        most, fit = schedule.max_num_gen_batches, prompts // prompts_per_round
+        if most > fit:
+            fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
+            raise ValueError(
+                f"`DynamicSampling(max_num_gen_batches={most})` may draw "
+                f"{most * prompts_per_round} prompts in a round, and `train_data` holds "
+                f"{prompts}. {fix} lower `prompts_per_round`."
+            )
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self._data.trainer is not None
+        return self._data.trainer
+
+    @property
+    def policy(self) -> nn.Module:
+        """The model that is trained."""
+        return find_policy(self._trainer.lightning_module)
+
+    @property
+    def source(self) -> DomainSource | StreamSource:
+        """A new source of the training prompts, at its beginning."""
+        if isinstance(self.prompts.train, StreamSource):
+            return self.prompts.train
+        data, rule = self._data, self._data.schedule.rule
+        domain_of = rule.domain_of if rule.has_domains else None
+        return DomainSource(self.prompts.train, data.seed, data.shuffle, domain_of)
+
+    @cached_property
+    def spec(self) -> EngineSpec:
+        """Settings that the engine is started with."""
+        data = self._data
+        spec = EngineSpec(
+            model=str(base_model(self.policy).name_or_path),
+            slots=0,
+            max_model_len=self.prompts.longest + data.sampling.max_completion_length,
+            eos_token_ids=self._eos_token_ids,
+            dtype=PASSES[str(self._trainer.precision)],
+            device=self._trainer.lightning_module.device,
+            policy=self.policy,
+            seed=data.seed,
+            kv_cache_bytes=data.schedule.slots.memory_budget,
+            adapters=adapter_spec(self.policy) if data.engine.enable_lora else None,
+            first_gpu=self._trainer.num_devices if data.engine.weight_transfer == "nccl" else 0,
+            drafting=data.schedule.drafting,
+        )
+        return replace(spec, slots=self.slots(spec))
+
+    def slots(self, spec: EngineSpec, num_generations: int | None = None) -> int:
+        """Maximum number of requests that all engines hold at once.
+
+        Args:
+            spec: Engine settings; `spec.slots` is ignored.
+            num_generations: Completions per prompt; by default the configured number.
+        """
+        data, engines = self._data, len(self._data.engine.engines)
+        held_out = max(map(len, self.prompts.held_out.values()), default=0)
+        answers = data.evaluation.num_generations + data.evaluation.greedy
+        generations, rule = num_generations or data.num_generations, data.schedule.rule
+        prompts, held_out = (-(-n // engines) for n in (rule.most_prompts(), held_out))
+        each = self._slots.engine_slots(
+            data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
+            max(prompts * rule.launched(generations), held_out * answers),
+            self.prompts.shortest,
+            data.engine.engines[0].most_slots(spec),
+        )
+        return engines * each
+
+    def _completions(self, num_generations: int) -> int:
+        """Maximum number of completions that a round decodes."""
+        rule = self._data.schedule.rule
+        return rule.most_prompts() * rule.launched(num_generations)
+
+    def cache_bytes_per_token(self, spec: EngineSpec) -> int:
+        """Bytes per token of the engine's key-value cache, over all layers."""
+        dtype = self._data.engine.cache_dtype(spec)
+        return kv_bytes_per_token(base_model(self.policy).config, dtype)
+
+    def admission(self, spec: EngineSpec) -> Admission:
+        """Create the admission of each engine, which were started with `spec`."""
+        return self._slots.admission(
+            self._data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
+            spec.slots // len(self._data.engine.engines),
+            self._data.sampling.max_completion_length,
+            self._order,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Convert the tokens of a completion to the text that rewards, judges and tables see.
+
+        With `skip_special_tokens=False` the token that ended it is left out, as vLLM does.
+        """
+        ids, skip = np.asarray(token_ids), self._data.skip_special_tokens  # a list would be checked
+        if not skip and len(ids) and ids[-1] in self._eos_token_ids:
+            ids = ids[:-1]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
+
+    @cached_property
+    def policy_reader(self) -> PolicyReader:
+        """Reads the policy for weight syncs, on all ranks."""
+        data, context = self._data, self._trainer.precision_plugin.forward_context
+        return PolicyReader(self.policy, context, data.run.team, data.engine.enable_lora)
+
+    def start(self) -> RolloutSession:
+        """Start reward workers and engine."""
+        data, trainer, schedule = self._data, self._trainer, self._data.schedule
+        check_float32(self.policy, type(trainer.lightning_module).__name__)
+        self._warn()
+        if schedule.lengths is not None:
+            schedule.lengths.bind(self.decode)
+        data.rewards.start()
+        return RolloutSession(
+            data.engine,
+            self.spec,
+            Scorer(
+                data.rewards, self.decode, schedule.timeouts, self._trainer_state, data.has_rewards
+            ),
+            WeightSync(
+                data.engine,
+                self.spec,
+                self.policy_reader,
+                probe=self.prompts.first(2) if data.verify_sync else (),
+                temperature=data.sampling.temperature,
+            ),
+            lambda: self.admission(self.spec),
+            seed=data.seed,
+            lengths=schedule.lengths,
+            probe_tokens=schedule.resolved_probe_tokens(data.sampling.max_completion_length),
+            on_completion=partial(fire, trainer, "on_completion_end"),
+            on_group=partial(fire, trainer, "on_group_end"),
+            heed=lambda: heed(trainer),
+            in_flight=schedule.in_flight,
+        )
+
+    def _warn(self) -> None:
+        """Warn of settings that are probably a mistake."""
+        data = self._data
+        if data.sampling.truncated:
+            rank_zero_warn(
+                "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
+                "distribution, but the trainer's are of the whole one: they are not compared, and "
+                "importance sampling is off."
+            )
+        warn_of_unseen_gpu(self.spec.device.type)
+        ours, theirs = self.spec.dtype, data.engine.cache_dtype(self.spec)
+        if ours != theirs and data.engine.logprobs:
+            rank_zero_warn(
+                f"`{data.engine.name}` decodes in {theirs}, and "
+                f"`precision={self._trainer.precision}` computes in {ours}: the log-probs of a "
+                "token differ by what the coarser one rounds (`docs/explanation/precision.md`)."
+            )
+        trains = bool(self.prompts.train)
+        told = data.run.advice.at_start(
+            self.spec.eos_token_ids,
+            data.schedule.slots.slots if trains else None,
+            self._completions(data.num_generations),
+            self.policy if trains else None,
+        )
+        if trains and (half := half_learner(self._trainer.lightning_module)):
+            told.append(half)
+        if lost := self._lost_tokens():
+            told.append(
+                f"The special tokens {', '.join(map(repr, lost))} of the tokenizer are left out of "
+                "the text that reward functions, judges and tables see, so that a reward that "
+                "looks for them never finds them. Set `skip_special_tokens=False`."
+            )
+        for text in told:
+            rank_zero_warn(text)
+
+    def _lost_tokens(self) -> list[str]:
+        """Special tokens that rewards are likely to look for, and that they do not see."""
+        if not self._data.skip_special_tokens:
+            return []
+        found = special_tokens(self._tokenizer)
+        tokens = [text for token, text in found.items() if token not in self._eos_token_ids]
+        prompts = [str(prompt.text) for prompt in self.prompts.first(2)]
+        template = str(self._tokenizer.chat_template)
+        return self._data.rewards.tokens_looked_for(tokens, template, prompts)
+
+    def _trainer_state(self, step: int) -> SimpleNamespace:
+        data = self._data
+        prompts = None if self.prompts.stream else len(self.prompts.train)
+        rounds = data.steps_per_epoch, data.prompts_per_round
+        return trainer_state(self._trainer, step, *rounds, prompts)
+
+
+def make_engine(engine: RolloutEngine | None, num_engines: int) -> RolloutEngine:
+    """Return the run's engine: the given one or `VLLMEngine()`, or several of them as one."""
+    if engine is None:
+        from lit_rlsched.engines.vllm import VLLMEngine
+
+        engine = VLLMEngine()
+    if num_engines == 1:
+        return engine
+    from lit_rlsched.engines.pool import EnginePool
+
+    return EnginePool.of(engine, num_engines)
+
+
+def in_own_process(engine: RolloutEngine) -> RolloutEngine:
+    """Return an engine that does not run in the trainer's process, where vLLM would join ranks."""
+    if len(engine.engines) > 1 or isinstance(engine, ProcessEngine):
+        return engine
+    return ProcessEngine(engine)
+
+
+def trainer_state(
+    trainer: Trainer,
+    step: int,
+    steps_per_round: int,
+    prompts_per_round: int,
+    prompts: int | None,
+) -> SimpleNamespace:
+    """TRL's `trainer_state` for reward functions, as a plain object that can be pickled.
+
+    Args:
+        trainer: The run's Trainer.
+        step: Number of optimizer steps taken.
+        steps_per_round: Number of optimizer steps per round, iterations included.
+        prompts_per_round: Number of prompts that a round trains on.
+        prompts: Number of prompts in `train_data`; `None` if it is a stream.
+
+    Returns:
+        `global_step`, which is `step`; `max_steps`, the step at which the run ends, -1 if
+        it has no end; and `epoch`, the fractional number of passes over `train_data`, or for a
+        stream the fraction of the run. As in `transformers.TrainerState`.
+    """
+    ends = [trainer.max_steps, (trainer.max_epochs or -1) * steps_per_round]
+    max_steps = min((end for end in ends if end > 0), default=-1)
+    epoch = step / max(1, max_steps)
+    if prompts is not None:
+        epoch = step / steps_per_round * prompts_per_round / max(1, prompts)
+    return SimpleNamespace(global_step=step, max_steps=max_steps, epoch=epoch)

@@ -1,0 +1,248 @@
+"""Adapts a Trainer, while it fits, to count optimizer steps and rounds instead of batches."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_rlsched.run.checks import check_accumulation
+
+
+class FitSettings:
+    """Changes the Trainer's settings about batches to be about optimizer steps.
+
+    `log_every_n_steps` is at most the number of steps in a round, so every round is logged.
+
+    With automatic optimization Lightning's batches are micro-batches. A round has any number of
+    them, so Lightning can neither count steps ahead nor cut a round between two steps. In this case
+    `MicroBatchAccumulation` is added, `estimated_stepping_batches` is right in
+    `configure_optimizers`, and `limit_train_batches`, `overfit_batches` and `fast_dev_run` take the
+    first optimizer steps of a round, as they do with manual optimization.
+
+    Args:
+        trainer: A Trainer about to fit, with its module and data module.
+        steps_per_round: Number of optimizer steps per round, iterations included.
+
+    Raises:
+        MisconfigurationException: a limit leaves no step, or `accumulate_grad_batches` is set.
+    """
+
+    def __init__(self, trainer: Trainer, steps_per_round: int) -> None:
+        self._trainer = trainer
+        self._before: dict[str, Any] = {}
+        self._added: Callback | None = None
+        self._counting = False
+        self.steps = _limited(trainer, steps_per_round)
+        """Number of optimizer steps taken per round."""
+        if self.steps and trainer.log_every_n_steps > self.steps:  # type: ignore[attr-defined]
+            self._set(log_every_n_steps=self.steps)
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
+            # Lightning writes `Epoch 1/-2`
+            bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
+        if self.steps and trainer.lightning_module.automatic_optimization:
+            self._adapt_automatic_optimization(trainer)
+
+    @property
+    def is_last_round(self) -> bool:
+        """Whether training ends with the round that begins now."""
+        trainer = self._trainer
+        epochs = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        return epochs or 0 <= trainer.max_steps <= trainer.global_step + self.steps
+
+    def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
+        from lit_rlsched.callbacks import MicroBatchAccumulation
+
+        check_accumulation(trainer)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(c, MicroBatchAccumulation) for c in callbacks):
+            self._added = MicroBatchAccumulation()
+            callbacks.insert(0, self._added)
+        self._set(limit_train_batches=1.0)  # the loader itself ends at the limit
+        # `estimated_stepping_batches` takes the length of this loader, which nothing iterates over
+        trainer.fit_loop._combined_loader = CombinedLoader(range(self.steps))
+        trainer.fit_loop.max_batches = self.steps
+        self._counting = True
+
+    def begin(self) -> None:
+        """Let the Trainer use the real loader; called once optimizers are configured."""
+        if self._counting:
+            self._counting = False
+            self._trainer.fit_loop._combined_loader = None
+            self._trainer.fit_loop.max_batches = math.inf
+
+    def undo(self) -> None:
+        """Restore the Trainer's own settings; safe to call twice."""
+        self.begin()
+        vars(self._trainer.progress_bar_callback or self).pop("_get_train_description", None)
+        for name, value in self._before.items():
+            setattr(self._trainer, name, value)
+        self._before = {}
+        if self._added is not None:
+            self._trainer.callbacks.remove(self._added)  # type: ignore[attr-defined]
+            self._trainer.accumulate_grad_batches = 1
+            self._added = None
+
+    def _set(self, **settings: Any) -> None:
+        for name, value in settings.items():
+            self._before[name] = getattr(self._trainer, name)
+            setattr(self._trainer, name, value)
+
+
+def _limited(trainer: Trainer, steps: int) -> int:
+    """Number of optimizer steps per round within the Trainer's limits."""
+    limit = trainer.limit_train_batches
+    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]
+    left = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+    if limit and not left:
+        raise MisconfigurationException(
+            f"`Trainer({name}={limit})` leaves nothing: a round has {steps} optimizer steps, which "
+            f"count as its batches. Use {1 / steps:g} or more, or 1 for one step."
+        )
+    if 0 < left < steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        rank_zero_warn(
+            f"`Trainer({name}={limit})` takes {left} of the {steps} optimizer steps of each round; "
+            "the completions of the other steps are drawn but not trained on, and counted in "
+            "`dropped/limit_train_batches`."
+        )
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        rank_zero_warn(
+            f"`Trainer(overfit_batches={limit})` limits the steps of a round, but each round draws "
+            "new prompts. To overfit, give `train_data` at most `prompts_per_round` rows."
+        )
+    return left
+
+
+def fire_in_module(trainer: Trainer, hook: str, *args: Any) -> None:
+    """Call a rollout hook of the module only, on a rank that does not draw."""
+    module = trainer.lightning_module
+    if (method := getattr(module, hook, None)) is not None:
+        method(*args)
+
+
+def fire(trainer: Trainer, hook: str, *args: Any) -> None:
+    """Call a rollout hook of every callback that has it, then of the module."""
+    module = trainer.lightning_module
+    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
+        if (method := getattr(owner, hook, None)) is not None:
+            name = f"[{type(owner).__name__}].{hook}"
+            with trainer.profiler.profile(name):  # type: ignore[attr-defined]
+                if owner is module:
+                    method(*args)
+                else:
+                    method(trainer, module, *args)
+
+
+def log_now(
+    trainer: Trainer, metrics: Mapping[str, float | Tensor], step: int | None = None
+) -> None:
+    """Send metrics to every logger and make them available to callbacks that monitor them.
+
+    Lightning refuses `self.log` between its hooks, and would repeat the metrics of a round at each
+    of its steps. `LearningRateMonitor` logs in the same way.
+
+    Args:
+        trainer: Trainer whose loggers are used.
+        metrics: Values by name.
+        step: Position on the x-axis of the loggers. Default: the number of optimizer steps taken.
+    """
+    plain = {name: float(value) for name, value in metrics.items()}
+    if step is None:
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for logger in trainer.loggers:
+        logger.log_metrics(plain, step=step)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in plain.items()})
+
+
+def is_partial_check(trainer: Trainer) -> bool:
+    """Return whether this is a sanity check whose metrics mean nothing.
+
+    A sanity check of all prompts (`num_sanity_val_steps=-1`) before training is the baseline.
+    """
+    partial = trainer.num_sanity_val_batches != trainer.num_val_batches
+    return trainer.sanity_checking and (partial or trainer.global_step > 0)
+
+
+class StepMetrics:
+    """Metrics of an optimizer step from those of its micro-batches.
+
+    The mean is weighted by tokens. Names that end with `min` or `max` keep the extreme value.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weight = 0.0
+
+    def update(self, metrics: dict[str, Tensor], weight: float) -> None:
+        """Add the metrics of one micro-batch with `weight` tokens."""
+        self._weight += weight
+        for name, value in metrics.items():
+            self._merge(name, value if _extreme(name) else value * weight)
+
+    def add(self, other: "StepMetrics") -> None:
+        """Add the micro-batches of another rank."""
+        self._weight += other._weight
+        for name, value in other._sums.items():
+            self._merge(name, value)
+
+    def _merge(self, name: str, value: Tensor) -> None:
+        add = _extreme(name) or torch.add
+        self._sums[name] = add(self._sums[name], value) if name in self._sums else value
+
+    def to(self, device: torch.device | str) -> "StepMetrics":
+        """Return a copy on another device."""
+        moved = StepMetrics()
+        moved._weight = self._weight
+        moved._sums = {name: value.to(device) for name, value in self._sums.items()}
+        return moved
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the metrics of the step; empty if there was no micro-batch."""
+        return {
+            name: value if _extreme(name) else value / max(self._weight, 1.0)
+            for name, value in self._sums.items()
+        }
+
+
+def _extreme(name: str) -> Any:
+    if name.endswith(("/min", "_min")):
+        return torch.minimum
+    return torch.maximum if name.endswith(("/max", "_max")) else None
+
+
+class Clock:
+    """Measures the time in `fit` since a run began, including the runs it was resumed from."""
+
+    def __init__(self) -> None:
+        self.before = 0.0
+        """Seconds until the last `stop`, or of the checkpoint."""
+        self._runs = False
+        self._since = 0.0
+        """When `before` seconds were over: at the last start, or at the stop after it."""
+
+    @property
+    def seconds(self) -> float:
+        """Time measured so far."""
+        return self.at(time.monotonic()) if self._runs else self.before
+
+    def at(self, moment: float) -> float:
+        """Return what it shows at a moment of `time.monotonic` since it was started."""
+        return self.before + moment - self._since
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._runs, self._since = True, time.monotonic()
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        if self._runs:
+            now = time.monotonic()
+            self.before, self._since, self._runs = self.at(now), now, False
