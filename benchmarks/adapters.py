@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks import results
 from benchmarks.ledger import SHAPES, make_model
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.training.lora import add_lora

@@ -45,7 +45,7 @@ from benchmarks import results
 from benchmarks.learning import Variant, logged, train
 from benchmarks.rollpacker import OWN_PROCESS
 from lit_rlsched.callbacks import RolloutCallback
-from lit_rlsched.callbacks.rollout_callback import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.trainer import log_now
 
 AHEAD = "--trainer.callbacks+=AheadRollout"
@@ -93,7 +93,7 @@ class WallClock(RolloutCallback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Read the clock after the last step of a round."""
         assert self._began is not None
-        if rollout_datamodule(trainer, self).run.round_is_over:
+        if run_of(trainer, self).round_is_over:
             log_now(trainer, {"wall_seconds": time.perf_counter() - self._began})
 
 
@@ -102,7 +102,7 @@ class Unstreamed(RolloutCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Undo what `AheadRollout` has set."""
-        rollout_datamodule(trainer, self).schedule.streaming = None
+        run_of(trainer, self).schedule.streaming = None
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from benchmarks.common import ENVIRONMENT
 from benchmarks.ledger import make_model
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.remote import RemoteWorker
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission

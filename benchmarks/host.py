@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import models, results
 from lit_rlsched.cli.malloc import keep_heap
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored

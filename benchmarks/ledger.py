@@ -138,13 +138,14 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
     before = resident()
     figures: dict[str, int] = {}
     trainer, module, data = run_of(model, tokenizer, case)
+    engine: Any = data.run.settings.engine
 
     def cache_bytes() -> int:
         if "engine" in case:  # one block is reserved by the engine
-            dtype = data.engine.cache_dtype(data.session.spec)
+            dtype = engine.cache_dtype(data.run.session.spec)
             token = kv_bytes_per_token(module.model.config, dtype)
-            return (data.engine.kv_capacity + data.engine.kv_block) * token
-        return storage_bytes(t for pair in data.engine._cache._layers.values() for t in pair)
+            return (engine.kv_capacity + engine.kv_block) * token
+        return storage_bytes(t for pair in engine._cache._layers.values() for t in pair)
 
     class Measure(Callback):
         def on_round_start(self, *_: Any) -> None:

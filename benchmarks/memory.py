@@ -56,8 +56,8 @@ def measure(
     import torch
     from transformers import AutoConfig
 
-    from lit_rlsched.engines.base import EngineSpec
     from lit_rlsched.engines.rollout_worker import RolloutWorker
+    from lit_rlsched.engines.spec import EngineSpec
     from lit_rlsched.engines.vllm import VLLMEngine
     from lit_rlsched.rollout.controller import RolloutController
     from lit_rlsched.rollout.scoring import Unscored

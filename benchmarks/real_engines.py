@@ -34,9 +34,9 @@ from benchmarks import bubbles, results, tails
 from benchmarks.common import ENVIRONMENT
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines import SimulatedEngine, VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks import results
 from benchmarks.ledger import make_model
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.training.policy import load_policy, named_weights
 from lit_rlsched.types import Request, Sampling

@@ -60,7 +60,7 @@ from benchmarks.speculation_seconds import (
     time_whole_run,
 )
 from lit_rlsched.cli.malloc import keep_heap
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.tail_batching import TailRound

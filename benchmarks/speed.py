@@ -28,8 +28,8 @@ from benchmarks.models import make_model
 from benchmarks.record import read_recording, record
 from benchmarks.replay import Schedule
 from lit_rlsched.cli.malloc import keep_heap
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
@@ -70,6 +70,7 @@ class Clocked:
         self, engine: VLLMEngine, policy: torch.nn.Module, schedule: Schedule, slots: int
     ) -> None:
         self.name, self.policy = schedule.name, policy
+        self.engine = engine
         self.worker = RolloutWorker(engine, Admission(slots, schedule.refill, schedule.order))
         self.controller = RolloutController(
             self.worker,
@@ -84,9 +85,8 @@ class Clocked:
 
     def run(self, prompts: Sequence[Prompt], version: int, measure: bool) -> dict[str, list[int]]:
         """Draw a round and return the tokens of each completion."""
-        self.worker.engine.sync_weights(
-            self.policy.named_parameters(), version
-        )  # empties the engine's cache
+        # empties the engine's cache
+        self.engine.sync_weights(self.policy.named_parameters(), version)
         plan = [Group(p.uid, p, Sampling(512), [Completion(i) for i in range(8)]) for p in prompts]
         trace = self.worker.start_trace()
         start, cpu = time.perf_counter(), time.process_time()

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lit_rlsched.engines.base import EngineStats, Partial, RolloutEngine, check_requests
+from lit_rlsched.engines.base import RolloutEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
+from lit_rlsched.engines.spec import EngineStats, Partial
 from lit_rlsched.types import Event, FinishReason, Request
 
 

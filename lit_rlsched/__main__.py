@@ -12,7 +12,9 @@ def main(args: list[str] | None = None) -> None:
         args: Arguments in place of `sys.argv`.
     """
     answer(sys.argv[1:] if args is None else args)
-    from lit_rlsched.cli import main as cli  # takes seconds: it imports torch, Lightning and transformers
+    from lit_rlsched.cli import (
+        main as cli,  # takes seconds: it imports torch, Lightning and transformers
+    )
 
     cli.main(args)
 

@@ -1,7 +1,6 @@
 """The data module: holds prompts, engine and rewards, and gives the Trainer optimizer steps."""
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,28 +9,21 @@ from lightning import LightningDataModule
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.data.prompts import Prompts
-from lit_rlsched.data.row_table import RowTable
-from lit_rlsched.data.rows import Rows, is_stream, load_rows, open_stream
-from lit_rlsched.data.stream import RowStream
+from lit_rlsched.callbacks.rollout_progress_bar import replace_default_bar
+from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.planner import RolloutBuffer
-from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run import checks
 from lit_rlsched.run.evaluation import EvaluationSettings
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.run_config import logged_settings
-from lit_rlsched.run.schedule import Schedule
-from lit_rlsched.run.startup import Startup, make_engine
+from lit_rlsched.run.run_settings import RunSettings
+from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
-from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import KnownArguments
 from lit_rlsched.types import Sampling
 
@@ -146,10 +138,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         checks.check_settings(locals())
         data_sets = ["train_data", "val_data", "test_data", "predict_data"]
         self.save_hyperparameters(ignore=[*data_sets, "reward_funcs", "engine"])
-        self.train_data, self.val_data = train_data, val_data
-        self.test_data = val_data if test_data is None else test_data
-        self.predict_data = predict_data
-        self.rewards = RewardScheduler(
+        rewards = RewardScheduler(
             reward_funcs,
             reward_weights=reward_weights,
             workers=reward_workers,
@@ -157,47 +146,44 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
             memory_limit=reward_memory_limit,
             env_vars=reward_env_vars or (),
         )
-        self.tokenizer_name = tokenizer
-        self.chat_template_kwargs = chat_template_kwargs
-        self.skip_special_tokens = skip_special_tokens
-        self.engine = make_engine(engine, num_engines)
-        self.prompts_per_round = prompts_per_round
-        self.num_generations = num_generations
-        self.steps_per_round = steps_per_round
-        self.num_iterations = num_iterations
-        self.micro_batch_tokens = micro_batch_tokens
-        self.sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
-        self.mask_truncated_completions = mask_truncated_completions
-        if val_temperature is None:
-            val_temperature = temperature
-        self.evaluation = EvaluationSettings(
-            replace(self.sampling, temperature=val_temperature),
-            val_num_generations,
-            val_greedy,
-            val_accuracy_threshold,
+        sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
+        self.run = TrainingRun(
+            RunSettings(
+                {
+                    "train": train_data,
+                    "val": val_data,
+                    "test": val_data if test_data is None else test_data,
+                    "predict": predict_data,
+                },
+                rewards,
+                make_engine(engine, num_engines),
+                sampling,
+                EvaluationSettings(
+                    replace(sampling, temperature=val_temperature or temperature),
+                    val_num_generations,
+                    val_greedy,
+                    val_accuracy_threshold,
+                ),
+                prompts_per_round=prompts_per_round,
+                num_generations=num_generations,
+                steps_per_round=steps_per_round,
+                num_iterations=num_iterations,
+                micro_batch_tokens=micro_batch_tokens,
+                mask_truncated_completions=mask_truncated_completions,
+                tokenizer=tokenizer,
+                chat_template_kwargs=chat_template_kwargs,
+                skip_special_tokens=skip_special_tokens,
+                shuffle=shuffle,
+                seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed,
+                verify_sync=verify_sync,
+            )
         )
-        self.shuffle = shuffle
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        self.verify_sync = verify_sync
-
-        self.schedule = Schedule(FullRound(prompts_per_round))
-        """Everything that callbacks have set for this run."""
-        self.run = TrainingRun(self)
-        """The run's rounds and its position in them."""
-        self.rows: dict[str, RowTable | RowStream] = {}
-        """Data sets read so far, by stage: `train`, `val`, `test`, `predict`."""
-        self.has_rewards = True
-        """Whether completions are scored; False in `predict` if the rows lack columns for it."""
-        self._startup: Startup | None = None
-        self._session: RolloutSession | None = None
-        self._started = False
+        """The run's settings, schedule, session, rounds, and its position in them."""
 
     # Lightning's hooks.
 
     def prepare_data(self) -> None:
         """Prepare W&B's runs, which Lightning begins next, and replace its default bar."""
-        from lit_rlsched.callbacks.rollout_progress_bar import replace_default_bar
-
         if self.trainer is not None:
             prepare_runs(self.trainer)
             replace_default_bar(self.trainer)
@@ -209,84 +195,57 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
             MisconfigurationException: the Trainer's strategy is not supported, or the data set of
                 `stage` is missing.
         """
-        self.run.join()
+        assert self.trainer is not None
+        self.run.join(self.trainer)
         stage = TrainerFn(stage).value  # messages would show the enum's name
         if stage == "fit":
             self.run.begin()
-            self._read("train", stage)
-            if self.val_data is not None:
-                self._read("val", stage)
+            self.run.read("train", stage)
+            if self.run.settings.data["val"] is not None:
+                self.run.read("val", stage)
         else:
-            self._read("val" if stage == "validate" else stage, stage)
-        assert self.trainer is not None
+            self.run.read("val" if stage == "validate" else stage, stage)
         if isinstance(self.trainer.lightning_module, PolicyModule):
             _call_configure_model(self.trainer)  # callbacks may look at the weights in `setup`
 
     @property
     def hparams_initial(self) -> AttributeDict:
         """Settings of the whole run, which Lightning gives to every logger; see `run_config`."""
-        return logged_settings(super().hparams_initial, self.trainer, self)
-
-    def _read(self, name: str, stage: str) -> None:
-        data = getattr(self, f"{name}_data")
-        if data is None:
-            raise MisconfigurationException(
-                f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
-            )
-        if name not in self.rows:
-            streamed = name == "train" and is_stream(data)
-            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data)
-        try:
-            self.rewards.check_columns(self.rows[name], f"{name}_data")
-        except ValueError as error:
-            if name != "predict":
-                raise
-            self.has_rewards = False
-            rank_zero_warn(f"No rewards are computed: {error}")
+        return logged_settings(
+            super().hparams_initial, self.trainer, self.run.settings, self.run.rows
+        )
 
     def train_dataloader(self) -> Rounds | MicroBatches:
         """Loader of optimizer steps, or of micro-batches for automatic optimization."""
-        self.start()  # so that errors come before the first epoch
-        assert self.trainer is not None
-        if self.trainer.lightning_module.automatic_optimization:
-            return MicroBatches(self)
-        return Rounds(self)
+        self.run.start()  # so that errors come before the first epoch
+        automatic = self.run.trainer.lightning_module.automatic_optimization
+        return MicroBatches(self.run) if automatic else Rounds(self.run)
 
     def val_dataloader(self) -> Evaluation | list[Any]:
         """Validation prompts with their completions."""
-        return Evaluation(self, "val") if self.val_data is not None else []
+        return self._held_out("val")
 
     def test_dataloader(self) -> Evaluation | list[Any]:
         """Test prompts with their completions."""
-        return Evaluation(self, "test") if self.test_data is not None else []
+        return self._held_out("test")
 
     def predict_dataloader(self) -> Evaluation:
         """Prompts of `predict_data` with their completions."""
-        return Evaluation(self, "predict")
+        return Evaluation(self.run, "predict")
+
+    def _held_out(self, stage: str) -> Evaluation | list[Any]:
+        return [] if self.run.settings.data[stage] is None else Evaluation(self.run, stage)
 
     def teardown(self, stage: str) -> None:
         """Close engine and reward workers, and discard the schedule."""
         if stage == "fit" and self.run.round_is_over:
-            assert self.trainer is not None
-            log_now(self.trainer, self.run.end_round())
+            log_now(self.run.trainer, self.run.end_round())
         self.run.finish()
-        self.close()
-        self.has_rewards = True
-        self.schedule = Schedule(FullRound(self.prompts_per_round))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tear down; Lightning does not after an exception."""
         self.run.team.failed(exception)
         self.teardown("")
-
-    def close(self) -> None:
-        """Close engine and reward workers; safe to call twice."""
-        session, self._session, self._started = self._session, None, False
-        try:
-            if session is not None:
-                session.close()
-        finally:
-            self.rewards.close()  # workers may be running although the engine did not start
 
     # State of the run.
 
@@ -307,66 +266,3 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         if self.trainer.state.fn == "fit":
             self.run.load_state_dict(state)
             warn_of_new_runs(self.trainer, state.get("wandb_ids", ()))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of optimizer steps per round."""
-        return self.steps_per_round * self.num_iterations
-
-    @property
-    def pool(self) -> RolloutBuffer:
-        """Groups drawn from the data and not yet trained on."""
-        return self.run.rounds.runner.planner.pool
-
-    @property
-    def counters(self) -> Counter[str]:
-        """Totals since the run began: `num_tokens`, `num_completions`, `dropped/*`."""
-        return self.run.counters
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of rounds ended."""
-        return self.run.num_rounds
-
-    @property
-    def rounds_over(self) -> int:
-        """Number of rounds of which every optimizer step was taken."""
-        return self.run.rounds_over
-
-    # Engine and prompts.
-
-    @property
-    def session(self) -> RolloutSession | None:
-        """Engine, rewards and controller while they run, on rank 0."""
-        return self._session
-
-    @property
-    def startup(self) -> Startup:
-        """Prompts, policy and engine settings of the last start."""
-        assert self._startup is not None, "not started"
-        return self._startup
-
-    def held_out(self, stage: str) -> Prompts:
-        """Tokenised prompts of `val`, `test` or `predict`; starts the session if it must."""
-        # Lightning may ask for the length of a loader after teardown, which must start nothing
-        if self._startup is None or stage not in self._startup.prompts.held_out:
-            self.start()
-        return self.startup.prompts.held_out[stage]
-
-    def start(self) -> None:
-        """Start the session, unless it runs; the module has loaded the policy.
-
-        Raises:
-            ValueError: settings, prompts and model contradict each other.
-        """
-        if self._started:
-            return
-        self.run.check_resumed()
-        self._startup = Startup(self)
-        if self._startup.prompts.train:
-            self.run.rounds.runner.planner.connect(self._startup.source)
-        self.run.lead(self._start_session)
-        self._started = True
-
-    def _start_session(self) -> None:
-        self._session = self.startup.start()

@@ -170,7 +170,6 @@ class TeamWatch:
             os._exit(1)
 
 
-
 _END, _FAIL, _CALL, _SHARE = "end", "fail", "call", "share"
 
 

@@ -244,7 +244,7 @@ def main(folder: str, engine: str, model: str) -> None:
         "tokens": phases.tokens,
         "difference": max(phases.differences),
         "restarts": decoder.restarts,
-        "counters": dict(data.counters),
+        "counters": dict(data.run.counters),
     }
     print("\n" + json.dumps(figures), flush=True)
 

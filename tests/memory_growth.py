@@ -40,7 +40,7 @@ class Resident(RolloutCallback):
         self.megabytes = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        pids = [None, getattr(trainer.datamodule.engine, "pid", 0)]
+        pids = [None, getattr(trainer.datamodule.run.settings.engine, "pid", 0)]
         held = [0 if pid == 0 else psutil.Process(pid).memory_info().rss / 2**20 for pid in pids]
         self.megabytes.append(held)
         print(trainer.current_epoch, *(f"{h:.2f}" for h in held), flush=True)

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from lit_rlsched.engines import VLLMEngine, _vllm_guest, _vllm_receiver, weight_transfer
-from lit_rlsched.engines import weights
+from lit_rlsched.engines import VLLMEngine, _vllm_guest, _vllm_receiver, weight_transfer, weights
 from lit_rlsched.engines._vllm_guest import import_vllm
 
 LIMIT = timedelta(seconds=30)

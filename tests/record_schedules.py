@@ -497,7 +497,7 @@ def run(
         del recorder.record["hooks"]  # some were called before a stop
     return {
         "stopped_at": stopped_at,
-        "rounds_over": data.rounds_over,
+        "rounds_over": data.run.rounds_over,
         "weights_at_end": hash_of_weights(module),
         **recorder.record,
         "completions.jsonl": read_rows(folder / "completions.jsonl"),

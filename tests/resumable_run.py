@@ -174,7 +174,7 @@ class Die(RolloutCallback):
         self._count("micro", lambda at: trainer.global_step == at and self.seen["micro"] == 2)
 
     def on_validation_start(self, trainer, pl_module):
-        number = trainer.global_step // trainer.datamodule.steps_per_epoch
+        number = trainer.global_step // trainer.datamodule.run.settings.steps_per_epoch
         self._count("answers", lambda at: number == at)
 
     def on_round_start(self, trainer, pl_module, plan):
@@ -183,8 +183,8 @@ class Die(RolloutCallback):
 
     def on_completion_end(self, trainer, pl_module, completion):
         drawn, number = (
-            trainer.datamodule.counters["num_completions"],
-            trainer.datamodule.num_rounds,
+            trainer.datamodule.run.counters["num_completions"],
+            trainer.datamodule.run.num_rounds,
         )
         self._count("completion", lambda at: drawn + self.seen["completion"] % 16 == at)
         self._count("harvest", lambda at: number == at and self.seen["harvest"] == 3)
@@ -196,8 +196,8 @@ class Die(RolloutCallback):
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         data = trainer.datamodule
-        number = trainer.global_step // data.steps_per_epoch
-        inside = len(data.pool) or not isinstance(data.schedule.rule, SortedRound)
+        number = trainer.global_step // data.run.settings.steps_per_epoch
+        inside = len(data.run.pool) or not isinstance(data.run.schedule.rule, SortedRound)
         self._count("validation", lambda at: number == at and batch_idx == 2 and inside)
         self._count("last", lambda at: number == at and batch_idx == 3)
 
@@ -341,11 +341,11 @@ def main(folder, engine, model, schedule, place, stops):
     figures = {
         "weights": hashlib.sha256(weights).hexdigest(),
         "steps": trainer.global_step,
-        "rounds": data.num_rounds,
-        **{f"num_{n}": data.counters[f"num_{n}"] for n in ("completions", "tokens")},
-        "num_discarded_tokens": data.counters["num_discarded_tokens"],
-        "dropped": {k: n for k, n in data.counters.items() if k.startswith("dropped/")},
-        "pool": state_hash(data.pool.state_dict()),
+        "rounds": data.run.num_rounds,
+        **{f"num_{n}": data.run.counters[f"num_{n}"] for n in ("completions", "tokens")},
+        "num_discarded_tokens": data.run.counters["num_discarded_tokens"],
+        "dropped": {k: n for k, n in data.run.counters.items() if k.startswith("dropped/")},
+        "pool": state_hash(data.run.pool.state_dict()),
         "drafts": [*data.run.rounds.drafts.weights],
         "draft_weights": state_hash(data.run.rounds.drafts.weights),
         "recovered": recovered.tokens,

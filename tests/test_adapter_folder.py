@@ -120,7 +120,7 @@ def test_the_tokenizer_is_the_adapters_or_that_of_its_base(adapter, fit, tiny_mo
     rows = [{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}]
     settings = {"trainer": {"max_epochs": 1}, "prompts_per_round": 1}
     _, _, data = fit(GRPOModule(folder), train_data=rows, **settings)
-    assert data.startup.decode(data.startup.prompts.train[0].token_ids) == "1+1!"
+    assert data.run.startup.decode(data.run.startup.prompts.train[0].token_ids) == "1+1!"
 
 
 REFUSED = {

@@ -168,7 +168,7 @@ def test_two_prompts_of_one_uid(fit):
 def test_the_same_prompt_twice_is_kept_once_and_said(fit, sums):
     with pytest.warns(UserWarning, match="5 of 25 rows repeat an earlier row"):
         _, _, data = fit(train_data=[*sums[:20], *sums[:5]])
-    assert len(data.startup.prompts.train) == 20
+    assert len(data.run.startup.prompts.train) == 20
 
 
 def test_a_prompt_longer_than_the_context_is_named_and_never_cut(fit, sums):

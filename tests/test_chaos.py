@@ -27,10 +27,10 @@ class Kill(RolloutCallback):
 
     def on_completion_end(self, trainer, pl_module, completion):
         data = trainer.datamodule
-        if self.left and data.session.controller.worker.busy:
+        if self.left and data.run.session.controller.worker.busy:
             self.left -= 1
-            self.pids.append(data.engine.pid)
-            os.kill(data.engine.pid, signal.SIGKILL)
+            self.pids.append(data.run.settings.engine.pid)
+            os.kill(data.run.settings.engine.pid, signal.SIGKILL)
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
@@ -52,11 +52,11 @@ def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
     assert trainer.global_step == 5
     assert len(set(kill.pids)) == len(kill.pids) == engine.restarts == 2
     assert [len(plan) for plan in kill.planned[:3]] == [3, 3, 2], "the third round is long"
-    assert data.engine.pid is None, "the last process was closed"
+    assert data.run.settings.engine.pid is None, "the last process was closed"
     drawn = {name for plan in kill.planned for name in plan}
     trained = [group.id for round in kill.rounds for group in round.groups]
     assert len(trained) == len(set(trained)) == 10
-    assert set(trained) | {group.id for group in data.pool} == drawn
+    assert set(trained) | {group.id for group in data.run.pool} == drawn
     for round in kill.rounds:
         for completion in round.completions:
             assert completion.finished and completion.scored and not completion.dropped
@@ -105,6 +105,6 @@ def test_rewards_that_hang_fork_and_die_cost_their_completions(fit):
         kinds.append(kind)
         assert completion.scores == [None if kind < 3 else float(kind)]
     assert {0, 1, 2, 3} <= set(kinds), "each went wrong at least once"
-    counters = data.counters
+    counters = data.run.counters
     assert counters["rewards/wild/crashes"] >= kinds.count(0) + kinds.count(2)
     assert counters["rewards/wild/timeouts"] >= kinds.count(1)

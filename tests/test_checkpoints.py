@@ -445,8 +445,8 @@ def test_a_checkpoint_of_the_first_format_goes_on(tmp_path, other):
     state = torch.load(OLD)["RolloutDataModule"]
     assert "format" not in state and state["num_rounds"] == 1 and state["round"] is not None
     trainer, data = old_run(tmp_path, other)
-    assert trainer.global_step == 6 and data.num_rounds == 3
-    assert data.counters["num_completions"] == 3 * 4
+    assert trainer.global_step == 6 and data.run.num_rounds == 3
+    assert data.run.counters["num_completions"] == 3 * 4
 
 
 def test_an_unknown_format_is_refused_with_its_version(saved, fit):

@@ -157,7 +157,7 @@ class InSetup(Callback):
 
 class Unpacks(Callback):
     def setup(self, trainer, *_, **__):
-        trainer.datamodule.num_generations = "x"  # what our own code then trips over
+        trainer.datamodule.run.schedule.slots = "x"  # what our own code then trips over
 
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):

@@ -51,7 +51,7 @@ def test_a_schedule(fit):
         assert 3 <= len(round.groups) < 6, "it was over before all of six were done"
         assert all(c.finished for c in round.completions)
         assert round.metrics["rollout/useful_token_share"] < 1, "the rest begins anew"
-    assert len(rounds.seen) == 2 and len(data.pool) == 6 - len(rounds.seen[-1].groups)
+    assert len(rounds.seen) == 2 and len(data.run.pool) == 6 - len(rounds.seen[-1].groups)
 
 
 def test_a_reward_function():

@@ -2,6 +2,7 @@ import csv
 import json
 import math
 import warnings
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -71,7 +72,7 @@ def test_one_epoch_is_one_round(fit):
     assert trainer.global_step == 12
     assert [r.number for r in recorder.rounds] == [0, 1, 2]
     assert [r.version for r in recorder.rounds] == [0, 4, 8]
-    assert data.counters["num_completions"] == 48
+    assert data.run.counters["num_completions"] == 48
 
 
 def test_every_trained_token_is_on_policy(fit):
@@ -468,7 +469,7 @@ def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
     _, reference, _ = fit(callbacks=[RNGState(), whole], trainer={"max_epochs": 3})
     assert [r.number for r in resumed.rounds] == [1, 2]
     assert torch.equal(weights(module), weights(reference))
-    assert data.counters["num_completions"] == 48
+    assert data.run.counters["num_completions"] == 48
 
 
 def test_fitting_on_goes_on_where_it_was(fit, tiny_model, sums, digits, tmp_path):
@@ -486,10 +487,10 @@ def test_testing_a_checkpoint_leaves_the_run_as_it_is(fit, sums, tmp_path):
     trainer, module, data = fit(
         callbacks=[checkpoint], val_data=sums[80:], trainer={"enable_checkpointing": True}
     )
-    before = dict(data.counters)
-    data.num_generations = 8  # of no concern to a test
+    before = dict(data.run.counters)
+    data.run.settings = replace(data.run.settings, num_generations=8)  # of no concern to a test
     trainer.test(module, datamodule=data, ckpt_path=tmp_path / "c" / "last.ckpt", verbose=False)
-    assert dict(data.counters) == before and data.run.resumed is None
+    assert dict(data.run.counters) == before and data.run.resumed is None
 
 
 @pytest.mark.slow
@@ -509,8 +510,8 @@ def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_pat
     run(2, "part")
     _, resumed, other = run(4, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(weights(whole), weights(resumed))
-    assert data.counters == other.counters
-    assert data.counters["dropped/limit_train_batches"] == 4 * 8
+    assert data.run.counters == other.counters
+    assert data.run.counters["dropped/limit_train_batches"] == 4 * 8
 
 
 @pytest.mark.slow
@@ -545,10 +546,10 @@ def test_the_engine_sleeps_between_rollouts(fit, sums):
 
     class Watch(Callback):
         def on_train_batch_start(self, trainer, *args):
-            assert not trainer.datamodule.engine.awake
+            assert not trainer.datamodule.run.settings.engine.awake
 
         def on_validation_end(self, trainer, *args):
-            assert not trainer.datamodule.engine.awake
+            assert not trainer.datamodule.run.settings.engine.awake
 
     fit(
         callbacks=[Watch()],

@@ -17,7 +17,7 @@ from lit_rlsched.cli.estimate.report import ADVICE
 from lit_rlsched.cli.estimate.run import fake_batch
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
-from lit_rlsched.engines.base import EngineSpec, Sizes
+from lit_rlsched.engines.spec import EngineSpec, Sizes
 from lit_rlsched.training.logprobs import CHUNK_BYTES
 from lit_rlsched.training.optimizers import make_adamw
 from lit_rlsched.training.precision import to_like
@@ -157,7 +157,7 @@ def test_a_run_of_full_length_completions_holds_what_was_estimated(plan):
 
         def on_completion_end(self, *_):
             assert all(p.grad is None for p in module.parameters())
-            stored = [t for pair in data.engine._cache._layers.values() for t in pair]
+            stored = [t for pair in data.run.settings.engine._cache._layers.values() for t in pair]
             measured["cache"] = max(measured["cache"], storage_bytes(stored))
 
     trainer.callbacks.append(Measure())
@@ -392,7 +392,7 @@ def test_live_bytes_forgets_what_is_freed():
 
 def test_a_batch_is_of_equal_rows(plan):
     _, _, data = plan()
-    batch = fake_batch(3, 5, 7, data.sampling, old=True, reference=False)
+    batch = fake_batch(3, 5, 7, data.run.settings.sampling, old=True, reference=False)
     assert batch.input_ids.shape == (3, 12) and batch.ref_logp is None
 
 

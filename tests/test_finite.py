@@ -63,7 +63,7 @@ def test_a_huge_reward_is_dropped_counted_and_blamed(fit, tiny_model, module, va
     huge = [c for c in completions if abs(c.scores[1]) > 1]
     dropped = [c for c in completions if c.dropped]
     assert huge and {id(c) for c in huge} == {id(c) for c in dropped}  # and none of their siblings
-    assert data.counters["dropped/nonfinite_advantage"] == len(huge)
+    assert data.run.counters["dropped/nonfinite_advantage"] == len(huge)
     assert all(c.advantage == 0 for c in huge) and any(c.advantage for c in completions)
     assert vector(trained.model).isfinite().all()
 
@@ -75,7 +75,7 @@ def test_a_huge_reward_that_is_scaled_is_trained_on(fit, tiny_model, scale):
     _, trained, data = fit(GRPO(tiny_model, scale_rewards=scale), [seen], **settings)
     huge = [c for r in seen.rounds for c in r.completions if c.scores[0] > 1]
     assert huge and all(1 < c.advantage < 8 for c in huge)
-    assert not any(name.startswith("dropped") for name in data.counters)
+    assert not any(name.startswith("dropped") for name in data.run.counters)
     assert vector(trained.model).isfinite().all()
     assert all(math.isfinite(value) for r in seen.rounds for value in r.metrics.values())
 
@@ -88,7 +88,7 @@ def test_a_weighted_sum_that_overflows_is_no_reward(fit, tiny_model, callbacks):
         _, trained, data = fit(GRPO(tiny_model), [seen, *callbacks], **settings)
     infinite = [c for r in seen.rounds for c in r.completions if c.scores[0] > 1]
     assert infinite and {c.dropped for c in infinite} == {"nonfinite_advantage"}
-    assert data.counters["dropped/nonfinite_advantage"] == len(infinite)
+    assert data.run.counters["dropped/nonfinite_advantage"] == len(infinite)
     assert vector(trained.model).isfinite().all()
 
 
@@ -118,7 +118,7 @@ class Stream(RolloutCallback):
     """Streams beside an engine in this process."""
 
     def setup(self, trainer, pl_module, stage):
-        trainer.datamodule.schedule.streaming = Streaming(0.0)
+        trainer.datamodule.run.schedule.streaming = Streaming(0.0)
 
 
 NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; round 2: rewards 0"

@@ -113,7 +113,7 @@ def test_the_accumulation_is_added_and_taken_away(fit, tiny_model):
     assert trainer.global_step == 6
     trainer.fit_loop.max_epochs = 4
     trainer.fit(GRPOModule(tiny_model), datamodule=data)
-    assert trainer.current_epoch == 4 and data.num_rounds == 4
+    assert trainer.current_epoch == 4 and data.run.num_rounds == 4
 
 
 def test_nothing_is_left_behind_by_a_run_that_fails(fit, tiny_model, sums, digits, tmp_path):
@@ -160,9 +160,9 @@ def test_a_limit_is_in_optimizer_steps_and_what_it_cuts_is_counted(
         for r in rates.rounds
     ]
     assert sum(rates.micro_batches.values()) == sum(map(sum, parts))
-    drawn = data.counters["num_completions"]
+    drawn = data.run.counters["num_completions"]
     assert drawn == 16 * rounds
-    assert data.counters["dropped/limit_train_batches"] == drawn * (2 - steps) / 2
+    assert data.run.counters["dropped/limit_train_batches"] == drawn * (2 - steps) / 2
 
 
 @pytest.mark.parametrize("automatic", [True, False])

@@ -18,7 +18,7 @@ def test_resident_memory_stays_where_every_step_has_another_number_of_tokens(tin
         import psutil
         from transformers import AutoModelForCausalLM
         from lit_rlsched.engines import VLLMEngine
-        from lit_rlsched.engines.base import EngineSpec
+        from lit_rlsched.engines.spec import EngineSpec
         from lit_rlsched.types import Request, Sampling
 
         policy = AutoModelForCausalLM.from_pretrained({tiny_model!r}).eval()

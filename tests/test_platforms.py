@@ -9,7 +9,7 @@ import pytest
 import lit_rlsched
 from lit_rlsched.cli.main import main
 from lit_rlsched.engines import ProcessEngine, RayEngine, SimulatedEngine, VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.run.saving.run_folder import occupy
 

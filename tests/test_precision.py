@@ -295,7 +295,9 @@ def test_an_engine_of_its_own_decodes_in_float64_where_the_trainer_does(fit, exa
         )
         assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-12
         assert trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-12
-        assert data.startup.spec.dtype == data.engine.cache_dtype(data.startup.spec)
+        assert data.run.startup.spec.dtype == data.run.settings.engine.cache_dtype(
+            data.run.startup.spec
+        )
         runs.append(drawn.rounds)
     for ours, theirs in zip(*runs, strict=True):
         for (tokens, logp), (others, other) in zip(ours, theirs, strict=True):
@@ -325,5 +327,5 @@ def test_two_precisions_are_said(fit, precision, engine, told):
     texts = [str(w.message) for w in said if " decodes in torch.float" in str(w.message)]
     assert len(texts) == told
     assert not told or "`precision=bf16-mixed` computes in torch.bfloat16" in texts[0]
-    theirs = data.engine.cache_dtype(data.startup.spec)
-    assert (theirs != data.startup.spec.dtype) == told
+    theirs = data.run.settings.engine.cache_dtype(data.run.startup.spec)
+    assert (theirs != data.run.startup.spec.dtype) == told

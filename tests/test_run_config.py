@@ -142,7 +142,7 @@ def make_run(tmp_path, module, *callbacks, **settings):
     data = RolloutDataModule(
         Countdown(size=6), [score], engine=SimpleEngine(), seed=7, val_data="v.jsonl", **settings
     )
-    data.rows = {"train": [{}] * 6, "val": [{}] * 2}
+    data.run.rows = {"train": [{}] * 6, "val": [{}] * 2}
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=3,
@@ -167,7 +167,7 @@ def test_two_schedules_have_different_configurations(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     module = GRPOModule("Qwen/Qwen3-0.6B", beta=0.1)
     trainer, data = make_run(tmp_path, module, SortedBatching(2), MicroGroupSampling(4))
-    config = run_config(trainer, data)
+    config = run_config(trainer, data.run.settings, data.run.rows)
     assert [*config["schedule"]] == ["SortedBatching", "MicroGroupSampling"]
     assert config["schedule"]["SortedBatching"]["pool_rounds"] == 2
     assert config["engine"] == {"class": "SimpleEngine", "threads": 2}
@@ -179,7 +179,8 @@ def test_two_schedules_have_different_configurations(tmp_path, monkeypatch):
     settings = config["trainer"]
     assert (settings["accelerator"], settings["precision"]) == ("cpu", "32-true")
     assert (settings["max_epochs"], settings["gradient_clip_val"]) == (3, 0.5)
-    plain_run = run_config(*make_run(tmp_path, module))
+    trainer, other = make_run(tmp_path, module)
+    plain_run = run_config(trainer, other.run.settings, other.run.rows)
     assert plain_run["schedule"] == {} and plain_run["algorithm"] == "grpo"
     assert data.hparams_initial["schedule"] == config["schedule"]
     assert data.hparams_initial["num_generations"] == 8

@@ -24,7 +24,7 @@ class Send(RolloutCallback):
         self.names = names
 
     def on_completion_end(self, trainer, pl_module, completion):
-        if trainer.datamodule.num_rounds == 1:
+        if trainer.datamodule.run.num_rounds == 1:
             while self.names:
                 os.killpg(os.getpgrp(), getattr(signal, self.names.pop(0)))
 '''

@@ -177,7 +177,7 @@ from lit_rlsched.callbacks import RolloutCallback
 
 class Kill(RolloutCallback):
     def on_completion_end(self, trainer, pl_module, completion):
-        if trainer.datamodule.num_rounds == 2:
+        if trainer.datamodule.run.num_rounds == 2:
             (path,) = Path(trainer.default_root_dir).glob("wandb/offline-run-*/run-*.wandb")
             while path.read_bytes().count(b"rollout/bubble_ratio") < 2:
                 time.sleep(0.1)

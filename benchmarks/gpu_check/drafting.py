@@ -28,7 +28,8 @@ from benchmarks.gpu_check.drawing import (
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.setting import QUICK_TASK, Setting
 from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.engines.base import EngineStats, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.spec import EngineStats
 from lit_rlsched.scheduling.speculation import Drafting
 
 RIGHT = 0.7

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_check.setting import Setting
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.policy import load_policy, load_tokenizer, named_weights
 from lit_rlsched.types import Completion, Request, Sampling

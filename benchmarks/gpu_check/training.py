@@ -14,7 +14,7 @@ from benchmarks.ledger import spread
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.types import Group
 
 LOGP_MEAN = "sampling/sampling_logp_difference/mean"

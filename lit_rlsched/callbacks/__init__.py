@@ -1,4 +1,7 @@
-"""Lightning callbacks: each switches a schedule on, or shows what happens."""
+"""Lightning callbacks: each switches a schedule on, or shows what happens.
+
+Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `run`.
+"""
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout

@@ -7,8 +7,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks.rollout_callback import (
     RolloutCallback,
-    rollout_datamodule,
     rollout_schedule,
+    run_of,
 )
 from lit_rlsched.callbacks.streamed_training import streaming_obstacle
 from lit_rlsched.run.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
@@ -91,7 +91,7 @@ class AheadRollout(RolloutCallback):
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
-        check_decodes_by_itself(f"`{type(self).__name__}`", run.engine)
+        check_decodes_by_itself(f"`{type(self).__name__}`", run.settings.engine)
         who, what = self._who, "drafts are verified by"
         if self.correction == "importance":
             what = "tokens are trained against"
@@ -99,7 +99,7 @@ class AheadRollout(RolloutCallback):
             warn_of_correction(who, pl_module.hparams)
         elif streaming_obstacle(pl_module, run) is None:
             schedule.streaming = schedule.streaming or Streaming()
-        check_logprobs(who, run.engine, run.sampling, what)
+        check_logprobs(who, run.settings.engine, run.settings.sampling, what)
         schedule.ahead = self.correction
         self._trainer = trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -121,5 +121,5 @@ class AheadRollout(RolloutCallback):
     def state_dict(self) -> dict[str, Any]:
         """Wait for the rollout beside the update; there is no state."""
         if self._trainer is not None:
-            rollout_datamodule(self._trainer, self).run.wait_for_rollout()
+            run_of(self._trainer, self).wait_for_rollout()
         return {}

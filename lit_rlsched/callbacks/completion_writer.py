@@ -8,7 +8,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lit_rlsched.callbacks.rollout_callback import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import run_of
 
 
 class CompletionWriter(BasePredictionWriter):
@@ -51,7 +51,7 @@ class CompletionWriter(BasePredictionWriter):
             MisconfigurationException: there is no `RolloutDataModule`.
         """
         if stage == "predict":
-            rollout_datamodule(trainer, self)
+            run_of(trainer, self)
             self._rows, self.num_completions = [], 0
 
     def write_on_batch_end(

@@ -92,7 +92,7 @@ class DownSampling(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the selection into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
-        drawn = run.num_generations
+        drawn = run.settings.num_generations
         if self.keep > drawn:
             raise ValueError(
                 f"`DownSampling(keep={self.keep})` of `num_generations={drawn}`: there are fewer. "

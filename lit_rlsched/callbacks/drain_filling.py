@@ -58,5 +58,6 @@ class DrainFilling(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Switch it on in the schedule."""
         schedule, run = rollout_schedule(trainer, self)
-        check_logprobs("`DrainFilling`", run.engine, run.sampling, "drafts are verified by")
+        given = run.settings
+        check_logprobs("`DrainFilling`", given.engine, given.sampling, "drafts are verified by")
         schedule.fills_drain = True

@@ -6,7 +6,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
-from lit_rlsched.callbacks.rollout_callback import rollout_datamodule, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import rollout_schedule, run_of
 from lit_rlsched.rollout.meetings import recorded_turns
 from lit_rlsched.scheduling.in_flight_updates import (
     OWNER,
@@ -117,12 +117,13 @@ class InFlightUpdates(AheadRollout):
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
-        if self.settings.cache == "keep" and not run.engine.keeps_cache:
+        given, engine = run.settings, run.settings.engine
+        if self.settings.cache == "keep" and not engine.keeps_cache:
             raise MisconfigurationException(
-                f"`{OWNER}(cache='keep')`: `{run.engine.name}` cannot go on with what older "
+                f"`{OWNER}(cache='keep')`: `{engine.name}` cannot go on with what older "
                 "weights have cached, or would give it to other requests. Use `cache='recompute'`."
             )
-        size, steps = run.prompts_per_round, run.steps_per_round * run.num_iterations
+        size, steps = given.prompts_per_round, given.steps_per_epoch
         prompts, too_old = self.prompts_in_flight, self.settings.too_old
         schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps, too_old)
         schedule.in_flight = self.settings
@@ -134,21 +135,21 @@ class InFlightUpdates(AheadRollout):
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Measure what `keep` does to the tokens of the newest policy."""
-        data = rollout_datamodule(trainer, self)
+        run = run_of(trainer, self)
         if self.settings.cache == "keep":
-            policy, temperature = data.startup.policy_reader, data.sampling.temperature
+            policy, temperature = run.startup.policy_reader, run.settings.sampling.temperature
             round.metrics |= cache_divergence(round, policy, temperature)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Give the engine the weights of a new optimizer step."""
-        version, data = trainer.global_step, rollout_datamodule(trainer, self)
+        version, run = trainer.global_step, run_of(trainer, self)
         if version == self._version:
             return
         self._version = version
 
         def update() -> None:
-            assert data.session is not None
-            if data.session.update(version) and self.settings.too_old == "verify":
-                data.run.rounds.drafts.keep_version(data.startup.policy, version)
+            assert run.session is not None
+            if run.session.update(version) and self.settings.too_old == "verify":
+                run.rounds.drafts.keep_version(run.startup.policy, version)
 
-        data.run.lead(update)
+        run.lead(update)

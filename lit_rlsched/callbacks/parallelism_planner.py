@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import (
     RolloutCallback,
-    rollout_datamodule,
     rollout_schedule,
+    run_of,
 )
 from lit_rlsched.run.checks import check_one_process, check_parallelism
 from lit_rlsched.run.trainer import log_now
@@ -76,12 +76,12 @@ class ParallelismPlanner(RolloutCallback):
         """Remember the engine's own size."""
         check_one_process(trainer.world_size, type(self).__name__)
         self._trains = stage == "fit"
-        self._engine = rollout_schedule(trainer, self)[1].engine
+        self._engine = rollout_schedule(trainer, self)[1].settings.engine
         self._first_size = self._engine.tensor_parallel_size
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the sizes and create the planner, now that engine and model are known."""
-        session = rollout_datamodule(trainer, self).session
+        session = run_of(trainer, self).session
         assert session is not None
         most = self._engine.max_tensor_parallel_size(session.spec)
         maximum = most if self.maximum is None else self.maximum
@@ -93,10 +93,10 @@ class ParallelismPlanner(RolloutCallback):
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:
         """Restart the engine if rounds of this kind have another size."""
-        data = rollout_datamodule(trainer, self)
-        session = data.session
+        run = run_of(trainer, self)
+        session = run.session
         assert self.planner is not None and session is not None
-        self._kind = "long" if data.schedule.rule.is_long(plan) else "short"
+        self._kind = "long" if run.schedule.rule.is_long(plan) else "short"
         working, self._restart_seconds = session.engine.tensor_parallel_size, 0.0
         if self.planner.size(self._kind) != working:
             started = time.perf_counter()

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.run.schedule import RunFacts, Schedule, check_pairs
+from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.settings import RemembersInit
 from lit_rlsched.types import Completion, Group
 
@@ -63,20 +63,21 @@ class RolloutCallback(RemembersInit, Callback):
         """
 
 
-def rollout_datamodule(trainer: Trainer, callback: Callback) -> RolloutDataModule:
-    """Return the run's `RolloutDataModule`.
+def run_of(trainer: Trainer, callback: Callback) -> TrainingRun:
+    """Return the run of the Trainer's `RolloutDataModule`.
 
     Raises:
-        MisconfigurationException: there is none.
+        MisconfigurationException: there is no such data module.
     """
-    name = type(callback).__name__
     datamodule = getattr(trainer, "datamodule", None)
-    if not isinstance(datamodule, RolloutDataModule):
+    run = getattr(datamodule, "run", None)
+    if not isinstance(run, TrainingRun):
         raise MisconfigurationException(
-            f"`{name}` needs rollouts, but the data module is a `{type(datamodule).__name__}`. "
-            "Fit with `datamodule=RolloutDataModule(...)`, or remove the callback."
+            f"`{type(callback).__name__}` needs rollouts, but the data module is a "
+            f"`{type(datamodule).__name__}`. Fit with `datamodule=RolloutDataModule(...)`, or "
+            "remove the callback."
         )
-    return datamodule
+    return run
 
 
 def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, RunFacts]:
@@ -96,7 +97,6 @@ def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, Ru
             f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. Remove all "
             "but one. A configuration with `callbacks+:` adds to the callbacks of the earlier ones."
         )
-    datamodule = rollout_datamodule(trainer, callback)
-    facts = RunFacts.of(datamodule)
-    check_pairs(facts.callbacks)
-    return datamodule.schedule, facts
+    run = run_of(trainer, callback)
+    check_pairs(run.facts.callbacks)
+    return run.schedule, run.facts

@@ -12,7 +12,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.callbacks.run_curve import RunCurve
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
 from lit_rlsched.run.trainer import is_partial_check
@@ -233,7 +233,7 @@ class RolloutLogger(RolloutCallback):
             MisconfigurationException: there is no `RolloutDataModule`.
         """
         if stage == "fit":
-            rollout_datamodule(trainer, self)
+            run_of(trainer, self)
             if _writes(trainer):
                 self._occupied = folder_of(trainer)
                 occupy(self._occupied)
@@ -249,7 +249,7 @@ class RolloutLogger(RolloutCallback):
         if first:
             self._drop_rounds(folder, round.ordinal)
         if round.number % self.every_n_rounds == 0:
-            names = rollout_datamodule(trainer, self).rewards.names
+            names = run_of(trainer, self).settings.rewards.names
             self.table.add(round, names, folder / "completions.jsonl")
         if self.save_trace:
             _save_trace(round, folder / "traces")
@@ -303,11 +303,11 @@ class RolloutLogger(RolloutCallback):
 
     def summary(self, trainer: Trainer) -> str:
         """Return the run in one line."""
-        data = rollout_datamodule(trainer, self)
-        took = self.curve.effort(data.counters["num_completions"])
+        run = run_of(trainer, self)
+        took = self.curve.effort(run.counters["num_completions"])
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
-        temperature = data.evaluation.sampling.temperature
+        temperature = run.settings.evaluation.sampling.temperature
         return self.curve.summary(folder_of(trainer), took, temperature)
 
     def state_dict(self) -> dict[str, Any]:

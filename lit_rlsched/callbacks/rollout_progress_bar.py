@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.run.trainer import is_partial_check
+from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.text import duration, percent
 from lit_rlsched.training.round import Round
@@ -167,9 +168,9 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Say what is started before anything else is shown; it may take minutes."""
         super().setup(trainer, pl_module, stage)
-        engine = getattr(getattr(trainer, "datamodule", None), "engine", None)
-        if engine is not None and self.is_enabled and trainer.is_global_zero:
-            print(f"Loading the model and starting {engine.name} ...", flush=True)
+        run = getattr(getattr(trainer, "datamodule", None), "run", None)
+        if isinstance(run, TrainingRun) and self.is_enabled and trainer.is_global_zero:
+            print(f"Loading the model and starting {run.settings.engine.name} ...", flush=True)
 
     def on_evaluation_progress(
         self, trainer: Trainer, pl_module: LightningModule, done: int, total: int
@@ -277,7 +278,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         """Show how far the rollout is."""
         bar = self._rollout_bar
         assert bar is not None, "a completion outside a round"
-        if (speed := bar.advance(trainer.datamodule.session.trace)) is not None:
+        if (speed := bar.advance(trainer.datamodule.run.session.trace)) is not None:
             if not bar.disable:
                 bar.set_postfix(speed)
             idle = percent(speed["bubble"])

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks.rollout_callback import rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import settle_progress
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
@@ -64,7 +64,7 @@ class RoundCheckpoint(Checkpoint):
             MisconfigurationException: there is no `RolloutDataModule`.
         """
         if stage == "fit":
-            rollout_datamodule(trainer, self)
+            run_of(trainer, self)
             self._began, self._spent, self._last = self._clock(), 0.0, 0.0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,10 +86,10 @@ class RoundCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, stopped: bool = False) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        rounds = trainer.datamodule.rounds_over  # type: ignore[attr-defined]
+        run = run_of(trainer, self)
         folder = Path(self.dirpath) if self.dirpath else folder_of(trainer) / "checkpoints"
-        path = folder / f"round_{rounds:05}-step_{trainer.global_step:06}.ckpt"
-        trainer.datamodule.run.wait_for_rollout()  # type: ignore[attr-defined]  # is no cost
+        path = folder / f"round_{run.rounds_over:05}-step_{trainer.global_step:06}.ckpt"
+        run.wait_for_rollout()  # is no cost
         began = self._clock()
         try:
             if stopped:

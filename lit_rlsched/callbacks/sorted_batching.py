@@ -96,25 +96,27 @@ class SortedBatching(RolloutCallback):
         schedule, run = rollout_schedule(trainer, self)
         whole = run.learner.needs_group or "DownSampling" in run.callbacks
         unit: Unit = "group" if whole else "completion"
-        rule = self.settings.rule(run.prompts_per_round, run.num_generations, unit)
-        if run.steps_per_round > 1:
+        given = run.settings
+        rule = self.settings.rule(given.prompts_per_round, given.num_generations, unit)
+        if given.steps_per_round > 1:
             raise ValueError(
-                f"`steps_per_round={run.steps_per_round}` with `SortedBatching`: each of its "
+                f"`steps_per_round={given.steps_per_round}` with `SortedBatching`: each of its "
                 "rounds is one update. Use `steps_per_round=1` and `SortedBatching("
-                f"update_prompts={max(1, rule.update_prompts // run.steps_per_round)})`."
+                f"update_prompts={max(1, rule.update_prompts // given.steps_per_round)})`."
             )
         if self.settings.mode == "partial":
             self._check_partial(run, pl_module)
         elif self.settings.mode == "verified":
             who, what = "`SortedBatching(mode='verified')`", "drafts are verified by"
-            check_logprobs(who, run.engine, run.sampling, what)
+            check_logprobs(who, given.engine, given.sampling, what)
         schedule.rule = rule
         schedule.mask_stale_tokens = self.settings.mask_stale_tokens
 
     def _check_partial(self, run: RunFacts, pl_module: LightningModule) -> None:
         """Check that stale tokens are trained against the policy that drew them."""
-        check_logprobs("`SortedBatching(mode='partial')`", run.engine, run.sampling)
-        steps, most = run.num_iterations, self.settings.max_staleness
+        given = run.settings
+        check_logprobs("`SortedBatching(mode='partial')`", given.engine, given.sampling)
+        steps, most = given.num_iterations, self.settings.max_staleness
         if most is not None and most < steps:
             raise ValueError(
                 f"`SortedBatching(max_staleness={most})` with `num_iterations={steps}`: a round "

@@ -64,10 +64,11 @@ class Speculation(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the settings into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
-        longest, tokens = run.sampling.max_completion_length, self.settings.tokens
-        if not run.engine.speculates:
+        given, engine = run.settings, run.settings.engine
+        longest, tokens = given.sampling.max_completion_length, self.settings.tokens
+        if not engine.speculates:
             raise MisconfigurationException(
-                f"`Speculation`: `{run.engine.name}` does not verify draft tokens. Remove the "
+                f"`Speculation`: `{engine.name}` does not verify draft tokens. Remove the "
                 "callback, or use `VLLMEngine` or `TransformersEngine`."
             )
         if tokens >= longest:
@@ -75,10 +76,10 @@ class Speculation(RolloutCallback):
                 f"`Speculation({tokens=})` with `max_completion_length={longest}`: no draft can be "
                 f"that long. Use at most {longest - 1}, such as the default, 4."
             )
-        if run.sampling.min_p > 0:
+        if given.sampling.min_p > 0:
             raise ValueError(
-                f"`Speculation` with `min_p={run.sampling.min_p}`: vLLM draws no draft tokens with "
-                "it. Use `top_p`, or remove the callback."
+                f"`Speculation` with `min_p={given.sampling.min_p}`: vLLM draws no draft tokens "
+                "with it. Use `top_p`, or remove the callback."
             )
         schedule.drafting = self.settings
 

@@ -11,9 +11,9 @@ from lit_rlsched.scheduling.streamed_training import Streaming
 
 def streaming_obstacle(pl_module: LightningModule, run: RunFacts) -> str | None:
     """Say why gradients of parts cannot form the update, or `None` if they can."""
-    if run.steps_per_round > 1:
+    if (steps := run.settings.steps_per_round) > 1:
         return (
-            f"with `steps_per_round={run.steps_per_round}` the groups of the first optimizer step "
+            f"with `steps_per_round={steps}` the groups of the first optimizer step "
             "are known only at the end of the round. Use `steps_per_round=1`; `num_iterations` may "
             "be any number"
         )
@@ -87,7 +87,7 @@ class StreamedTraining(RolloutCallback):
         if stage != "fit":
             return
         schedule, run = rollout_schedule(trainer, self)
-        check_decodes_by_itself("`StreamedTraining`", run.engine)
+        check_decodes_by_itself("`StreamedTraining`", run.settings.engine)
         if (why := streaming_obstacle(pl_module, run)) is not None:
             raise MisconfigurationException(f"`StreamedTraining`: {why}.")
         schedule.streaming = Streaming(self.start)

@@ -108,10 +108,10 @@ class TailBatching(RolloutCallback):
             most = self.max_deferrals
             setting = "reuse_drafts=True" if most is None else f"max_deferrals={most}"
             who, what = f"`TailBatching({setting})`", "drafts are verified by"
-            check_logprobs(who, run.engine, run.sampling, what)
+            check_logprobs(who, run.settings.engine, run.settings.sampling, what)
         settings: dict[str, Any] = {
-            "update_prompts": run.prompts_per_round,
-            "num_generations": run.num_generations,
+            "update_prompts": run.settings.prompts_per_round,
+            "num_generations": run.settings.num_generations,
             "prompt_ratio": self.prompt_ratio,
             "completion_ratio": self.completion_ratio or 1.0,
             "shares": self.per_domain,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_datamodule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.scheduling.timeline import TRAINER, Lap
@@ -126,12 +126,12 @@ class Timeline(RolloutCallback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Note when the update or a part of it begins."""
-        if (session := rollout_datamodule(trainer, self).session) is not None:
+        if (session := run_of(trainer, self).session) is not None:
             self._began = session.timeline.now()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Record the update or a part of it."""
-        if (session := rollout_datamodule(trainer, self).session) is not None:
+        if (session := run_of(trainer, self).session) is not None:
             session.timeline.add(TRAINER, "update", self._began, session.timeline.now())
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
@@ -143,7 +143,7 @@ class Timeline(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and write what happened since the last rollout."""
-        session = rollout_datamodule(trainer, self).session
+        session = run_of(trainer, self).session
         if session is not None and self._last is not None:
             session.timeline.mark()
             log_now(trainer, self._take(trainer))
@@ -151,9 +151,9 @@ class Timeline(RolloutCallback):
         self._laps, self._last, self._file = [], None, None
 
     def _take(self, trainer: Trainer) -> dict[str, float]:
-        data = rollout_datamodule(trainer, self)
-        assert data.session is not None and self._last is not None
-        lap, clock = data.session.timeline.lap(), data.run.clock
+        run = run_of(trainer, self)
+        assert run.session is not None and self._last is not None
+        lap, clock = run.session.timeline.lap(), run.clock
         self._laps = [*self._laps, lap][-self.rounds_in_picture :]
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             if self._file is None:

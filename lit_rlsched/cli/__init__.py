@@ -1,1 +1,5 @@
-"""The command line `lit-rlsched`."""
+"""The command line `lit-rlsched`.
+
+Imports `types`, `settings`, `text`, `processes`, `engines`, `data`, `training`, `run`, `callbacks`,
+`datamodule`, `module`.
+"""

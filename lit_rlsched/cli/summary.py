@@ -3,16 +3,16 @@
 import shlex
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.cli.estimate import counted_peaks
-from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.run.policy_module import PolicyModule
+from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.saving.run_folder import name_of
+from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.text import counted, format_bytes, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
@@ -43,17 +43,17 @@ class RunSummary(Callback):
 
 def summary(trainer: Trainer, module: LightningModule) -> str:
     """Return what a run will do as lines of text; its engine has started."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    run: TrainingRun = trainer.datamodule.run  # type: ignore[attr-defined]
     dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
     head = "fast_dev_run" if dry else name_of(Path(trainer.default_root_dir))
     rows = {
         "model": _model(module, str(trainer.precision)),
-        "data": _data(data),
-        "round": _round(data),
-        "run": _run(trainer, data),
-        "engine": _engine(data),
+        "data": _data(run),
+        "round": _round(run.settings),
+        "run": _run(trainer, run),
+        "engine": _engine(run),
         "schedule": _schedule(trainer),
-        "memory": _memory(module, data),
+        "memory": _memory(module, run),
         "output": "nothing is written" if dry else _output(trainer),
     }
     return "\n".join([head, *(_filled(label, text) for label, text in rows.items())])
@@ -90,10 +90,10 @@ def _count(number: int) -> str:
     return f"{three_digits(size)} {unit}"
 
 
-def _data(data: RolloutDataModule) -> str:
-    prompts = data.startup.prompts
+def _data(run: TrainingRun) -> str:
+    prompts = run.startup.prompts
     held_out = len(prompts.held_out.get("val", ()))
-    given = data.train_data
+    given = run.settings.data["train"]
     name = given if isinstance(given, str | Path) else type(given).__name__
     name = "rows" if isinstance(given, list) else name
     size = "a stream of" if prompts.stream else f"{len(prompts.train):,}"
@@ -101,46 +101,47 @@ def _data(data: RolloutDataModule) -> str:
     return f"{text}, {held_out:,} held out" if held_out else f"{text}, none held out"
 
 
-def _round(data: RolloutDataModule) -> str:
+def _round(settings: RunSettings) -> str:
     return (
-        f"{counted(data.prompts_per_round, 'prompt')} x "
-        f"{counted(data.num_generations, 'completion')} of at most "
-        f"{data.sampling.max_completion_length:,} tokens, then "
-        f"{counted(data.steps_per_epoch, 'optimizer step')}"
+        f"{counted(settings.prompts_per_round, 'prompt')} x "
+        f"{counted(settings.num_generations, 'completion')} of at most "
+        f"{settings.sampling.max_completion_length:,} tokens, then "
+        f"{counted(settings.steps_per_epoch, 'optimizer step')}"
     )
 
 
-def _run(trainer: Trainer, data: RolloutDataModule) -> str:
-    assert data.run.settings is not None
+def _run(trainer: Trainer, run: TrainingRun) -> str:
+    assert run.fit_settings is not None
     rounds, steps = trainer.max_epochs, trainer.max_steps
     ends = []
     if rounds is not None and rounds != -1:
-        taken = counted(rounds * data.run.settings.steps, "optimizer step")
+        taken = counted(rounds * run.fit_settings.steps, "optimizer step")
         ends.append(f"{counted(rounds, 'round')}, {taken}")
     if steps != -1:
         ends.append(f"at most {counted(steps, 'optimizer step')}")
     text = "; ".join(ends) or "until it is stopped"
     every = trainer.check_val_every_n_epoch
-    if data.val_data is not None and every is not None:
+    if run.settings.data["val"] is not None and every is not None:
         text += f"; validated after every {f'{every:,} rounds' if every > 1 else 'round'}"
-    if done := data.rounds_over:
+    if done := run.rounds_over:
         text += f"; {counted(done, 'round')} already done"
     return text
 
 
-def _engine(data: RolloutDataModule) -> str:
-    assert data.session is not None
-    name, inner = data.engine.name, getattr(data.engine.engines[0], "engine", None)
+def _engine(run: TrainingRun) -> str:
+    assert run.session is not None
+    engine = run.settings.engine
+    name, inner = engine.name, getattr(engine.engines[0], "engine", None)
     if inner is not None:
         name += f" of {type(inner).__name__}"
-    at_once = f"up to {counted(data.session.spec.slots, 'completion')} at once"
-    if (engines := len(data.engine.engines)) > 1:
+    at_once = f"up to {counted(run.session.spec.slots, 'completion')} at once"
+    if (engines := len(engine.engines)) > 1:
         return f"{engines} engines ({name}), which decode {at_once}"
     return f"{name}, decodes {at_once}"
 
 
-def _memory(module: LightningModule, data: RolloutDataModule) -> str:
-    rollout, update = counted_peaks(module, data)
+def _memory(module: LightningModule, run: TrainingRun) -> str:
+    rollout, update = counted_peaks(module, run)
     return (
         f"{format_bytes(rollout)} of weights, optimizer state and cache in the rollout, "
         f"{format_bytes(update)} in the update; `lit-rlsched estimate` counts activations too"
@@ -180,8 +181,7 @@ def next_commands(trainer: Trainer) -> list[str]:
             f"lit-rlsched predict {run} --data.predict_data prompts.jsonl",
             f"lit-rlsched export {saved} --out my-model",
         ]
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    if data.val_data is not None:
+    if trainer.datamodule.run.settings.data["val"] is not None:  # type: ignore[attr-defined]
         commands.insert(0, f"lit-rlsched validate {run}")
     rounds = trainer.max_epochs or 0
     if rounds > 0 and trainer.max_steps == -1:

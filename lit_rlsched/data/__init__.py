@@ -1,4 +1,7 @@
-"""Turns rows of data sets and tasks into tokenised prompts, and draws them in order."""
+"""Turns rows of data sets and tasks into tokenised prompts, and draws them in order.
+
+Imports `types`, `_lazy`, `settings`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,17 @@
-"""Decode completions: vLLM, transformers or simulated, in a process, a Ray actor or several."""
+"""Decode completions: vLLM, transformers or simulated, in a process, a Ray actor or several.
+
+Imports `types`, `_lazy`, `settings`, `text`, `processes`, `ranks`, `scheduling`.
+"""
 
 from typing import TYPE_CHECKING
 
 from lit_rlsched._lazy import lazy
 
 if TYPE_CHECKING:
-    from lit_rlsched.engines.base import EngineSpec
     from lit_rlsched.engines.process_engine import ProcessEngine
     from lit_rlsched.engines.ray_engine import RayEngine
     from lit_rlsched.engines.simulated import SimulatedEngine
+    from lit_rlsched.engines.spec import EngineSpec
     from lit_rlsched.engines.transformers import TransformersEngine
     from lit_rlsched.engines.vllm import VLLMEngine
 
@@ -25,7 +28,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "EngineSpec": "base",
+        "EngineSpec": "spec",
         "ProcessEngine": "process_engine",
         "RayEngine": "ray_engine",
         "SimulatedEngine": "simulated",

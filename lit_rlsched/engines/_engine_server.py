@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import die_with, hide_environment
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import is_refusal

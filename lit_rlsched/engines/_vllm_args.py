@@ -1,16 +1,13 @@
 """The arguments vLLM is started with, and the memory that follows from them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Footprint, Sizes
+from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
 from lit_rlsched.text import kv_bytes_per_token, kv_heads
-
-if TYPE_CHECKING:
-    from lit_rlsched.engines.vllm import VLLMEngine
 
 CPU_BLOCK = 32
 """Tokens in a block of key-value cache on CPU. vLLM's 128 would never share a short prompt."""
@@ -114,7 +111,23 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def engine_args(engine: "VLLMEngine", spec: EngineSpec) -> dict[str, Any]:
+class Settings(Protocol):
+    """The settings of `VLLMEngine`."""
+
+    kv_cache_gib: float | None
+    gpu_memory_utilization: float
+    enforce_eager: bool | None
+    enable_sleep_mode: bool
+    enable_lora: bool
+    tensor_parallel_size: int
+    weight_transfer: str | None
+    engine_kwargs: dict[str, Any]
+    kv_block: int
+
+    def cache_dtype(self, spec: EngineSpec) -> torch.dtype: ...
+
+
+def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
 
     Raises:
@@ -204,7 +217,7 @@ def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
     }
 
 
-def batched_tokens(engine: "VLLMEngine", spec: EngineSpec) -> int:
+def batched_tokens(engine: Settings, spec: EngineSpec) -> int:
     """Maximum number of tokens per step: at least one for each running request.
 
     Draft tokens come on top: they delay no prefill.
@@ -217,7 +230,7 @@ def batched_tokens(engine: "VLLMEngine", spec: EngineSpec) -> int:
     return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len)) + drafted
 
 
-def full_cache(engine: "VLLMEngine", spec: EngineSpec) -> int:
+def full_cache(engine: Settings, spec: EngineSpec) -> int:
     """Bytes of cache when every slot is full. vLLM's default is half of the machine's memory."""
     config = text_config(spec)
     token = kv_bytes_per_token(config, engine.cache_dtype(spec)) * share_of_cache(engine, spec)
@@ -225,7 +238,7 @@ def full_cache(engine: "VLLMEngine", spec: EngineSpec) -> int:
     return int(blocks * CPU_BLOCK * token)
 
 
-def share_of_cache(engine: "VLLMEngine", spec: EngineSpec) -> float:
+def share_of_cache(engine: Settings, spec: EngineSpec) -> float:
     """Share of a token's keys and values that each worker holds; a head is not split."""
     if engine.tensor_parallel_size == 1:
         return 1.0
@@ -233,7 +246,7 @@ def share_of_cache(engine: "VLLMEngine", spec: EngineSpec) -> float:
     return max(1, heads // engine.tensor_parallel_size) / heads
 
 
-def footprint(engine: "VLLMEngine", spec: EngineSpec, sizes: Sizes) -> Footprint:
+def footprint(engine: Settings, spec: EngineSpec, sizes: Sizes) -> Footprint:
     """Memory that vLLM will hold with these arguments."""
     args, dtype, full = engine_args(engine, spec), engine.cache_dtype(spec), sizes.full_slots(spec)
     weights, cache = sizes.parameters * dtype.itemsize, args["kv_cache_memory_bytes"]
@@ -261,9 +274,7 @@ def footprint(engine: "VLLMEngine", spec: EngineSpec, sizes: Sizes) -> Footprint
     )
 
 
-def cache_tokens(
-    engine: "VLLMEngine", spec: EngineSpec, footprint: Footprint, token_bytes: int
-) -> int:
+def cache_tokens(engine: Settings, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int:
     """Tokens that vLLM's cache will hold: whole blocks, one of which vLLM never uses.
 
     Raises:

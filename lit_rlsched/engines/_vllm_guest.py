@@ -17,8 +17,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from lit_rlsched.engines.base import EngineBroken, EngineSpec
 from lit_rlsched.engines.gpu_setup import unseen_gpu
+from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.processes import require_linux
 from lit_rlsched.types import FinishReason
 

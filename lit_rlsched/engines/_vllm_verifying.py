@@ -11,22 +11,19 @@ The second model runner (`vllm.v1.worker.gpu`, the default of recent CUDA builds
 seed and position; `_vllm_second_runner` does this for it.
 """
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rlsched.engines import _vllm_second_runner as second
-from lit_rlsched.engines import _vllm_verifying as first
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
-from lit_rlsched.types import Request
-
-if TYPE_CHECKING:
-    from lit_rlsched.engines.vllm import _Held
+from lit_rlsched.types import Request, no_floats, no_ids
 
 
 def install(worker: Any) -> None:
@@ -204,6 +201,22 @@ def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.dev
 INSTEAD = "Leave `Speculation` out, or choose `--data.engine=TransformersEngine`."
 
 
+@dataclass(slots=True)
+class Held:
+    """A request in the engine."""
+
+    request: Request
+    inside: str
+    """vLLM's id for it."""
+    token_ids: "array[int]" = field(default_factory=no_ids)
+    logprobs: "array[float]" = field(default_factory=no_floats)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of prompt and prefix."""
+        return len(self.request.prompt_ids) + len(self.request.prefix_ids)
+
+
 def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
     """Prepare a built engine for draft tokens; None: there are none.
 
@@ -226,7 +239,7 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
     if config.use_v2_model_runner:
         engine.collective_rpc(second.install, args=(spec.drafting.tokens,))
     elif spec.device.type == "cpu":
-        engine.collective_rpc(first.install)
+        engine.collective_rpc(install)
     else:
         raise ValueError(
             f"`Speculation` with `VLLMEngine` on `{spec.device}`: vLLM runs its first model runner "
@@ -251,7 +264,7 @@ def check_sampling(requests: Sequence[Request]) -> None:
             )
 
 
-def give(scheduler: Any, drafts: DraftTokens, held: "Mapping[str, _Held]") -> None:
+def give(scheduler: Any, drafts: DraftTokens, held: Mapping[str, Held]) -> None:
     """Set the draft tokens of the scheduler's next step.
 
     Args:
@@ -266,7 +279,7 @@ def give(scheduler: Any, drafts: DraftTokens, held: "Mapping[str, _Held]") -> No
             request.spec_token_ids = tokens
 
 
-def take(drafts: DraftTokens, outputs: Sequence[Any], held: "Mapping[str, _Held]") -> None:
+def take(drafts: DraftTokens, outputs: Sequence[Any], held: Mapping[str, Held]) -> None:
     """Note what the requests have drawn in a step.
 
     A request can have draft tokens from its second step on, when its prompt is computed.

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from lit_rlsched.engines.base import EngineBroken, EngineDied, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.spec import EngineBroken, EngineDied
 from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.scheduling.time_limits import AnswerTimeouts, RunningClock
 from lit_rlsched.scheduling.trace import Step
@@ -183,6 +184,31 @@ class PipeLink:
         self._process.wait()
         self._child.close()
         return how_it_ended(self._process.returncode)
+
+
+class HasChild(Protocol):
+    """What is asked of an engine with a process of its own; see `ProcessEngine`."""
+
+    restarts: int
+    gpus_advice: str
+
+    @property
+    def child(self) -> "Child": ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def numbered_name(self) -> str: ...
+
+    @property
+    def trainer_address(self) -> str: ...
+
+    def revive(self) -> None: ...
+
+    def stepped(self) -> None: ...
+
+    def forget_weights(self) -> None: ...
 
 
 class Child:

@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from lit_rlsched.engines.spec import EngineSpec
+
 if TYPE_CHECKING:
     import torch
-
-    from lit_rlsched.engines.base import EngineSpec
 
 
 def available_cores() -> list[int]:
@@ -27,14 +27,14 @@ def num_devices(device_type: str) -> int:
     return len(available_cores())
 
 
-def cores_of(spec: "EngineSpec", cores: list[int]) -> list[int]:
+def cores_of(spec: EngineSpec, cores: list[int]) -> list[int]:
     """Return the cores of an engine: an equal share; all, if there are fewer cores than engines."""
     each = len(cores) // spec.engines
     return cores[spec.index * each : (spec.index + 1) * each] if each else cores
 
 
 def variables_of(
-    spec: "EngineSpec", tensor_parallel_size: int, environment: Mapping[str, str]
+    spec: EngineSpec, tensor_parallel_size: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment variables that let an engine's process see only its own GPUs.
 
@@ -51,7 +51,7 @@ def variables_of(
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + tensor_parallel_size])}
 
 
-def check_devices(spec: "EngineSpec", tensor_parallel_size: int) -> None:
+def check_devices(spec: EngineSpec, tensor_parallel_size: int) -> None:
     """Refuse more engines than the node has GPUs for.
 
     Raises:

@@ -6,17 +6,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lit_rlsched.engines.base import (
-    EngineSpec,
-    EngineStats,
-    Footprint,
-    Partial,
-    RolloutEngine,
-    Sizes,
-    check_requests,
-)
+from lit_rlsched.engines.base import RolloutEngine, check_requests
 from lit_rlsched.engines.placement import num_devices
 from lit_rlsched.engines.pool_worker import PoolWorker
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.types import Event, Request
 

@@ -9,18 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from lit_rlsched.engines.base import (
-    EngineDied,
-    EngineSpec,
-    EngineStats,
-    Footprint,
-    Partial,
-    RolloutEngine,
-    Sizes,
-)
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
 from lit_rlsched.engines.placement import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
+from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.engines.weight_transfer import (
     TRANSFERS,
     SentWeights,

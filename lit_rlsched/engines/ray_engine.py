@@ -18,10 +18,11 @@ import torch
 from lit_rlsched import __version__
 from lit_rlsched.engines import _ray_actor
 from lit_rlsched.engines._ray_cluster import Reservation
-from lit_rlsched.engines.base import EngineDied, EngineSpec, Footprint, RolloutEngine, Sizes
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import LAUNCHER
 from lit_rlsched.engines.placement import available_cores, cores_of
 from lit_rlsched.engines.process_engine import ProcessEngine
+from lit_rlsched.engines.spec import EngineDied, EngineSpec, Footprint, Sizes
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.processes import require_posix
 

@@ -3,14 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from lit_rlsched.engines.spec import EngineStats, Partial
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, LengthOnly, Request
-
-if TYPE_CHECKING:
-    from lit_rlsched.engines.base import Partial, RolloutEngine
 
 
 class Worker(ABC):
@@ -179,6 +177,24 @@ class EngineWorker(Worker):
         return step.events
 
 
+class Decoder(Protocol):
+    """What a worker asks of its engine; `RolloutEngine` says what each method does."""
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def steps_to_event(self) -> int: ...
+
+    def jump(self, steps: int) -> list[Event]: ...
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def now(self) -> float: ...
+
+
 class RolloutWorker(EngineWorker):
     """Worker of an engine in the same process.
 
@@ -187,7 +203,7 @@ class RolloutWorker(EngineWorker):
         admission: Decides which waiting request takes a free slot.
     """
 
-    def __init__(self, engine: "RolloutEngine", admission: Admission) -> None:
+    def __init__(self, engine: Decoder, admission: Admission) -> None:
         super().__init__(admission)
         self.engine = engine
         self._requests: dict[str, Request] = {}
@@ -312,7 +328,7 @@ class RolloutWorker(EngineWorker):
         if event.finish_reason == "length" and total < request.sampling.max_completion_length:
             event.finish_reason = "paused"
 
-    def _event(self, name: str, partial: "Partial", reported: int) -> list[Event]:
+    def _event(self, name: str, partial: Partial, reported: int) -> list[Event]:
         """Return what a request has drawn and no event has reported, if there is any."""
         if not (new := partial.token_ids[reported:]):
             return []

@@ -8,13 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.engines.base import (
-    EngineSpec,
-    EngineStats,
-    Partial,
-    RolloutEngine,
-    check_requests,
-)
+from lit_rlsched.engines.base import RolloutEngine, check_requests
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Partial
 from lit_rlsched.scheduling.noise import counter_uniform
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens, agreeing

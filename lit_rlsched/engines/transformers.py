@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lit_rlsched.engines.base import (
-    EngineSpec,
-    EngineStats,
-    Footprint,
-    Partial,
-    RolloutEngine,
-    Sizes,
-    check_requests,
-)
+from lit_rlsched.engines.base import RolloutEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 

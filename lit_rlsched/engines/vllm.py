@@ -1,10 +1,8 @@
 """Decodes with vLLM, whose scheduler runs inside the trainer's process."""
 
 import os
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,15 @@ from lit_rlsched.engines._vllm_guest import (
     naming_the_budget,
     unusable,
 )
+from lit_rlsched.engines._vllm_verifying import Held
 from lit_rlsched.engines._vllm_worker import Noise
-from lit_rlsched.engines.base import (
-    EngineSpec,
-    EngineStats,
-    Footprint,
-    Partial,
-    RolloutEngine,
-    Sizes,
-    check_requests,
-)
+from lit_rlsched.engines.base import RolloutEngine, check_requests
 from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
 from lit_rlsched.settings import check_choice, check_finite
-from lit_rlsched.types import Event, Request, no_floats, no_ids
+from lit_rlsched.types import Event, Request
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -125,8 +117,8 @@ class VLLMEngine(RolloutEngine):
         self._forget_counts()
 
     def _forget_counts(self) -> None:
-        self._held: dict[str, _Held] = {}
-        self._inside: dict[str, _Held] = {}  # the same under vLLM's ids
+        self._held: dict[str, Held] = {}
+        self._inside: dict[str, Held] = {}  # the same under vLLM's ids
         self._preempted, self._salt = set[str](), dict[str, str]()
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
@@ -198,7 +190,7 @@ class VLLMEngine(RolloutEngine):
             prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids], **self._salt}
             param.extra_args = self._noise.enter(request)
             inside = live.add_request(request.id, prompt, param, lora_request=self._lora_request)
-            self._held[request.id] = self._inside[inside] = _Held(request, inside)
+            self._held[request.id] = self._inside[inside] = Held(request, inside)
 
     def _sampling_params(self, request: Request) -> Any:
         sampling = request.sampling
@@ -381,19 +373,3 @@ class VLLMEngine(RolloutEngine):
     def _refuse_when_running(self, what: str) -> None:
         if self._held:
             raise RuntimeError(f"Cannot {what} while {len(self._held)} requests are running.")
-
-
-@dataclass(slots=True)
-class _Held:
-    """A request in the engine."""
-
-    request: Request
-    inside: str
-    """vLLM's id for it."""
-    token_ids: "array[int]" = field(default_factory=no_ids)
-    logprobs: "array[float]" = field(default_factory=no_floats)
-
-    @property
-    def prefilled(self) -> int:
-        """Tokens of prompt and prefix."""
-        return len(self.request.prompt_ids) + len(self.request.prefix_ids)

@@ -14,12 +14,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.child import Child, HasChild
+from lit_rlsched.engines.spec import EngineDied, EngineSpec
 from lit_rlsched.engines.weights import (
     HandedWeights,
     PackedWeights,
@@ -28,11 +30,7 @@ from lit_rlsched.engines.weights import (
     gpu_of,
 )
 
-if TYPE_CHECKING:
-    from lit_rlsched.engines.child import Child
-    from lit_rlsched.engines.process_engine import ProcessEngine
-
-Placed = Sequence[tuple["ProcessEngine", list[str]]]
+Placed = Sequence[tuple[HasChild, list[str]]]
 """Engines, and the UUIDs of the GPUs that each is on."""
 GRACE = 10.0
 """Seconds for the other engines to answer after one has died. Those that still wait for it in NCCL
@@ -53,7 +51,7 @@ class SentWeights(HandedWeights):
 class SomeDied(Exception):
     """Engines died while weights were sent."""
 
-    def __init__(self, engines: "Sequence[ProcessEngine]") -> None:
+    def __init__(self, engines: Sequence[HasChild]) -> None:
         super().__init__()
         self.engines = engines
 
@@ -75,7 +73,7 @@ class WeightTransfer(WeightsStore):
 
     backend: str
 
-    def __init__(self, spec: EngineSpec, engines: "Sequence[ProcessEngine]") -> None:
+    def __init__(self, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
         self._engines, self._device = engines, spec.device
         self._setting = f"`{type(engines[0]).__name__}(weight_transfer={self.backend!r})`"
         if spec.device.type != "cuda":
@@ -106,7 +104,7 @@ class WeightTransfer(WeightsStore):
         self.send(sent, self._engines)
         return sent
 
-    def send(self, weights: SentWeights, engines: "Sequence[ProcessEngine]") -> None:
+    def send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
         """Send weights to these engines and wait until they are loaded.
 
         Raises:
@@ -130,7 +128,7 @@ class WeightTransfer(WeightsStore):
         with torch.no_grad(), torch.cuda.device(self._device):
             yield
 
-    def _send(self, weights: SentWeights, engines: "Sequence[ProcessEngine]") -> None:
+    def _send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
         said = self._ask(engines, [("gpus",)] * len(engines))  # every worker answers: all are ready
         gpus = [*zip(engines, said, strict=True)]
         children = [engine.child for engine in engines]
@@ -161,7 +159,7 @@ class WeightTransfer(WeightsStore):
 
     def _ask(
         self,
-        engines: "Sequence[ProcessEngine]",
+        engines: Sequence[HasChild],
         messages: Sequence[tuple[Any, ...]],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Any]:
@@ -221,7 +219,7 @@ class NCCLTransfer(WeightTransfer):
 
     backend = "nccl"
 
-    def __init__(self, spec: EngineSpec, engines: "Sequence[ProcessEngine]") -> None:
+    def __init__(self, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
         super().__init__(spec, engines)
         self._group: Any = None
 

@@ -1,4 +1,7 @@
-"""Score completions: reward functions in processes that may crash, and judges."""
+"""Score completions: reward functions in processes that may crash, and judges.
+
+Imports `types`, `_lazy`, `settings`, `text`, `processes`, `engines`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
 from lit_rlsched.settings import ENDS, check_template_kwargs
 from lit_rlsched.types import Request, Sampling

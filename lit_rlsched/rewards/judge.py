@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Any
 
 from lit_rlsched.rewards.functions import Completion, text_of
+from lit_rlsched.text import REDACTED
 from lit_rlsched.types import stable_hash
 
 CONTROL_TOKENS = re.compile(

@@ -1,4 +1,7 @@
-"""Draws one round: plans its groups, decodes and scores them, and settles who is trained on."""
+"""Draws one round: plans its groups, decodes and scores them, and settles who is trained on.
+
+Imports `types`, `_lazy`, `text`, `scheduling`, `engines`, `rewards`, `data`.
+"""
 
 from typing import TYPE_CHECKING
 

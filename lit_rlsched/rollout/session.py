@@ -9,8 +9,9 @@ from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
 
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import give_back
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.meetings import Meetings
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following

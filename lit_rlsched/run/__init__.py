@@ -1,1 +1,5 @@
-"""Connects a run to the Trainer and to the disk: start, loaders, checkpoints, configuration."""
+"""Connects a run to the Trainer and to the disk: start, loaders, checkpoints, configuration.
+
+Imports `types`, `settings`, `text`, `processes`, `ranks`, `scheduling`, `engines`, `rewards`,
+`data`, `rollout`, `training`.
+"""

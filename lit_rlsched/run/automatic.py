@@ -24,7 +24,7 @@ class MicroBatchAccumulation(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the Trainer use the real loader, now that optimizers are configured."""
-        trainer.datamodule.run.settings.begin()  # type: ignore[attr-defined]
+        trainer.datamodule.run.fit_settings.begin()  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: MicroBatch, batch_idx: int

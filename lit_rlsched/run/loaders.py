@@ -2,23 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.run.evaluation import Evaluated, check_scored, evaluate, never_correct
 from lit_rlsched.run.interrupts import begin_validation
 from lit_rlsched.run.trainer import fire
+from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.rounds import Drawing
 
-if TYPE_CHECKING:
-    from lit_rlsched.datamodule import RolloutDataModule
-
 
 class _Loader:
-    def __init__(self, datamodule: "RolloutDataModule") -> None:
-        self._datamodule = datamodule
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state: Lightning resumes mid-epoch only if a loader has this method."""
@@ -35,10 +33,10 @@ class Rounds(_Loader):
     """
 
     def __len__(self) -> int:
-        return self._datamodule.steps_per_epoch
+        return self._run.settings.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerStep]:
-        yield from self._datamodule.run.optimizer_steps()
+        yield from self._run.optimizer_steps()
 
 
 class MicroBatches(_Loader):
@@ -50,9 +48,8 @@ class MicroBatches(_Loader):
     """
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        assert self._datamodule.trainer is not None
-        precision = self._datamodule.trainer.precision_plugin
-        for step in self._datamodule.run.optimizer_steps():
+        precision = self._run.trainer.precision_plugin
+        for step in self._run.optimizer_steps():
             batches = iter(step)
             while True:
                 with precision.tensor_init_context():  # of log-probs in `64-true`
@@ -66,33 +63,31 @@ class Evaluation:
     """Loader of held-out prompts: one item is a prompt with its completions, in data order.
 
     Args:
-        datamodule: The data module that draws them.
+        run: The run whose engine draws them.
         stage: `val`, `test` or `predict`; each has its own seeds, the same at every evaluation.
     """
 
-    def __init__(self, datamodule: "RolloutDataModule", stage: str) -> None:
-        self._datamodule = datamodule
+    def __init__(self, run: TrainingRun, stage: str) -> None:
+        self._run = run
         self._stage = stage
 
     def __len__(self) -> int:
-        return len(self._datamodule.held_out(self._stage))
+        return len(self._run.held_out(self._stage))
 
     def __iter__(self) -> Iterator[Evaluated]:
-        data = self._datamodule
-        data.start()
-        assert data.trainer is not None
-        if data.trainer.validating:
-            begin_validation(data.trainer)
-        if data.run.team.size == 1:
+        run = self._run
+        run.start()
+        if run.trainer.validating:
+            begin_validation(run.trainer)
+        if run.team.size == 1:
             yield from self._evaluate()
         else:
-            yield from data.run.lead(lambda: list(self._evaluate()))
+            yield from run.lead(lambda: list(self._evaluate()))
 
     def _evaluate(self) -> Iterator[Evaluated]:
-        data, stage = self._datamodule, self._stage
-        session = data.session
-        assert data.trainer is not None and session is not None
-        version, rounds, following = data.trainer.global_step, data.run.rounds, None
+        run, stage, session = self._run, self._stage, self._run.session
+        assert session is not None
+        version, rounds, following = run.trainer.global_step, run.rounds, None
         if how := self._between_rounds():
             following = rounds.begin_beside(how)
 
@@ -101,12 +96,12 @@ class Evaluation:
             if how and following:
                 rounds.keep_begun(how, following)
 
-        prompts = data.held_out(stage)
-        done, settings = count(1), data.evaluation
+        prompts = run.held_out(stage)
+        done, settings = count(1), run.settings.evaluation
         total = len(prompts) * (settings.num_generations + settings.greedy)
 
         def tell(done: int) -> None:
-            fire(data.trainer, "on_evaluation_progress", done, total)  # type: ignore[arg-type]
+            fire(run.trainer, "on_evaluation_progress", done, total)
 
         tell(0)
         yield from evaluate(
@@ -121,15 +116,13 @@ class Evaluation:
                 watch=lambda _: tell(next(done)),
                 following=following,
             ),
-            data.rewards.weights,
+            run.settings.rewards.weights,
             look,
         )
 
     def _between_rounds(self) -> Drawing | None:
         """Return what the next round is drawn with, if it has the weights of this validation."""
-        data = self._datamodule
-        run, trainer = data.run, data.trainer
-        assert trainer is not None
+        run, trainer = self._run, self._run.trainer
         trains = self._stage == "val" and trainer.state.fn == "fit" and run.resumed is None
         if trains and (run.current is None or run.round_is_over):
             return run.drawing(run.rounds_over)
@@ -141,12 +134,13 @@ class Evaluation:
         Raises:
             RunFailed: no completion has a score, and nothing was trained yet.
         """
-        data, trainer = self._datamodule, self._datamodule.trainer
-        assert trainer is not None
+        run, trainer = self._run, self._run.trainer
         if trainer.predicting:
             return
         if trainer.sanity_checking or trainer.state.fn != "fit":
             check_scored(evaluated)
-        found = never_correct(evaluated, data.rewards.names[0], data.evaluation.threshold)
-        for text in data.run.advice.of_evaluation(found):
+        found = never_correct(
+            evaluated, run.settings.rewards.names[0], run.settings.evaluation.threshold
+        )
+        for text in run.advice.of_evaluation(found):
             rank_zero_warn(text)

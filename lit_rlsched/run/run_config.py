@@ -5,19 +5,18 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.data import AttributeDict
 
 from lit_rlsched import __version__
+from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.data.stream import RowStream
+from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
-
-if TYPE_CHECKING:
-    from lit_rlsched.datamodule import RolloutDataModule
 
 _LIBRARIES = {
     "torch": ("torch",),
@@ -33,42 +32,49 @@ _TRAINER = (
 )
 
 
-def run_config(trainer: Trainer, data: "RolloutDataModule") -> dict[str, Any]:
+def run_config(
+    trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable | RowStream]
+) -> dict[str, Any]:
     """Return the settings of a run that are no hyperparameters of its module or data module.
 
     Args:
         trainer: Trainer with its module and callbacks.
-        data: The run's data module, with the data sets that it has read so far.
+        settings: What the user has set.
+        read: Data sets read so far, by stage.
     """
+    rewards = settings.rewards
     return {
         "algorithm": algorithm(trainer.lightning_module),
         "schedule": schedule(trainer),
-        "engine": plain(data.engine),
+        "engine": plain(settings.engine),
         **{
             f"{name}_data": {
-                "source": _source(getattr(data, f"{name}_data")),
+                "source": _source(settings.data[name]),
                 "rows": None if isinstance(rows, RowStream) else len(rows),
             }
-            for name, rows in data.rows.items()
+            for name, rows in read.items()
         },
-        "reward_funcs": dict(zip(data.rewards.names, data.rewards.weights, strict=True)),
+        "reward_funcs": dict(zip(rewards.names, rewards.weights, strict=True)),
         "trainer": _trainer_settings(trainer),
-        "seed": data.seed,
-        "seed_everything": int(os.environ.get("PL_GLOBAL_SEED", data.seed)),
+        "seed": settings.seed,
+        "seed_everything": int(os.environ.get("PL_GLOBAL_SEED", settings.seed)),
         "versions": versions(),
         "commit": commit(),
     }
 
 
 def logged_settings(
-    settings: Mapping[str, Any], trainer: Trainer | None, data: "RolloutDataModule"
+    hparams: Mapping[str, Any],
+    trainer: Trainer | None,
+    settings: RunSettings,
+    read: Mapping[str, RowTable | RowStream],
 ) -> AttributeDict:
-    """Return settings of a data module and, with a Trainer, of its run, without secrets."""
+    """Return arguments of a data module and, with a Trainer, `run_config`, without secrets."""
     config = {}
     if trainer is not None:
         taken = trainer.lightning_module.hparams_initial  # Lightning refuses duplicates
-        config = {n: v for n, v in run_config(trainer, data).items() if n not in taken}
-    return AttributeDict(without_secrets({**settings, **config}))
+        config = {n: v for n, v in run_config(trainer, settings, read).items() if n not in taken}
+    return AttributeDict(without_secrets({**hparams, **config}))
 
 
 def algorithm(module: LightningModule) -> str:

@@ -1,10 +1,9 @@
 """The schedule of a run: everything that callbacks set, and which callbacks work together."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
@@ -15,10 +14,6 @@ from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.training.learner import Learner
 from lit_rlsched.training.selection import Selection
-from lit_rlsched.types import Sampling
-
-if TYPE_CHECKING:
-    from lit_rlsched.datamodule import RolloutDataModule
 
 
 @dataclass(slots=True)
@@ -71,33 +66,17 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts about a run for a callback that sets its schedule; see `RolloutDataModule`."""
+    """Facts about a run for a callback that sets its schedule."""
 
-    prompts_per_round: int
-    num_generations: int
-    steps_per_round: int
-    num_iterations: int
-    sampling: Sampling
-    engine: RolloutEngine
+    settings: RunSettings
     learner: Learner
     callbacks: frozenset[str]
     """Class names of the Trainer's callbacks and of their base classes."""
 
-    @classmethod
-    def of(cls, data: "RolloutDataModule") -> "RunFacts":
-        """Collect the facts of a data module that is attached to its Trainer."""
-        assert data.trainer is not None
-        callbacks = data.trainer.callbacks  # type: ignore[attr-defined]
-        return cls(
-            data.prompts_per_round,
-            data.num_generations,
-            data.steps_per_round,
-            data.num_iterations,
-            data.sampling,
-            data.engine,
-            data.run.learner,
-            frozenset(of.__name__ for c in callbacks for of in type(c).__mro__),
-        )
+
+def class_names(callbacks: Iterable[object]) -> frozenset[str]:
+    """Return the names of the classes of callbacks and of their base classes."""
+    return frozenset(of.__name__ for callback in callbacks for of in type(callback).__mro__)
 
 
 REFUSED = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from lightning import Trainer
@@ -17,13 +17,18 @@ from lit_rlsched.data.row_table import Row, RowTable
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
 from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
 from lit_rlsched.engines.process_engine import ProcessEngine
+from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.run_settings import RunSettings
+from lit_rlsched.run.schedule import Schedule
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.text import kv_bytes_per_token
@@ -42,37 +47,48 @@ from lit_rlsched.training.policy import (
 from lit_rlsched.training.precision import PASSES, check_float32
 from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 
-if TYPE_CHECKING:
-    from lit_rlsched.datamodule import RolloutDataModule
-
 
 class Startup:
     """Prompts, policy and engine settings of a run whose policy is loaded and schedule is set.
 
     Args:
-        data: The data module, for settings, data sets, engine and rewards.
+        settings: What the user has set.
+        schedule: What callbacks have set.
+        rows: Data sets that were read, by stage.
+        trainer: The run's Trainer.
+        team: Its processes.
+        scored: Whether completions are scored.
 
     Raises:
         ValueError: settings, prompts and model contradict each other.
     """
 
-    def __init__(self, data: "RolloutDataModule") -> None:
-        self._data = data
-        limit = data.sampling.max_completion_length
+    def __init__(
+        self,
+        settings: RunSettings,
+        schedule: Schedule,
+        rows: Mapping[str, RowTable | RowStream],
+        trainer: Trainer,
+        team: Team,
+        scored: bool = True,
+    ) -> None:
+        self._settings, self._schedule, self._trainer = settings, schedule, trainer
+        self._team, self._scored = team, scored
+        limit = settings.sampling.max_completion_length
         check_adapters(self.policy)
-        self._tokenizer = load_tokenizer(data.tokenizer_name or str(self.policy.name_or_path))
+        self._tokenizer = load_tokenizer(settings.tokenizer or str(self.policy.name_or_path))
         self._eos_token_ids = eos_token_ids(self.policy, self._tokenizer)
         context, embeddings = context_length(self.policy), num_embeddings(self.policy)
         self.prompts: PromptSets = tokenize(
-            {name: rows for name, rows in data.rows.items() if isinstance(rows, RowTable)},
+            {name: read for name, read in rows.items() if isinstance(read, RowTable)},
             self._tokenizer,
             context=context,
             max_completion_length=limit,
-            chat_template_kwargs=data.chat_template_kwargs,
+            chat_template_kwargs=settings.chat_template_kwargs,
             embeddings=embeddings,
         )
-        if isinstance(stream := data.rows.get("train"), RowStream):
-            tokenized = PromptTokenizer(self._tokenizer, data.chat_template_kwargs)
+        if isinstance(stream := rows.get("train"), RowStream):
+            tokenized = PromptTokenizer(self._tokenizer, settings.chat_template_kwargs)
 
             def token_ids(row: Row) -> list[int]:
                 (ids,) = tokenized([row])
@@ -84,17 +100,16 @@ class Startup:
                 stream.rows,
                 token_ids,
                 self._check_streamed,
-                max_prompt_length=min(context, data.micro_batch_tokens) - limit,
-                seed=data.seed,
-                shuffle=data.shuffle,
+                max_prompt_length=min(context, settings.micro_batch_tokens) - limit,
+                seed=settings.seed,
+                shuffle=settings.shuffle,
             )
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
         self._check_ranks()
         self._check_drafts()
         self._check_rows()
-        schedule = data.schedule
-        self._slots = schedule.slots.share(len(data.engine.engines))
+        self._slots = schedule.slots.share(len(settings.engine.engines))
         if self.prompts.stream:
             check_streams(schedule.rule.has_domains)
         elif train := self.prompts.train:
@@ -113,8 +128,8 @@ class Startup:
 
     def _check_rows(self) -> None:
         """Pass the rows that will be scored to the reward functions' checks."""
-        rewards, sets = self._data.rewards, dict(self.prompts.held_out)
-        if not (self._data.has_rewards and self._trainer.predicting):
+        rewards, sets = self._settings.rewards, dict(self.prompts.held_out)
+        if not (self._scored and self._trainer.predicting):
             sets.pop("predict", None)
         if self.prompts.train and not self.prompts.stream:
             sets = {"train": self.prompts.train, **sets}
@@ -126,14 +141,14 @@ class Startup:
 
     def _check_streamed(self, uid: str, columns: Mapping[str, Any]) -> None:
         """Check a row of a stream, which is seen only when it is drawn."""
-        self._data.rewards.check_row_columns(columns, "the row")
-        self._data.rewards.check_rows([(uid, columns)])
+        self._settings.rewards.check_row_columns(columns, "the row")
+        self._settings.rewards.check_rows([(uid, columns)])
 
     def _check_micro_batch_tokens(self) -> None:
-        longest, limit = self.prompts.longest, self._data.sampling.max_completion_length
-        if longest + limit > self._data.micro_batch_tokens:
+        longest, limit = self.prompts.longest, self._settings.sampling.max_completion_length
+        if longest + limit > self._settings.micro_batch_tokens:
             raise ValueError(
-                f"`micro_batch_tokens={self._data.micro_batch_tokens}` cannot hold the longest "
+                f"`micro_batch_tokens={self._settings.micro_batch_tokens}` cannot hold the longest "
                 f"prompt ({longest} tokens) with `max_completion_length={limit}`. Use "
                 f"{longest + limit} or more."
             )
@@ -149,8 +164,7 @@ class Startup:
                 "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
                 "`configure_model`, or use `strategy='ddp'`."
             )
-        schedule = self._data.schedule
-        if schedule.verifies_drafts:
+        if self._schedule.verifies_drafts:
             raise MisconfigurationException(
                 "Drafts are verified with weights of earlier policy versions, which "
                 f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
@@ -164,7 +178,7 @@ class Startup:
 
         Also those that would decide which completions end first, by the memory they take.
         """
-        schedule, rule = self._data.schedule, self._data.schedule.rule
+        schedule, rule = self._schedule, self._schedule.rule
         mixed = rule.max_staleness != 0
         if rule.keeps_drafts and (mixed or schedule.in_flight is not None):
             why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
@@ -184,7 +198,7 @@ class Startup:
 
     def _check_gen_batches(self) -> None:
         """Refuse `DynamicSampling` if a round may draw more prompts than there are."""
-        schedule, prompts_per_round = self._data.schedule, self._data.prompts_per_round
+        schedule, prompts_per_round = self._schedule, self._settings.prompts_per_round
         prompts = len(self.prompts.train) - schedule.rule.most_deferred
         most, fit = schedule.max_num_gen_batches, prompts // prompts_per_round
         if most > fit:
@@ -196,11 +210,6 @@ class Startup:
             )
 
     @property
-    def _trainer(self) -> Trainer:
-        assert self._data.trainer is not None
-        return self._data.trainer
-
-    @property
     def policy(self) -> nn.Module:
         """The model that is trained."""
         return find_policy(self._trainer.lightning_module)
@@ -210,27 +219,27 @@ class Startup:
         """A new source of the training prompts, at its beginning."""
         if isinstance(self.prompts.train, StreamSource):
             return self.prompts.train
-        data, rule = self._data, self._data.schedule.rule
+        settings, rule = self._settings, self._schedule.rule
         domain_of = rule.domain_of if rule.has_domains else None
-        return DomainSource(self.prompts.train, data.seed, data.shuffle, domain_of)
+        return DomainSource(self.prompts.train, settings.seed, settings.shuffle, domain_of)
 
     @cached_property
     def spec(self) -> EngineSpec:
         """Settings that the engine is started with."""
-        data = self._data
+        settings, engine = self._settings, self._settings.engine
         spec = EngineSpec(
             model=str(base_model(self.policy).name_or_path),
             slots=0,
-            max_model_len=self.prompts.longest + data.sampling.max_completion_length,
+            max_model_len=self.prompts.longest + settings.sampling.max_completion_length,
             eos_token_ids=self._eos_token_ids,
             dtype=PASSES[str(self._trainer.precision)],
             device=self._trainer.lightning_module.device,
             policy=self.policy,
-            seed=data.seed,
-            kv_cache_bytes=data.schedule.slots.memory_budget,
-            adapters=adapter_spec(self.policy) if data.engine.enable_lora else None,
-            first_gpu=self._trainer.num_devices if data.engine.weight_transfer == "nccl" else 0,
-            drafting=data.schedule.drafting,
+            seed=settings.seed,
+            kv_cache_bytes=self._schedule.slots.memory_budget,
+            adapters=adapter_spec(self.policy) if engine.enable_lora else None,
+            first_gpu=self._trainer.num_devices if engine.weight_transfer == "nccl" else 0,
+            drafting=self._schedule.drafting,
         )
         return replace(spec, slots=self.slots(spec))
 
@@ -241,35 +250,36 @@ class Startup:
             spec: Engine settings; `spec.slots` is ignored.
             num_generations: Completions per prompt; by default the configured number.
         """
-        data, engines = self._data, len(self._data.engine.engines)
+        settings, engine = self._settings, self._settings.engine
+        engines = len(engine.engines)
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
-        answers = data.evaluation.num_generations + data.evaluation.greedy
-        generations, rule = num_generations or data.num_generations, data.schedule.rule
+        answers = settings.evaluation.num_generations + settings.evaluation.greedy
+        generations, rule = num_generations or settings.num_generations, self._schedule.rule
         prompts, held_out = (-(-n // engines) for n in (rule.most_prompts(), held_out))
         each = self._slots.engine_slots(
-            data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
+            engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
             max(prompts * rule.launched(generations), held_out * answers),
             self.prompts.shortest,
-            data.engine.engines[0].most_slots(spec),
+            engine.engines[0].most_slots(spec),
         )
         return engines * each
 
     def _completions(self, num_generations: int) -> int:
         """Maximum number of completions that a round decodes."""
-        rule = self._data.schedule.rule
+        rule = self._schedule.rule
         return rule.most_prompts() * rule.launched(num_generations)
 
     def cache_bytes_per_token(self, spec: EngineSpec) -> int:
         """Bytes per token of the engine's key-value cache, over all layers."""
-        dtype = self._data.engine.cache_dtype(spec)
+        dtype = self._settings.engine.cache_dtype(spec)
         return kv_bytes_per_token(base_model(self.policy).config, dtype)
 
     def admission(self, spec: EngineSpec) -> Admission:
         """Create the admission of each engine, which were started with `spec`."""
         return self._slots.admission(
-            self._data.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
-            spec.slots // len(self._data.engine.engines),
-            self._data.sampling.max_completion_length,
+            self._settings.engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
+            spec.slots // len(self._settings.engine.engines),
+            self._settings.sampling.max_completion_length,
             self._order,
         )
 
@@ -278,7 +288,8 @@ class Startup:
 
         With `skip_special_tokens=False` the token that ended it is left out, as vLLM does.
         """
-        ids, skip = np.asarray(token_ids), self._data.skip_special_tokens  # a list would be checked
+        ids = np.asarray(token_ids)  # a list would be checked
+        skip = self._settings.skip_special_tokens
         if not skip and len(ids) and ids[-1] in self._eos_token_ids:
             ids = ids[:-1]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
@@ -286,62 +297,63 @@ class Startup:
     @cached_property
     def policy_reader(self) -> PolicyReader:
         """Reads the policy for weight syncs, on all ranks."""
-        data, context = self._data, self._trainer.precision_plugin.forward_context
-        return PolicyReader(self.policy, context, data.run.team, data.engine.enable_lora)
+        context = self._trainer.precision_plugin.forward_context
+        lora = self._settings.engine.enable_lora
+        return PolicyReader(self.policy, context, self._team, lora)
 
-    def start(self) -> RolloutSession:
-        """Start reward workers and engine."""
-        data, trainer, schedule = self._data, self._trainer, self._data.schedule
+    def start(self, advice: Advice) -> RolloutSession:
+        """Start reward workers and engine; `advice` knows the warnings given so far."""
+        settings, trainer, schedule = self._settings, self._trainer, self._schedule
         check_float32(self.policy, type(trainer.lightning_module).__name__)
-        self._warn()
+        self._warn(advice)
         if schedule.lengths is not None:
             schedule.lengths.bind(self.decode)
-        data.rewards.start()
+        settings.rewards.start()
         return RolloutSession(
-            data.engine,
+            settings.engine,
             self.spec,
             Scorer(
-                data.rewards, self.decode, schedule.timeouts, self._trainer_state, data.has_rewards
+                settings.rewards, self.decode, schedule.timeouts, self._trainer_state, self._scored
             ),
             WeightSync(
-                data.engine,
+                settings.engine,
                 self.spec,
                 self.policy_reader,
-                probe=self.prompts.first(2) if data.verify_sync else (),
-                temperature=data.sampling.temperature,
+                probe=self.prompts.first(2) if settings.verify_sync else (),
+                temperature=settings.sampling.temperature,
             ),
             lambda: self.admission(self.spec),
-            seed=data.seed,
+            seed=settings.seed,
             lengths=schedule.lengths,
-            probe_tokens=schedule.resolved_probe_tokens(data.sampling.max_completion_length),
+            probe_tokens=schedule.resolved_probe_tokens(settings.sampling.max_completion_length),
             on_completion=partial(fire, trainer, "on_completion_end"),
             on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
             in_flight=schedule.in_flight,
         )
 
-    def _warn(self) -> None:
+    def _warn(self, advice: Advice) -> None:
         """Warn of settings that are probably a mistake."""
-        data = self._data
-        if data.sampling.truncated:
+        settings = self._settings
+        if settings.sampling.truncated:
             rank_zero_warn(
                 "With `top_p`, `top_k` or `min_p` the engine's log-probs are of the truncated "
                 "distribution, but the trainer's are of the whole one: they are not compared, and "
                 "importance sampling is off."
             )
         warn_of_unseen_gpu(self.spec.device.type)
-        ours, theirs = self.spec.dtype, data.engine.cache_dtype(self.spec)
-        if ours != theirs and data.engine.logprobs:
+        ours, theirs = self.spec.dtype, settings.engine.cache_dtype(self.spec)
+        if ours != theirs and settings.engine.logprobs:
             rank_zero_warn(
-                f"`{data.engine.name}` decodes in {theirs}, and "
+                f"`{settings.engine.name}` decodes in {theirs}, and "
                 f"`precision={self._trainer.precision}` computes in {ours}: the log-probs of a "
                 "token differ by what the coarser one rounds (`docs/explanation/precision.md`)."
             )
         trains = bool(self.prompts.train)
-        told = data.run.advice.at_start(
+        told = advice.at_start(
             self.spec.eos_token_ids,
-            data.schedule.slots.slots if trains else None,
-            self._completions(data.num_generations),
+            self._schedule.slots.slots if trains else None,
+            self._completions(settings.num_generations),
             self.policy if trains else None,
         )
         if trains and (half := half_learner(self._trainer.lightning_module)):
@@ -357,18 +369,18 @@ class Startup:
 
     def _lost_tokens(self) -> list[str]:
         """Special tokens that rewards are likely to look for, and that they do not see."""
-        if not self._data.skip_special_tokens:
+        if not self._settings.skip_special_tokens:
             return []
         found = special_tokens(self._tokenizer)
         tokens = [text for token, text in found.items() if token not in self._eos_token_ids]
         prompts = [str(prompt.text) for prompt in self.prompts.first(2)]
         template = str(self._tokenizer.chat_template)
-        return self._data.rewards.tokens_looked_for(tokens, template, prompts)
+        return self._settings.rewards.tokens_looked_for(tokens, template, prompts)
 
     def _trainer_state(self, step: int) -> SimpleNamespace:
-        data = self._data
+        settings = self._settings
         prompts = None if self.prompts.stream else len(self.prompts.train)
-        rounds = data.steps_per_epoch, data.prompts_per_round
+        rounds = settings.steps_per_epoch, settings.prompts_per_round
         return trainer_state(self._trainer, step, *rounds, prompts)
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_rlsched.run.automatic import MicroBatchAccumulation
 from lit_rlsched.run.checks import check_accumulation
 
 
@@ -59,8 +60,6 @@ class FitSettings:
         return epochs or 0 <= trainer.max_steps <= trainer.global_step + self.steps
 
     def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
-        from lit_rlsched.callbacks import MicroBatchAccumulation
-
         check_accumulation(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, MicroBatchAccumulation) for c in callbacks):

@@ -2,23 +2,28 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning import Callback, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
-from lit_rlsched.data.rows import name_of
-from lit_rlsched.data.stream import StreamSource
+from lit_rlsched.data.prompts import Prompts
+from lit_rlsched.data.row_table import RowTable
+from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
+from lit_rlsched.data.stream import RowStream, StreamSource
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.checks import check_group_size, check_logprobs, check_same_ranks, check_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, stop_together
+from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.saving.resuming import (
     FORMAT,
     SAME_ON_RESUME,
@@ -29,17 +34,16 @@ from lit_rlsched.run.saving.resuming import (
     check_whole_groups,
     complete,
 )
-from lit_rlsched.run.startup import in_own_process
+from lit_rlsched.run.schedule import RunFacts, Schedule, class_names
+from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.run.wandb_runs import describe_runs
+from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.rounds import Drawing, RoundSettings, TrainingRounds
 from lit_rlsched.training.update import Update
-
-if TYPE_CHECKING:
-    from lit_rlsched.datamodule import RolloutDataModule
 
 T = TypeVar("T")
 
@@ -51,15 +55,22 @@ class TrainingRun:
     round follows from the Trainer's global step, so a checkpoint has every step that was taken.
 
     Args:
-        data: The data module, for settings, engine and rewards.
+        settings: What the user has set.
     """
 
-    def __init__(self, data: "RolloutDataModule") -> None:
-        self._data = data
-        planner = RoundPlanner(RolloutBuffer(), data.sampling, data.num_generations)
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        """What the user has set; with several ranks the engine is in a process of its own."""
+        self.schedule = Schedule(FullRound(settings.prompts_per_round))
+        """Everything that callbacks have set for this run."""
+        planner = RoundPlanner(RolloutBuffer(), settings.sampling, settings.num_generations)
         self.rounds = TrainingRounds(RoundRunner(planner))
         """Draws the rounds and holds the pool."""
-        self.settings: FitSettings | None = None
+        self.rows: dict[str, RowTable | RowStream] = {}
+        """Data sets read so far, by stage."""
+        self.session: RolloutSession | None = None
+        """Engine, rewards and controller while they run, on rank 0."""
+        self.fit_settings: FitSettings | None = None
         """Settings of the Trainer during `fit`."""
         self.current: Round | None = None
         """The round that is being trained on."""
@@ -75,6 +86,11 @@ class TrainingRun:
         """State of a checkpoint, until the prompts that it names are tokenised."""
         self.team = Team()
         """The Trainer's processes."""
+        self._trainer: Trainer | None = None
+        self._startup: Startup | None = None
+        self._started = False
+        self._scored = True
+        """Whether completions are scored; False in `predict` if the rows lack columns for it."""
         self._parts: list[OptimizerStep] = []
         """Parts of the round's first step that this rank has accumulated for the leader."""
         self._start = 0
@@ -83,41 +99,60 @@ class TrainingRun:
         """Trainer whose policy versions the round and the pool have."""
 
     @property
-    def _trainer(self) -> Trainer:
-        assert self._data.trainer is not None
-        return self._data.trainer
+    def trainer(self) -> Trainer:
+        """The Trainer that the run has joined."""
+        assert self._trainer is not None, "not joined"
+        return self.trainer
+
+    @property
+    def startup(self) -> Startup:
+        """Prompts, policy and engine settings of the last start."""
+        assert self._startup is not None, "not started"
+        return self._startup
+
+    @property
+    def pool(self) -> RolloutBuffer:
+        """Groups drawn from the data and not yet trained on."""
+        return self.rounds.runner.planner.pool
+
+    @property
+    def facts(self) -> RunFacts:
+        """Facts for callbacks that set the schedule."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return RunFacts(self.settings, self.learner, class_names(callbacks))
 
     @property
     def learner(self) -> Learner:
         """The module, or a `PlainLearner` for a module that is not a `Learner`."""
-        module = self._trainer.lightning_module
+        module = self.trainer.lightning_module
         return module if isinstance(module, Learner) else PlainLearner()
 
     @property
     def update(self) -> Update:
         """How a round becomes optimizer steps, as callbacks have set it so far."""
-        data = self._data
+        settings, schedule = self.settings, self.schedule
         return Update(
             self.learner,
-            data.schedule.rule,
-            data.schedule.selection,
-            data.rewards.weights,
-            seed=data.seed,
+            schedule.rule,
+            schedule.selection,
+            settings.rewards.weights,
+            seed=settings.seed,
             runs=self.rounds.runner.runs,
-            steps_per_round=data.steps_per_round,
-            num_iterations=data.num_iterations,
-            micro_batch_tokens=data.micro_batch_tokens,
-            mask_truncated=data.mask_truncated_completions,
-            mask_stale=data.schedule.mask_stale_tokens,
-            forward_context=self._trainer.precision_plugin.forward_context,
+            steps_per_round=settings.steps_per_round,
+            num_iterations=settings.num_iterations,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            mask_truncated=settings.mask_truncated_completions,
+            mask_stale=schedule.mask_stale_tokens,
+            forward_context=self.trainer.precision_plugin.forward_context,
             team=self.team,
-            stale=data.schedule.ahead == "importance",
+            stale=schedule.ahead == "importance",
         )
 
     @property
     def _steps_taken(self) -> int:
         """Number of optimizer steps the Trainer takes per round; its limits may cut some."""
-        return self._data.steps_per_epoch if self.settings is None else self.settings.steps
+        limits = self.fit_settings
+        return self.settings.steps_per_epoch if limits is None else limits.steps
 
     @property
     def round_is_over(self) -> bool:
@@ -142,9 +177,9 @@ class TrainingRun:
 
     def _cursor(self, trainer: Trainer | None = None) -> int:
         """Number of steps taken of the current round."""
-        return (trainer or self._trainer).global_step - self._start + self._empty_steps
+        return (trainer or self.trainer).global_step - self._start + self._empty_steps
 
-    def join(self) -> None:
+    def join(self, trainer: Trainer) -> None:
         """Form a team with the Trainer's other processes.
 
         Raises:
@@ -152,20 +187,48 @@ class TrainingRun:
                 supported, or processes differ in version, seed or sizes.
             ValueError: the Trainer's precision is not supported.
         """
-        trainer = self._trainer
+        self._trainer = trainer
         check_trainer(trainer)
         if trainer.world_size > 1:
-            self._data.engine = in_own_process(self._data.engine)
+            engine = in_own_process(self.settings.engine)
+            self.settings = replace(self.settings, engine=engine)
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             from lit_rlsched.ranks import DistributedTeam
 
             self.team = DistributedTeam()
-            check_same_ranks(self.team.all_gather({"version": __version__, **self._settings}))
+            check_same_ranks(self.team.all_gather({"version": __version__, **self._same}))
             stop_together(trainer)
 
     @property
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self._data, name) for name in SAME_ON_RESUME}
+    def _same(self) -> dict[str, Any]:
+        return {name: getattr(self.settings, name) for name in SAME_ON_RESUME}
+
+    def read(self, name: str, stage: str) -> None:
+        """Read a data set, unless it was read before, and check its columns.
+
+        Args:
+            name: `train`, `val`, `test` or `predict`.
+            stage: What the Trainer does with it, for an error.
+
+        Raises:
+            MisconfigurationException: there is no such data set.
+            ValueError: a reward function needs other columns.
+        """
+        data, rewards = self.settings.data[name], self.settings.rewards
+        if data is None:
+            raise MisconfigurationException(
+                f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
+            )
+        if name not in self.rows:
+            streamed = name == "train" and is_stream(data)
+            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data)
+        try:
+            rewards.check_columns(self.rows[name], f"{name}_data")
+        except ValueError as error:
+            if name != "predict":
+                raise
+            self._scored = False
+            rank_zero_warn(f"No rewards are computed: {error}")
 
     def begin(self) -> None:
         """Read the Trainer's settings, start the clock, describe the run to W&B, and check it.
@@ -173,31 +236,70 @@ class TrainingRun:
         Raises:
             ValueError: data module and module contradict each other.
         """
-        data = self._data
-        self.settings = FitSettings(self._trainer, data.steps_per_epoch)
+        settings = self.settings
+        self.fit_settings = FitSettings(self.trainer, settings.steps_per_epoch)
         self.clock.start()
-        describe_runs(self._trainer, data.engine)
-        check_group_size(data.num_generations, self.learner.needs_group)
+        describe_runs(self.trainer, settings.engine)
+        check_group_size(settings.num_generations, self.learner.needs_group)
         if self.learner.needs_engine_logprobs(off_policy=False):
-            check_logprobs("`old_logprobs='engine'`", data.engine, data.sampling)
+            check_logprobs("`old_logprobs='engine'`", settings.engine, settings.sampling)
+
+    def start(self) -> None:
+        """Start the session, unless it runs; the module has loaded the policy.
+
+        Raises:
+            ValueError: settings, prompts and model contradict each other.
+        """
+        if self._started:
+            return
+        self.check_resumed()
+        self._startup = startup = Startup(
+            self.settings, self.schedule, self.rows, self.trainer, self.team, self._scored
+        )
+        if startup.prompts.train:
+            self.rounds.runner.planner.connect(startup.source)
+        self.lead(self._start_session)
+        self._started = True
+
+    def _start_session(self) -> None:
+        self.session = self.startup.start(self.advice)
+
+    def held_out(self, stage: str) -> Prompts:
+        """Tokenised prompts of `val`, `test` or `predict`; starts the session if it must."""
+        # Lightning may ask for the length of a loader after teardown, which must start nothing
+        if self._startup is None or stage not in self._startup.prompts.held_out:
+            self.start()
+        return self.startup.prompts.held_out[stage]
+
+    def close(self) -> None:
+        """Close engine and reward workers; safe to call twice."""
+        session, self.session, self._started = self.session, None, False
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            self.settings.rewards.close()  # workers may run although the engine did not start
 
     def finish(self) -> None:
-        """Stop the clock, and give the Trainer its settings back."""
-        if self.settings is not None:
-            self.settings.undo()
+        """Close the session, give the Trainer its settings back, and discard the schedule."""
+        if self.fit_settings is not None:
+            self.fit_settings.undo()
         self.clock.stop()
         self.rounds.next.abandon()
         self.team.close()
         self.team = Team()
+        self.close()
+        self._scored = True
+        self.schedule = Schedule(FullRound(self.settings.prompts_per_round))
 
     def lead(self, draw: Callable[[], T]) -> T:
         """Run `draw` where the engine is, while the other ranks do their part; see `Team.lead`."""
         tasks: dict[str, Any] = {}
         if not self.team.leads:
-            module = self._trainer.lightning_module
+            module = self.trainer.lightning_module
             tasks = {
-                **self._data.startup.policy_reader.tasks,
-                "round_start": partial(fire_in_module, self._trainer, "on_round_start"),
+                **self.startup.policy_reader.tasks,
+                "round_start": partial(fire_in_module, self.trainer, "on_round_start"),
                 "score": self.update.score,
                 "accumulate": self._accumulate,
                 "sharing": getattr(module, "decide_sharing", None),
@@ -209,49 +311,49 @@ class TrainingRun:
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""
-        self._data.start()  # tokenises the prompts that a checkpoint names
+        self.start()  # tokenises the prompts that a checkpoint names
         if self.resumed is not None:
             self._restore(self.resumed)
             self.resumed = None
         elif self._last is not None and self._last is not self._trainer:
             self._leave(self._last)
-        self._last = self._trainer
+        self._last = self.trainer
         if self.round_is_over:
             self.end_round()
         round = self.current or self._roll_out()
         for index in range(self._cursor(), self._steps_taken):
             self._stop_together()
             step = self.update.step(round, index)
-            if not len(step) and self._trainer.lightning_module.automatic_optimization:
+            if not len(step) and self.trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning gets no micro-batch and counts no step
             yield step
 
     def _stop_together(self) -> None:
         """Stop all ranks if a signal has asked one of them to."""
-        if self.team.size > 1 and any(self.team.all_gather(asked_to_stop(self._trainer))):
+        if self.team.size > 1 and any(self.team.all_gather(asked_to_stop(self.trainer))):
             raise SIGTERMException
 
     def _roll_out(self) -> Round:
         """Draw a round, log its metrics and call the hooks."""
-        trainer, self._parts = self._trainer, []
+        trainer, self._parts = self.trainer, []
         round, self.counters = self.lead(self._draw)
         if not self.team.leads:
             self.current, self._start, self._empty_steps = round, round.version, 0
             round.accumulated = self._parts
             fire_in_module(trainer, "on_round_end", round)
-        if self._data.schedule.ahead:
+        if self.schedule.ahead:
             self.lead(lambda: self.rounds.draw_ahead(self.drawing(self.num_rounds + 1)))
         log_now(trainer, self.position | round.metrics)
         return round
 
     def _draw(self) -> tuple[Round, Counter[str]]:
         """Draw a round, on the rank that has the engine."""
-        data, trainer = self._data, self._trainer
+        settings, trainer = self.settings, self.trainer
         round, counts = self.rounds.draw(self.drawing(self.num_rounds))
         self.current, self._start, self._empty_steps = round, round.version, 0
         self.counters += counts
-        round.metrics |= dict.fromkeys(data.rewards.counters(), 0) | self.counters
-        weights, limit = data.rewards.weights, data.sampling.max_completion_length
+        round.metrics |= dict.fromkeys(settings.rewards.counters(), 0) | self.counters
+        weights, limit = settings.rewards.weights, settings.sampling.max_completion_length
         for text in self.advice.of_round(round, weights, limit, self.learner.needs_group):
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
@@ -259,17 +361,17 @@ class TrainingRun:
 
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
-        if self._data.schedule.ahead:
+        if self.schedule.ahead:
             self.lead(self.rounds.next.wait)
 
     def drawing(self, number: int) -> Drawing:
         """Return what a round is drawn with under the current weights."""
-        data, trainer = self._data, self._trainer
-        assert data.session is not None
+        trainer = self.trainer
+        assert self.session is not None
         return Drawing(
-            data.session,
-            data.startup.policy,
-            data.schedule.rule,
+            self.session,
+            self.startup.policy,
+            self.schedule.rule,
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
@@ -278,10 +380,10 @@ class TrainingRun:
 
     @property
     def _round_settings(self) -> RoundSettings:
-        schedule = self._data.schedule  # callbacks may change it in their hooks
-        goes_on = self.settings is not None and not self.settings.is_last_round
+        schedule = self.schedule  # callbacks may change it in their hooks
+        goes_on = self.fit_settings is not None and not self.fit_settings.is_last_round
         ahead, fills = schedule.ahead if goes_on else None, goes_on and schedule.fills_drain
-        batches, verify_sync = schedule.max_num_gen_batches, self._data.verify_sync
+        batches, verify_sync = schedule.max_num_gen_batches, self.settings.verify_sync
         return RoundSettings(self.update, schedule.streaming, batches, ahead, fills, verify_sync)
 
     def end_round(self) -> dict[str, float]:
@@ -295,7 +397,7 @@ class TrainingRun:
     def _untrained(self, taken: int, why: str) -> Counter[str]:
         """Count the completions of the current round in steps after the first `taken`."""
         assert self.current is not None
-        steps = range(taken, self._data.steps_per_round)
+        steps = range(taken, self.settings.steps_per_round)
         dropped = sum(len(self.update.step(self.current, i).samples) for i in steps)
         return Counter({f"dropped/{why}": dropped} if dropped else {})
 
@@ -324,9 +426,9 @@ class TrainingRun:
         return {
             "format": FORMAT,
             "version": __version__,
-            "settings": self._settings,
-            "reward_funcs": list(self._data.rewards.names),
-            "train_data": name_of(self._data.train_data),
+            "settings": self._same,
+            "reward_funcs": list(self.settings.rewards.names),
+            "train_data": name_of(self.settings.data["train"]),
             **self.rounds.state_dict(),
             "prompts": self._streamed_prompts(None if over else self.current),
             "num_rounds": self.num_rounds + over,
@@ -352,43 +454,44 @@ class TrainingRun:
                 state is unknown.
         """
         check_format(state)
-        data = self._data
-        check_same_settings(state["settings"], vars(data))
+        settings = self.settings
+        check_same_settings(state["settings"], self._same)
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
         if ahead := state.get("next", {}).get("round"):
             drawn.append(ahead["trained"])
-        limit = data.sampling.max_completion_length
-        check_drawn(drawn, state.get("reward_funcs"), data.rewards.names, limit)
+        limit = settings.sampling.max_completion_length
+        check_drawn(drawn, state.get("reward_funcs"), settings.rewards.names, limit)
         self.clock.before = state.get("seconds", 0.0)
         self.resumed = state
 
     def check_resumed(self) -> None:
         """Refuse a checkpoint without a run; know the warnings that a run has given before."""
-        trainer = self._trainer
+        trainer = self.trainer
         if self.resumed is not None:
             self.advice.load_state_dict(self.resumed.get("advice", {}))
         elif trainer.state.fn == "fit":
-            check_has_state(trainer.ckpt_path, type(self._data).__qualname__)
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            check_has_state(trainer.ckpt_path, type(data).__qualname__)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        data, startup = self._data, self._data.startup
+        startup, schedule = self.startup, self.schedule
         source = self.rounds.runner.planner.source
         if isinstance(source, StreamSource):
             prompt_of_uid = source.unpack(state.get("prompts") or ()).__getitem__
         else:
             prompt_of_uid = startup.prompts.train.of_uid
-        self.rounds.load_state_dict(state, data.schedule.rule, prompt_of_uid)
+        self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
-        pool, following = self.rounds.runner.planner.pool, self.rounds.next
-        if (following.tokens and data.schedule.ahead != "importance") or not data.schedule.ahead:
+        pool, following = self.pool, self.rounds.next
+        if (following.tokens and schedule.ahead != "importance") or not schedule.ahead:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()
         ahead = [c for group in following.groups for c in group.completions]
-        keeps = data.schedule.verifies_drafts
+        keeps = schedule.verifies_drafts
         complete([*pool.completions, *ahead], startup.decode, keeps)
-        if self.learner.needs_group or data.schedule.selection:
-            check_whole_groups(pool, data.num_generations)
+        if self.learner.needs_group or schedule.selection:
+            check_whole_groups(pool, self.settings.num_generations)
         self.advice.load_state_dict(state.get("advice", {}))
         self.current, self._start, self._empty_steps = None, 0, 0
         if (saved := state["round"]) is not None:

@@ -1,1 +1,4 @@
-"""Decides what decodes when and when a round ends; knows neither torch nor Lightning."""
+"""Decides what decodes when and when a round ends; knows neither torch nor Lightning.
+
+Imports `types`, `settings`, `text`.
+"""

@@ -1,4 +1,7 @@
-"""Turns a drawn round into gradients: selection, advantages, log-probs, losses, micro-batches."""
+"""Turns a drawn round into gradients: selection, advantages, log-probs, losses, micro-batches.
+
+Imports `types`, `_lazy`, `settings`, `ranks`, `scheduling`, `engines`, `data`, `rollout`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lit_rlsched.engines.base import AdapterSpec
+from lit_rlsched.engines.spec import AdapterSpec
 from lit_rlsched.training.lora import (
     MERGE,
     PLAIN_STARTS,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.engines.base import EngineDied, EngineSpec, RolloutEngine, engine_name
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.spec import EngineDied, EngineSpec, engine_name
 from lit_rlsched.engines.weights import PackedWeights, WeightSource, packed_weights
 from lit_rlsched.ranks import Team
 from lit_rlsched.training.logprobs import completion_logprobs

@@ -8,7 +8,7 @@ class Limits(RolloutCallback):
         self.submitted, self.rounds = [], []
 
     def setup(self, trainer, pl_module, stage):
-        rewards = trainer.datamodule.rewards
+        rewards = trainer.datamodule.run.settings.rewards
         submit = rewards.submit
 
         def watched(job_id, **settings):
@@ -43,7 +43,7 @@ def test_what_hangs_is_killed_as_soon_as_correct_ones_show_how_long_it_takes(fit
     completions = [c for r in limits.rounds for c in r.completions]
     hung = [c for c in completions if c.scores == [None]]
     assert 0 < len(hung) < len(completions)
-    assert data.counters["rewards/hangs_later/timeouts"] == len(hung)
+    assert data.run.counters["rewards/hangs_later/timeouts"] == len(hung)
     assert all(timeouts.timeouts.of(p.prompt.uid) < 1 for p in limits.rounds[-1].groups)
     assert any(seconds < 1 for _, seconds in limits.submitted)
     again = AdaptiveTimeouts(minimum=0.3, maximum=2.0)

@@ -111,7 +111,7 @@ def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
     for metrics in later:
         assert metrics["drafts/tokens"] == metrics["ahead_rollout/tokens"] > 0
         assert 0 < metrics["drafts/accepted_share"] < 1
-    assert not list(data.pool), "the last round drew nothing ahead"
+    assert not list(data.run.pool), "the last round drew nothing ahead"
     *begin, last = (r.metrics for r in seen.rounds)
     assert all(metrics["rollout/draft_tokens"] for metrics in begin)
     assert begin[0]["rollout/idle_slot_steps"] == 0, "nothing was verified"
@@ -322,7 +322,7 @@ def test_a_round_that_was_drawn_ahead_is_dropped_without_the_callback(fit, tiny_
     (after,) = seen.rounds
     assert after.version == 4 and after.metrics.get("staleness/mean", 0) == 0
     assert all(c.version_spans[0][0] == 4 for c in after.completions)
-    assert data.counters["num_discarded_tokens"] > 0
+    assert data.run.counters["num_discarded_tokens"] > 0
 
 
 def test_uncorrected_stale_tokens_are_warned_of(fit, tiny_model):
@@ -342,7 +342,7 @@ def test_saving_is_not_charged_for_the_rollout(fit, tiny_model, tmp_path, monkey
     save = Trainer.save_checkpoint
 
     def note(trainer, *args, **kwargs):
-        session = trainer.datamodule.session
+        session = trainer.datamodule.run.session
         waits.append(session is not None and session._background is not None)
         return save(trainer, *args, **kwargs)
 
@@ -355,7 +355,7 @@ def test_saving_is_not_charged_for_the_rollout(fit, tiny_model, tmp_path, monkey
 def test_an_error_in_training_ends_the_rollout_beside_it(fit, tiny_model, correction):
     class Fails(RolloutCallback):
         def on_train_batch_end(self, trainer, *args):
-            self.session = trainer.datamodule.session
+            self.session = trainer.datamodule.run.session
             if trainer.global_step == 3:
                 raise ValueError("no more")
 

@@ -83,11 +83,11 @@ class Recorder(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         data = trainer.datamodule
-        controller = data.session.controller
+        controller = data.run.session.controller
         assert not controller.worker.busy and not controller._live and not controller.scorer.pending
-        assert data.session.engine.stats().running == 0
+        assert data.run.session.engine.stats().running == 0
         self.rounds.append(round)
-        self.counters.append(dict(data.counters))
+        self.counters.append(dict(data.run.counters))
         stopped = [c for some in controller.state.stopped.values() for c in some]
         self.stopped.append([(c.index, len(c.token_ids)) for c in stopped])
 
@@ -178,7 +178,7 @@ def test_keeping_all_is_the_run_without(fit, tiny_model, make):
     for rule, scope in zip(RULES, ("selected", "full", "selected", "full"), strict=True):
         _, same, again = fit(make(tiny_model), [DownSampling(4, rule, scope)], **settings)
         assert torch.equal(vector(same), vector(plain))
-        assert again.counters == data.counters
+        assert again.counters == data.run.counters
 
 
 @pytest.mark.parametrize("scope", ["selected", "full"])
@@ -430,7 +430,7 @@ def test_the_guard_minds_what_stopping_did_and_not_what_sorting_did(fit, mode):
     assert not any(recorder.stopped)
     for r in recorder.rounds:
         assert r.metrics["down_sampling/finished_over_drawn_length"] == 1
-    assert (data.counters["num_discarded_tokens"] > 0) == (mode == "on_policy")
+    assert (data.run.counters["num_discarded_tokens"] > 0) == (mode == "on_policy")
 
 
 # With others.
@@ -456,4 +456,4 @@ def test_whole_groups_whatever_the_advantage(fit, tiny_model):
 
 def test_settings_end_with_the_run(fit):
     _, _, data = fit(callbacks=[DownSampling(2), DynamicSampling(2)], trainer={"max_epochs": 1})
-    assert data.schedule.selection is None and data.schedule.max_num_gen_batches == 1
+    assert data.run.schedule.selection is None and data.run.schedule.max_num_gen_batches == 1

@@ -75,7 +75,7 @@ def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule
         for round in seen.rounds:
             for c in round.completions:
                 assert c.version_spans == [(round.version, len(c.token_ids))] and not c.attempts
-        assert not list(data.pool)
+        assert not list(data.run.pool)
 
 
 @pytest.mark.mostly_slow("whole", "tail")
@@ -262,8 +262,8 @@ def test_drafts_of_several_versions_are_refused(fit, settings, in_flight):
             rule = SortedSettings(2, mode="verified").rule(4, 4, "group")
             if settings:
                 (rule.max_staleness,) = settings
-            trainer.datamodule.schedule.rule = rule
-            trainer.datamodule.schedule.in_flight = in_flight
+            trainer.datamodule.run.schedule.rule = rule
+            trainer.datamodule.run.schedule.in_flight = in_flight
 
     with pytest.raises(ValueError, match="tokens of several policy versions"):
         fit(callbacks=[Own()])

@@ -54,9 +54,9 @@ class Recorder(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         data = trainer.datamodule
-        assert not data.session.controller.worker.busy and len(data.pool) == 0
+        assert not data.run.session.controller.worker.busy and len(data.run.pool) == 0
         self.rounds.append(round)
-        self.counters.append(dict(data.counters))
+        self.counters.append(dict(data.run.counters))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.steps.append(len({row.group.id for row in batch.samples}))
@@ -76,7 +76,9 @@ class Recorder(RolloutCallback):
 
 def expected(data, rounds, size, bound):
     """Prompts drawn and those trained on, by the data's order and what is known to teach."""
-    source = PromptSource(data.startup.prompts.train, data.seed, data.shuffle)
+    source = PromptSource(
+        data.run.startup.prompts.train, data.run.settings.seed, data.run.settings.shuffle
+    )
     drawn, trained = [], []
     for _ in range(rounds):
         taken = source.draw(size)
@@ -199,7 +201,7 @@ def test_at_the_bound_a_round_trains_on_what_there_is(fit, unscored):
     assert [r.metrics["batch/empty_steps"] for r in recorder.rounds] == [0, 1, 0]
     assert [r.metrics["dynamic_sampling/num_gen_batches"] for r in recorder.rounds] == [2, 2, 1]
     assert recorder.counters[-1]["dropped/uninformative"] == 14 * 4
-    assert data.counters["num_completions"] == 20 * 4
+    assert data.run.counters["num_completions"] == 20 * 4
 
 
 def test_every_group_is_in_a_step(fit):
@@ -284,9 +286,9 @@ def test_a_round_cut_short_is_drawn_again_with_the_same_prompts(fit, tiny_model)
 
     class Interrupt(RolloutCallback):
         def on_group_end(self, trainer, pl_module, group):
-            if len(trainer.datamodule.pool) == 6 and not self.data:
+            if len(trainer.datamodule.run.pool) == 6 and not self.data:
                 self.data = trainer.datamodule
-                trainer.datamodule.session.close = lambda: None
+                trainer.datamodule.run.session.close = lambda: None
                 raise RuntimeError("cut short")
 
         data = None
@@ -296,7 +298,7 @@ def test_a_round_cut_short_is_drawn_again_with_the_same_prompts(fit, tiny_model)
     with pytest.raises(RuntimeError, match="cut short"):
         fit(callbacks=[interrupt, DynamicSampling()], **settings)
     data = interrupt.data
-    assert len(data.pool) == 6
+    assert len(data.run.pool) == 6
     state = data.state_dict()
     whole = Recorder()
     fit(callbacks=[whole, DynamicSampling()], trainer={"max_epochs": 1}, **settings)
@@ -327,7 +329,7 @@ def test_what_another_schedule_left_in_the_pool_is_begun_anew(fit, tmp_path):
     batching = SortedBatching(4, mode="partial")
     trainer = {"max_epochs": 1, "enable_checkpointing": True}
     _, _, data = fit(callbacks=[save, batching], trainer=trainer, **settings)
-    assert any(c.token_ids for g in list(data.pool)[2:] for c in g.completions)
+    assert any(c.token_ids for g in list(data.run.pool)[2:] for c in g.completions)
     recorder, last = Recorder(), tmp_path / "c" / "last.ckpt"
     fit(None, [recorder, DynamicSampling()], {"max_epochs": 2}, last, **settings)
     (round,) = recorder.rounds

@@ -215,7 +215,7 @@ def test_caches_of_older_weights_change_what_is_drawn(fit, tiny_model, cache, mo
             InFlightUpdates,
             "on_round_end",
             lambda self, trainer, module, round: round.metrics.update(
-                cache_divergence(round, trainer.datamodule.startup.policy_reader, 1.0)
+                cache_divergence(round, trainer.datamodule.run.startup.policy_reader, 1.0)
             ),
         )
     seen, _ = run(fit, tiny_model, how={"cache": cache}, trainer={"max_epochs": 3})
@@ -233,7 +233,7 @@ def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_
     class Kills(RolloutCallback):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 3:
-                os.kill(trainer.datamodule.engine.pid, signal.SIGKILL)
+                os.kill(trainer.datamodule.run.settings.engine.pid, signal.SIGKILL)
 
     # a checkpoint at the end of a round changes nothing either
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=STEPS)

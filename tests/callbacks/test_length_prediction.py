@@ -101,8 +101,8 @@ def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
 def test_settings_end_with_their_callbacks(fit):
     callbacks = MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
     _, _, datamodule = fit(callbacks=callbacks, trainer={"max_epochs": 1})
-    assert datamodule.schedule.lengths is None and datamodule.schedule.probe_tokens is None
-    assert datamodule.schedule.slots == SlotSettings()
+    assert datamodule.run.schedule.lengths is None and datamodule.run.schedule.probe_tokens is None
+    assert datamodule.run.schedule.slots == SlotSettings()
 
 
 def test_a_checkpoint_of_another_predictor(fit, tmp_path):
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_predictor(fit, tmp_path):
     with pytest.warns(UserWarning, match=r"of a `SiblingMax`.*PromptHistory.*untrained"):
         fit(callbacks=[LengthPrediction(PromptHistory())], ckpt_path=tmp_path / "one.ckpt")
     validator = Trainer(accelerator="cpu", callbacks=[LengthPrediction()], logger=False)
-    datamodule.val_data = datamodule.train_data
+    datamodule.run.settings.data["val"] = datamodule.run.settings.data["train"]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*starts untrained.*")
         validator.validate(GRPOModule(tiny_model_of(trainer)), datamodule, tmp_path / "one.ckpt")
@@ -201,5 +201,5 @@ def test_what_is_thrown_away_is_learned_from_at_its_length(fit):
     spy = Spy()
     callbacks = [SortedBatching(pool_rounds=3), LengthPrediction(spy), MicroGroupSampling(slots=9)]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 3})
-    assert len(spy.lengths) > data.counters["num_completions"] == 48
+    assert len(spy.lengths) > data.run.counters["num_completions"] == 48
     assert min(spy.lengths) > 0

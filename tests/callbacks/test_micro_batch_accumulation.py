@@ -37,5 +37,5 @@ def test_stopped_in_the_middle_of_a_round_and_resumed(fit, tiny_model, tmp_path)
     run(tmp_path / "part", 3)
     trainer, resumed, data = run(tmp_path / "part", 6, ckpt_path=tmp_path / "part" / "last.ckpt")
     assert trainer.global_step == 6
-    assert data.counters["num_completions"] == 48
+    assert data.run.counters["num_completions"] == 48
     assert torch.equal(vector(whole.lm), vector(resumed.lm))

@@ -16,8 +16,8 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.engines import TransformersEngine, VLLMEngine, placement
-from lit_rlsched.engines.base import EngineStats
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineStats
 
 needs_workers = pytest.mark.skipif(
     find_spec("vllm") is None or len(os.sched_getaffinity(0)) < 2,
@@ -92,7 +92,7 @@ def test_preemptions_split_the_model_and_quiet_rounds_join_it(fit):
         size != before for size, before in zip(recorder.sizes, [1, *recorder.sizes], strict=False)
     ]
     assert all(0 <= d < 1e-4 for d in recorder.differences)
-    assert data.counters["num_completions"] == 9 * 16
+    assert data.run.counters["num_completions"] == 9 * 16
     assert engine.tensor_parallel_size == 1, "as it came"
 
 
@@ -231,7 +231,7 @@ def test_a_size_that_does_not_start_is_not_tried_again(fit):
         recorder, data = train(fit, engine, epochs=4)
     assert recorder.sizes == [1] * 4 and engine.starts == [1, 2, 1]
     assert recorder.restarts == [0, 1, 1, 1]
-    assert data.counters["num_completions"] == 4 * 16
+    assert data.run.counters["num_completions"] == 4 * 16
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
         )
     assert recorder.sizes == [1] * 3 and recorder.preemptions[0] > 0
     assert all(difference < 1e-4 for difference in recorder.differences)
-    assert data.counters["num_completions"] == 3 * 16
+    assert data.run.counters["num_completions"] == 3 * 16
     assert not [c for c in psutil.Process().children(recursive=True) if "Worker_TP" in c.name()]
 
 
@@ -326,5 +326,5 @@ def test_on_vllm(fit, tmp_path, tiny_model):
     assert recorder.sizes == [1, 2, 2] and workers == [0, 2, 2]
     assert recorder.preemptions[0] > 0
     assert all(difference < 1e-4 for difference in recorder.differences)
-    assert data.counters["num_completions"] == 3 * 16
+    assert data.run.counters["num_completions"] == 3 * 16
     assert not [c for c in psutil.Process().children(recursive=True) if "Worker_TP" in c.name()]

@@ -61,7 +61,7 @@ class Module(LightningModule):
 
     def roll_out(self) -> None:
         trainer, trace = self.trainer, RolloutTrace(2)
-        trainer.datamodule.session = SimpleNamespace(trace=trace)
+        trainer.datamodule.run.session = SimpleNamespace(trace=trace)
         group = Group("p@0", Prompt("p", "p", (1,)), Sampling(9), [Completion(i) for i in range(4)])
         self.bar.on_round_start(trainer, self, [group])
         for i, completion in enumerate(group.completions):

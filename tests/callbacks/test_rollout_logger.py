@@ -21,6 +21,7 @@ from lit_rlsched.callbacks import RolloutLogger, pictures
 from lit_rlsched.callbacks.rollout_logger import SHOWN_ROWS, CompletionsTable
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
@@ -77,9 +78,12 @@ def make_trace(groups: list[Group], slots: int) -> RolloutTrace:
 def make_trainer(folder: Path, *loggers):
     """What the callback asks a Trainer for, so that no engine is needed."""
     datamodule = RolloutDataModule.__new__(RolloutDataModule)
-    datamodule.rewards = SimpleNamespace(names=["accuracy", "format"])
-    datamodule.run = SimpleNamespace(counters={"num_completions": 24})
-    datamodule.evaluation = SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7))
+    datamodule.run = TrainingRun.__new__(TrainingRun)
+    datamodule.run.counters = {"num_completions": 24}
+    datamodule.run.settings = SimpleNamespace(
+        rewards=SimpleNamespace(names=["accuracy", "format"]),
+        evaluation=SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7)),
+    )
     return SimpleNamespace(
         default_root_dir=str(folder),
         datamodule=datamodule,
@@ -184,7 +188,7 @@ def test_columns_of_rewards_do_not_overwrite_ours(tmp_path):
     for completion in round.completions:
         completion.extra = {"round": "a", "step": "b", "accuracy": "c", "mine": "e"}
     callback, trainer = RolloutLogger(), make_trainer(tmp_path)
-    trainer.datamodule.rewards.names = ["accuracy", "advantage"]
+    trainer.datamodule.run.settings.rewards.names = ["accuracy", "advantage"]
     callback.setup(trainer, None, "fit")
     callback.on_round_end(trainer, None, round)
     row = read_rows(tmp_path)[1]
@@ -505,7 +509,7 @@ def fit(
 def no_rollouts(monkeypatch):
     """Let the callback run where there is no rollout data module."""
     monkeypatch.setattr(
-        "lit_rlsched.callbacks.rollout_logger.rollout_datamodule", lambda trainer, callback: None
+        "lit_rlsched.callbacks.rollout_logger.run_of", lambda trainer, callback: None
     )
 
 

@@ -27,7 +27,7 @@ class Clock(RolloutCallback):
         return {}
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        self.saved.append(trainer.datamodule.rounds_over)
+        self.saved.append(trainer.datamodule.run.rounds_over)
 
 
 def run(fit, save, epochs, *more, **settings):
@@ -81,7 +81,7 @@ def test_the_best_checkpoint_is_not_saved_twice_and_can_be_gone_on_with(fit, tmp
     _, resumed, data, *_ = train(4, ckpt_path=saved)
     curve = [(row["round"], row["entropy"]) for row in logger_of(resumed).curve.rounds]
     _, whole, other, *_ = train(4)
-    assert data.counters == other.counters and data.rounds_over == other.rounds_over == 4
+    assert data.run.counters == other.counters and data.run.rounds_over == other.rounds_over == 4
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
     assert curve == [(row["round"], row["entropy"]) for row in logger_of(whole).curve.rounds]
@@ -106,7 +106,7 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(fit, tmp_path):
     train(2)
     _, resumed, data = train(4, newest_checkpoint(tmp_path))
     _, whole, other = train(4)
-    assert data.counters == other.counters and data.rounds_over == other.rounds_over == 4
+    assert data.run.counters == other.counters and data.run.rounds_over == other.rounds_over == 4
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
 
@@ -118,7 +118,7 @@ class Stop(RolloutCallback):
         self.place, self.steps = place, []
 
     def stop(self, trainer, place):
-        if place == self.place and trainer.datamodule.num_rounds == 1:
+        if place == self.place and trainer.datamodule.run.num_rounds == 1:
             trainer._signal_connector.received_sigterm = True
             heed(trainer)
 
@@ -150,7 +150,7 @@ def test_a_run_that_was_stopped_loses_no_round_and_counts_no_step_twice(fit, tmp
         train(Stop(place))
     rest = Stop()
     trainer, resumed, data = train(rest, newest_checkpoint(tmp_path))
-    assert data.rounds_over == trainer.current_epoch == 4 and trainer.global_step == 8
+    assert data.run.rounds_over == trainer.current_epoch == 4 and trainer.global_step == 8
     assert rest.steps == ([2, 4, 6] if place == "rollout" else [4, 6])
     _, whole, _ = train(Stop())
     for name, weight in whole.state_dict().items():

@@ -60,7 +60,7 @@ class Recorder(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
-        self.pools.append(len(trainer.datamodule.pool))
+        self.pools.append(len(trainer.datamodule.run.pool))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         grads = [p.grad for p in pl_module.parameters()]
@@ -162,7 +162,7 @@ def check_synchronous(fit, others, engine):
             callbacks=[sorted_, batching, *others()], engine=engine(), num_generations=2
         )
         assert torch.equal(vector(same), vector(module))
-        assert again.counters == data.counters
+        assert again.counters == data.run.counters
         for a, b in zip(sorted_.rounds, plain.rounds, strict=True):
             assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
 
@@ -230,7 +230,7 @@ def test_no_token_is_older_than_allowed(fit):
         batching = SortedBatching(pool_rounds=5, mode="partial", max_staleness=most)
         callbacks = [callback, batching, MicroGroupSampling(slots=8)]
         _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
-        assert (data.counters["num_discarded_tokens"] > 0) == (most is not None)
+        assert (data.run.counters["num_discarded_tokens"] > 0) == (most is not None)
     ages = [
         [r.version - v for r in rec.rounds for c in r.completions for v in versions(c)]
         for rec in (recorder, free)
@@ -261,7 +261,7 @@ def test_a_pool_is_trained_on_before_the_next_is_drawn(fit, tiny_model, sums, mo
         pools = 0
 
         def on_train_batch_end(self, trainer, *args):
-            self.pools += not len(trainer.datamodule.pool)
+            self.pools += not len(trainer.datamodule.run.pool)
             trainer.should_stop = self.pools == 5
 
     _, _, data = fit(
@@ -275,7 +275,7 @@ def test_a_pool_is_trained_on_before_the_next_is_drawn(fit, tiny_model, sums, mo
     assert (pools, waiting) == (5, set())
     visits = Counter(g.prompt.uid for r in recorder.rounds for g in r.groups for _ in g.completions)
     assert len(visits) == 10 and set(visits.values()) == {3 * 2}
-    assert data.counters["num_completions"] == 60 == len(recorder.trained)
+    assert data.run.counters["num_completions"] == 60 == len(recorder.trained)
     assert len(recorder.rounds) <= 5 * 3
     assert len(recorder.rounds) > 5  # a pool takes several
     for round in recorder.rounds:
@@ -350,7 +350,7 @@ def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
     assert first.pools[-1] > 0
     second, resumed, again = run(6, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(resumed, weights)
-    assert again.counters == data.counters
+    assert again.counters == data.run.counters
     assert first.trained + second.trained == whole.trained
     got = [*first.rounds, *second.rounds]
     assert [r.number for r in got] == [r.number for r in whole.rounds]
@@ -375,9 +375,9 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
     module = GRPOModule(tiny_model, learning_rate=1e-3)
     _, module, data = fit(module, [first, batching], trainer={"max_epochs": rounds}, **SMALL)
     assert first.pools[-1] > 0
-    begun = sum(len(c.token_ids) for g in data.pool for c in g.completions)
-    discarded = data.counters["num_discarded_tokens"]
-    left = {(g.id, c.index) for g in data.pool for c in g.completions}
+    begun = sum(len(c.token_ids) for g in data.run.pool for c in g.completions)
+    discarded = data.run.counters["num_discarded_tokens"]
+    left = {(g.id, c.index) for g in data.run.pool for c in g.completions}
     second = Recorder()
     trainer = Trainer(
         accelerator="cpu",
@@ -389,7 +389,7 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
-    thrown = {(g.id, c.index): c.token_ids for g in data.pool for c in g.completions}
+    thrown = {(g.id, c.index): c.token_ids for g in data.run.pool for c in g.completions}
     trainer.fit(module, datamodule=data)
     assert [r.version for r in second.rounds] == [0, 1, 2, 3, 4]
     for row in second.rounds[0].samples:  # versions come again, the noise of what is left does not
@@ -440,7 +440,7 @@ def test_validation_inside_of_a_pool_changes_nothing_that_is_learned(fit, sums):
             trainer={"max_epochs": 4},
             **settings,
         )
-        runs.append((recorder, vector(module), data.counters))
+        runs.append((recorder, vector(module), data.run.counters))
     (plain, weights, counters), (validated, same, again) = runs
     assert torch.equal(weights, same) and counters == again
     assert [r.groups for r in plain.rounds] == [r.groups for r in validated.rounds]
@@ -501,7 +501,7 @@ def test_single_completions_of_a_checkpoint_do_not_become_groups(fit, tiny_model
     settings = {**SMALL, "num_generations": 3}
     single = GRPOModule(tiny_model, advantage="reinforce++")
     _, _, data = fit(single, [SortedBatching(3), *saves], trainer=trainer, **settings)
-    assert any(len(group.completions) < 3 for group in data.pool)
+    assert any(len(group.completions) < 3 for group in data.run.pool)
     with pytest.raises(ValueError, match=r"Resume with `advantage='reinforce\+\+'`"):
         fit(
             callbacks=[SortedBatching(3)],
@@ -726,7 +726,7 @@ def test_figures_of_rounds_and_pools(fit, tmp_path, mode):
             else:
                 assert 0 < f["pool/trained_over_drawn_length"] < 1
             start = i + 1
-    assert data.counters["num_discarded_tokens"] == discarded
+    assert data.run.counters["num_discarded_tokens"] == discarded
     assert sum(r.metrics["rollout/discarded_tokens"] for r in recorder.rounds) == discarded
     assert (discarded > 0) == (mode == "on_policy")
     if mode == "partial":
@@ -777,5 +777,8 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     batching = SortedBatching(mode="partial", mask_stale_tokens=True)
     with pytest.raises(RuntimeError, match="of the user's own"):
         fit(callbacks=[batching, MicroGroupSampling(slots=3), fails])
-    assert not fails.data.schedule.mask_stale_tokens and not fails.data.schedule.rule.ends_early
-    assert fails.data.schedule.slots.slots is None
+    assert (
+        not fails.data.run.schedule.mask_stale_tokens
+        and not fails.data.run.schedule.rule.ends_early
+    )
+    assert fails.data.run.schedule.slots.slots is None

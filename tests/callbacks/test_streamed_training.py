@@ -52,9 +52,9 @@ class Stream(RolloutCallback):
         self.start, self.policy, self.rounds = start, policy, []
 
     def setup(self, trainer, pl_module, stage):
-        trainer.datamodule.schedule.streaming = Streaming(self.start)
+        trainer.datamodule.run.schedule.streaming = Streaming(self.start)
         if self.policy:
-            trainer.datamodule.schedule.rule = self.policy
+            trainer.datamodule.run.schedule.rule = self.policy
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
@@ -206,7 +206,7 @@ def test_when_scores_arrive_changes_nothing(fit, exact_model, early):
             reward_workers=2,
             **{**RAGGED, "num_generations": 4},
         )
-        assert (data.counters["dropped/stopped"] > 0) == early
+        assert (data.run.counters["dropped/stopped"] > 0) == early
         weights.append(vector(module))
         parts.append([[[s.id for s in p.samples] for p in r.accumulated] for r in stream.rounds])
     assert any(parts[0]) and parts[0] == parts[1] == parts[2]
@@ -235,7 +235,7 @@ def test_it_begins_when_a_share_is_ready(fit, exact_model):
     class Watch(RolloutCallback):
         def on_group_end(self, trainer, pl_module, group):
             grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            seen.append((len(trainer.datamodule.session.controller.state.decoded), bool(grads)))
+            seen.append((len(trainer.datamodule.run.session.controller.state.decoded), bool(grads)))
 
     callbacks, settings = [Stream(start=0.5), Watch()], RAGGED
     fit(GRPOModule(exact_model), callbacks, {"max_epochs": 1}, **settings)

@@ -44,17 +44,17 @@ class Recorder(RolloutCallback):
         self.plans.append([g.copy() for g in plan])
 
     def on_completion_end(self, trainer, pl_module, completion):
-        self.completions_ended.append((trainer.datamodule.num_rounds, completion.finished))
+        self.completions_ended.append((trainer.datamodule.run.num_rounds, completion.finished))
 
     def on_group_end(self, trainer, pl_module, group):
         self.groups_ended.append((trainer.global_step, group.id))
 
     def on_round_end(self, trainer, pl_module, round):
         data = trainer.datamodule
-        assert not data.session.controller.worker.busy and not data.session.scorer.pending
+        assert not data.run.session.controller.worker.busy and not data.run.session.scorer.pending
         self.rounds.append(round)
-        self.pools.append([g.copy() for g in data.pool])
-        self.counters.append(dict(data.counters))
+        self.pools.append([g.copy() for g in data.run.pool])
+        self.counters.append(dict(data.run.counters))
 
     @property
     def long(self):
@@ -109,8 +109,8 @@ def test_four_short_rounds_and_a_long_one(fit):
     assert recorder.long == [*FIVE, *FIVE, False]
     assert [len(pool) for pool in recorder.pools] == [1, 2, 3, 4, 0] * 2 + [1]
     assert [len(plan) for plan in recorder.plans] == [5, 5, 5, 5, 4] * 2 + [5]
-    assert data.counters["num_completions"] == 11 * 8
-    assert not [name for name in data.counters if name.startswith("dropped/")]
+    assert data.run.counters["num_completions"] == 11 * 8
+    assert not [name for name in data.run.counters if name.startswith("dropped/")]
     # the long ones are what was put off, and put off is what is long
     lengths = [r.metrics["completions/mean_length"] for r in recorder.rounds]
     short = [n for n, long in zip(lengths, recorder.long, strict=True) if not long]
@@ -125,8 +125,8 @@ def test_on_vllm(fit):
     _, _, data = fit(callbacks=callbacks, **settings)
     check(recorder)
     assert recorder.long == [*FIVE, False]
-    assert data.counters["num_completions"] == 6 * 8
-    assert data.counters["dropped/stopped"] >= 5 * 4
+    assert data.run.counters["num_completions"] == 6 * 8
+    assert data.run.counters["dropped/stopped"] >= 5 * 4
 
 
 # What lost, verified by a newer policy.
@@ -276,7 +276,7 @@ def test_completions_that_race_to_the_limit_and_teach_nothing(fit):
     _, _, data = fit(
         callbacks=[recorder, tail, DynamicSampling(2)], trainer={"max_epochs": 3}, **settings
     )
-    assert len(recorder.rounds) == 3 and data.counters["dropped/uninformative"] > 0
+    assert len(recorder.rounds) == 3 and data.run.counters["dropped/uninformative"] > 0
 
 
 def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
@@ -353,9 +353,9 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
     _, module, data = fit(
         callbacks=[recorder, TailBatching(reuse_drafts=True)], trainer={"max_epochs": 2}, **SMALL
     )
-    drafts = drafts_of(data.pool)
+    drafts = drafts_of(data.run.pool)
     assert drafts and data.run.rounds.drafts.weights
-    discarded = data.counters["num_discarded_tokens"]
+    discarded = data.run.counters["num_discarded_tokens"]
     plans = Recorder()
     another = Trainer(
         accelerator="cpu",
@@ -368,10 +368,10 @@ def test_another_trainer_throws_drafts_away(fit, tmp_path):
         callbacks=[plans, TailBatching(1.0)],
     )
     another.fit(module, datamodule=data)
-    assert not drafts_of(plans.plans[0]) and not drafts_of(data.pool)
+    assert not drafts_of(plans.plans[0]) and not drafts_of(data.run.pool)
     assert not data.run.rounds.drafts.weights
     thrown = sum(len(d.token_ids) for d in drafts)
-    assert data.counters["num_discarded_tokens"] == discarded + thrown
+    assert data.run.counters["num_discarded_tokens"] == discarded + thrown
 
 
 @pytest.mark.slow
@@ -443,7 +443,7 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, comple
         total += lost
         assert counters["num_discarded_tokens"] == total
         assert counters["num_completions"] == 8 * (r.number + 1)
-    assert (data.counters["dropped/stopped"] > 0) == (completion_ratio is not None)
+    assert (data.run.counters["dropped/stopped"] > 0) == (completion_ratio is not None)
     with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["rollout/round"]]
     assert [bool(float(row["tail_batching/long_round"])) for row in rows] == recorder.long
@@ -475,7 +475,7 @@ def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
     callbacks = [raced, TailBatching(1, **batching), *others()]
     _, same, again = fit(callbacks=callbacks, num_generations=3)
     assert torch.equal(vector(same), vector(module))
-    assert again.counters == data.counters
+    assert again.counters == data.run.counters
     for a, b in zip(raced.rounds, plain.rounds, strict=True):
         assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
     assert raced.long == [False, False] and raced.pools == [[], []]
@@ -506,7 +506,7 @@ def test_the_first_completions_of_a_prompt_are_kept(fit):
             # what was aborted had come no further than the last that is kept
             assert all(n == max(kept.values()) for n in others)
             stopped += len(others)
-    assert stopped == 5 * 4 * 2 <= data.counters["dropped/stopped"]
+    assert stopped == 5 * 4 * 2 <= data.run.counters["dropped/stopped"]
     taken = {c.index for r in recorder.rounds for c in r.completions}
     assert taken == set(range(6))
 
@@ -545,7 +545,7 @@ def test_whatever_orders_the_completions(fit, completion_ratio, others):
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 5}, **SMALL)
     check(recorder, raced=6)
     assert recorder.long == [False, False, True, False, False]
-    assert data.counters["num_completions"] == 40
+    assert data.run.counters["num_completions"] == 40
 
 
 @pytest.mark.mostly_slow("prompt")
@@ -572,9 +572,12 @@ def test_down_sampling_selects_of_what_won(fit, completion_ratio):
     for r in recorder.rounds:
         assert {sum(not c.dropped for c in g.completions) for g in r.groups} <= {0, 2}
     dropped = sum(c.dropped is not None for r in recorder.rounds for c in r.completions)
-    stopped = data.counters["dropped/stopped"]
-    assert dropped == sum(n for k, n in data.counters.items() if k.startswith("dropped/")) - stopped
-    assert data.counters["num_completions"] == 6 * 16
+    stopped = data.run.counters["dropped/stopped"]
+    assert (
+        dropped
+        == sum(n for k, n in data.run.counters.items() if k.startswith("dropped/")) - stopped
+    )
+    assert data.run.counters["num_completions"] == 6 * 16
 
 
 def coin():
@@ -595,7 +598,7 @@ def test_groups_that_stop_early_race_as_well(fit):
     assert recorder.long == [*FIVE, False]
     assert all(len(r.groups) == 4 for r in recorder.rounds)
     assert len(recorder.trained) == len(set(recorder.trained))
-    assert 0 < data.counters["dropped/stopped"] == 6 * 16 - data.counters["num_completions"]
+    assert 0 < data.run.counters["dropped/stopped"] == 6 * 16 - data.run.counters["num_completions"]
 
 
 def sometimes():
@@ -627,12 +630,12 @@ def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, comple
         useless += len(r.groups) - 4
     assert useless > 0
     assert len(recorder.trained) == len(set(recorder.trained))
-    waiting = {g.id for g in data.pool}
+    waiting = {g.id for g in data.run.pool}
     seen = {g.id for plan in recorder.plans for g in plan} | waiting
     assert not waiting & set(recorder.trained) and seen <= waiting | set(recorder.trained)
-    dropped = sum(n for k, n in data.counters.items() if k.startswith("dropped/"))
-    dropped -= data.counters["dropped/stopped"]
-    assert kept + dropped == data.counters["num_completions"]
+    dropped = sum(n for k, n in data.run.counters.items() if k.startswith("dropped/"))
+    dropped -= data.run.counters["dropped/stopped"]
+    assert kept + dropped == data.run.counters["num_completions"]
 
 
 # How long rewards take.
@@ -663,7 +666,7 @@ def test_what_wins_does_not_depend_on_how_long_rewards_take(fit, completion_rati
             MicroGroupSampling(slots=6),
         ]
         _, module, data = fit(callbacks=callbacks, trainer={"max_epochs": 4}, **settings)
-        runs.append((recorder, vector(module), data.counters))
+        runs.append((recorder, vector(module), data.run.counters))
     (first, weights, counters), (second, same, again) = runs
     assert [r.groups for r in first.rounds] == [r.groups for r in second.rounds]
     assert first.pools == second.pools
@@ -700,7 +703,7 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
     hung = recorder.plans[0][0]
     assert hung.prompt.columns["answer"] == "7"
     assert [g.id for g in recorder.rounds[0].groups] == [g.id for g in recorder.plans[0][1:]]
-    assert [g.id for g in data.pool] == [hung.id]
+    assert [g.id for g in data.run.pool] == [hung.id]
     assert recorder.rounds[0].metrics["time/rollout"] < 8.0
 
 
@@ -725,7 +728,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, re
     assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
     assert bool(drafts_of(first.pools[-1])) == reuse_drafts
     second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
-    assert torch.equal(resumed, weights) and again.counters == data.counters
+    assert torch.equal(resumed, weights) and again.counters == data.run.counters
     got = [*first.rounds, *second.rounds]
     assert [r.number for r in got] == list(range(7))
     assert first.long + second.long == whole.long
@@ -809,7 +812,7 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     fails = Fails()
     with pytest.raises(RuntimeError, match="of the user's own"):
         fit(callbacks=[TailBatching(), fails])
-    assert not fails.data.schedule.rule.ends_early
+    assert not fails.data.run.schedule.rule.ends_early
 
 
 def test_groups_that_stop_early_are_whole_again_when_they_lost(fit):

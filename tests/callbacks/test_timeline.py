@@ -85,7 +85,7 @@ class Held(RolloutCallback):
         self.begins = threading.Event()
 
     def on_round_start(self, trainer, *args):
-        session = trainer.datamodule.session
+        session = trainer.datamodule.run.session
         if "in_background" not in vars(session):
             session.in_background = partial(self.later, session.in_background)
 
@@ -97,7 +97,7 @@ class Held(RolloutCallback):
         in_background(begin)
 
     def on_train_batch_start(self, trainer, *args):
-        if (background := trainer.datamodule.session._background) is not None:
+        if (background := trainer.datamodule.run.session._background) is not None:
             self.begins.set()
             background.result(60)
             self.begins.clear()

@@ -197,7 +197,7 @@ class Rounds(RolloutCallback):
         )
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if self.path is not None and len(self.rounds) > 1 and len(trainer.datamodule.pool):
+        if self.path is not None and len(self.rounds) > 1 and len(trainer.datamodule.run.pool):
             trainer.save_checkpoint(self.path)
             self.path, self.saved = None, len(self.rounds)
 

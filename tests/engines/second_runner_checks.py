@@ -14,7 +14,7 @@ from told_drafter import ToldDrafter
 
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines import _vllm_args as arguments
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request, Sampling, stable_hash
 

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from examples.own_engine import PlainEngine
 from lit_rlsched import engines
-from lit_rlsched.engines.base import EngineSpec, EngineStats, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.rollout_worker import Worker
+from lit_rlsched.engines.spec import EngineSpec, EngineStats
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.types import Event, Request, Sampling
 

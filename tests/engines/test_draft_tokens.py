@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from lit_rlsched.engines import ProcessEngine
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request, Sampling

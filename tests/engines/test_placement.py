@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lit_rlsched.engines import TransformersEngine, placement
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.placement import check_devices, cores_of, variables_of
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineSpec
 
 ON_GPU = EngineSpec("", 8, 64, (1,), device=torch.device("cuda", 0), engines=4)
 ON_CPU = replace(ON_GPU, device=torch.device("cpu"))

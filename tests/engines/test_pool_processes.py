@@ -21,8 +21,8 @@ from lit_rlsched.engines import (
     TransformersEngine,
     VLLMEngine,
 )
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
@@ -201,7 +201,7 @@ def test_a_run_resumes_on_another_number_of_engines(fit, tmp_path, tiny_model):
         _, other, data = fit(
             module(), callbacks=[halves, slots], trainer=double, num_engines=then, ckpt_path=path
         )
-        assert len(data.engine.engines) == then
+        assert len(data.run.settings.engine.engines) == then
         for one, same in zip(halves.rounds, whole.rounds, strict=True):
             assert [g.id for g in one.groups] == [g.id for g in same.groups]
             tokens = [[c.token_ids for c in r.completions] for r in (one, same)]

@@ -27,10 +27,10 @@ from lit_rlsched.engines import (
     TransformersEngine,
     VLLMEngine,
 )
-from lit_rlsched.engines import weights
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.ray_engine import UNREAD, ActorLink
+from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import is_refusal
 from lit_rlsched.types import Request, Sampling
@@ -137,14 +137,14 @@ def test_an_actor_that_does_not_start_is_refused_with_its_node(monkeypatch):
 
 @in_cluster
 def test_weights_go_through_the_store_in_objects_of_limited_size(monkeypatch):
-    monkeypatch.setattr(weights, "STORED", 100)
+    monkeypatch.setattr("lit_rlsched.engines.weights.STORED", 100)
     weights = {
         "a": torch.arange(12.0).reshape(3, 4),
         "b": torch.randn(30, 2).to(torch.bfloat16),
         "scalar": torch.tensor(3.0),
         "transposed": torch.arange(6).reshape(2, 3).T,
     }
-    store = weights.ObjectStore()
+    store = ObjectStore()
     handed = store.write(weights.items())
     assert [len(index) for _, index in handed.buckets] == [2, 2]
     for (name, read), (same, written) in zip(handed, weights.items(), strict=True):
@@ -260,7 +260,7 @@ def test_a_run_with_two_actors_is_the_run_with_two_child_processes(fit, tiny_mod
     for placement in (ProcessEngine, RayEngine):
         module = GRPOModule(tiny_model, learning_rate=1e-3)
         _, module, data = fit(module, engine=placement(TransformersEngine()), num_engines=2)
-        assert all(isinstance(engine, placement) for engine in data.engine.engines)
+        assert all(isinstance(engine, placement) for engine in data.run.settings.engine.engines)
         weights.append({name: weight.clone() for name, weight in module.state_dict().items()})
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 

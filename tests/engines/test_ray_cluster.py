@@ -24,7 +24,7 @@ import yaml
 from filelock import FileLock
 
 from lit_rlsched.engines import RayEngine, SimulatedEngine, _ray_cluster
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.settings import is_refusal
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +190,7 @@ TRAINER = """
     os.environ["RAY_ADDRESS"] = "local"
     os.environ["MY_API_KEY"] = "secret"
     from lit_rlsched.engines import RayEngine, SimulatedEngine
-    from lit_rlsched.engines.base import EngineSpec
+    from lit_rlsched.engines.spec import EngineSpec
     engine = RayEngine(SimulatedEngine())
     engine.start(EngineSpec("", 2, 64, (1,)))
     children = psutil.Process().children(recursive=True)
@@ -237,7 +237,7 @@ JOB = """
     import psutil, ray, torch
     from lit_rlsched.cli.main import main
     from lit_rlsched.engines import RayEngine, SimulatedEngine
-    from lit_rlsched.engines.base import EngineSpec
+    from lit_rlsched.engines.spec import EngineSpec
     from lit_rlsched.engines.pool import EnginePool
 
     main(sys.argv[1:])
@@ -330,7 +330,7 @@ def test_a_job_of_slurm_with_three_nodes(tmp_path):
             [ROOT / SLURM, *configs, *options, f"--trainer.default_root_dir={tmp_path / 'run'}"],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=560,
             cwd=tmp_path,
             env={
                 **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.weights import WeightsFile
 
 TENSORS = {

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.engines.base import EngineSpec, EngineStats
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.spec import EngineSpec, EngineStats
 from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget, Order
 from lit_rlsched.scheduling.recorded_lengths import (

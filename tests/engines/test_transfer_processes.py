@@ -10,10 +10,9 @@ import torch
 from played_gpus import PlayedGPUs, play_trainer
 
 from benchmarks.gpu_check.decoding import perturb
-from lit_rlsched.engines import ProcessEngine
-from lit_rlsched.engines import weights
-from lit_rlsched.engines.base import EngineDied, EngineSpec
+from lit_rlsched.engines import ProcessEngine, weights
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineDied, EngineSpec
 from lit_rlsched.training.weight_sync import WeightSync
 from lit_rlsched.types import Prompt
 

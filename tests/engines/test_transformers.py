@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from lit_rlsched.engines import transformers as engine_module
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.types import Request, Sampling
 

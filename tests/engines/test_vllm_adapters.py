@@ -12,8 +12,8 @@ from lit_rlsched import GRPOModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import LORA_RANKS, engine_args
 from lit_rlsched.engines._vllm_guest import naming_lora
-from lit_rlsched.engines.base import AdapterSpec, EngineSpec, Sizes
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Sizes
 from lit_rlsched.training.policy import adapter_spec, load_policy, named_adapters
 from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 from lit_rlsched.types import Completion, Prompt, Request, Sampling

@@ -27,7 +27,7 @@ from vllm_contract import (
 import lit_rlsched
 from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines._vllm_guest import import_vllm
-from lit_rlsched.engines.base import AdapterSpec, EngineSpec
+from lit_rlsched.engines.spec import AdapterSpec, EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 
 RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())

@@ -15,8 +15,9 @@ from told_drafter import ToldDrafter
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
 from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines._vllm_args import engine_args
-from lit_rlsched.engines.base import EngineSpec, RolloutEngine
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission

@@ -15,8 +15,8 @@ import vllm_build
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_args import engine_args
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.gpu_setup import driver
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines._vllm_args import engine_args
-from lit_rlsched.engines.base import EngineSpec, EngineStats
+from lit_rlsched.engines.spec import EngineSpec, EngineStats
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.types import Request, Sampling

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.decoding import perturb
 from lit_rlsched.engines import _vllm_receiver as receiver
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.engines.weight_transfer import described
 from lit_rlsched.engines.weights import PackedWeights, buckets, pack

@@ -24,7 +24,7 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_second_runner as second
 from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_verifying as first
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import Drafting
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from benchmarks.gpu_check.findings import Findings, Skip
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.gpu_check.training import Rounds, judge_rounds
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request
 

@@ -153,7 +153,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "imported": "lit_rlsched.ranks" in sys.modules,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
         "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "timeline/"))},
-        "counters": dict(datamodule.counters),
+        "counters": dict(datamodule.run.counters),
     }
     Path(folder, f"{name}.{trainer.global_rank}.json").write_text(json.dumps(said))
 

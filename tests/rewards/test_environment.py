@@ -14,7 +14,7 @@ from harness import collect, score, submit
 import lit_rlsched
 from lit_rlsched import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import hide_environment, worker_environment
 from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
 
@@ -137,7 +137,7 @@ def test_variables_that_are_named_reach_every_function(monkeypatch: pytest.Monke
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     data = RolloutDataModule([{"prompt": "p"}], [seen()], reward_env_vars=["DATABASE"])
-    with data.rewards as scheduler:
+    with data.run.settings.rewards as scheduler:
         submit(scheduler, "x", "x")
         jobs = collect(scheduler)
     environment = jobs["x"].extra["environment"]

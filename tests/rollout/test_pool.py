@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, remote
 from lit_rlsched.engines import pool_worker as module
 from lit_rlsched.engines._engine_server import Server
-from lit_rlsched.engines.base import EngineDied, EngineSpec
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import EngineDied, EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Feedback, Unscored

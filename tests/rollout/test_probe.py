@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.engines.base import EngineSpec, Event
+from lit_rlsched.engines.base import Event
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.training import weight_sync as probe
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.policy import load_policy, load_tokenizer

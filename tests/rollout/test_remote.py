@@ -14,11 +14,11 @@ from placements import process, process_only, ray
 from sampled_groups import GENERATIONS, PROMPTS, plan
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.base import EngineBroken, EngineSpec
 from lit_rlsched.engines.child import PipeLink, Watch
 from lit_rlsched.engines.process_engine import MAX_DEATHS
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
@@ -511,7 +511,7 @@ def test_an_engine_that_its_process_cannot_read_is_an_error():
 def test_it_dies_with_the_trainer(tiny_model):
     script = f"""
         from lit_rlsched.engines import ProcessEngine, SimulatedEngine
-        from lit_rlsched.engines.base import EngineSpec
+        from lit_rlsched.engines.spec import EngineSpec
         engine = ProcessEngine(SimulatedEngine())
         engine.start(EngineSpec({tiny_model!r}, 2, 64, (1,)))
         print(engine.pid, flush=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout import session as module
 from lit_rlsched.rollout.session import RolloutSession
 

@@ -5,7 +5,7 @@ import pytest
 from lit_rlsched import engines
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.types import Completion, Request, Sampling
 
 
@@ -25,7 +25,7 @@ def test_an_engine_starts_anew_after_its_end(name, tiny_model, tiny_policy):
 
 class Within(RolloutCallback):
     def on_completion_end(self, trainer, pl_module, completion):
-        trainer.datamodule.session.restart(1)
+        trainer.datamodule.run.session.restart(1)
 
 
 def test_a_restart_inside_a_rollout_is_refused(fit):
@@ -40,7 +40,7 @@ class Between(RolloutCallback):
         self.drawn, self.again = [], []
 
     def on_round_end(self, trainer, pl_module, round):
-        session = trainer.datamodule.session
+        session = trainer.datamodule.run.session
         before, worker = session.controller.drops, session.controller.worker
         session.controller.drops["mine"] += 1
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.sampling import counter_uniform
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.audit import PoolAudit, restart_stale, settle
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
 from lit_rlsched.rollout.planner import RolloutBuffer

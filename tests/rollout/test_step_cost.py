@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.jobs import Job, Result, parse_message, scored
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored

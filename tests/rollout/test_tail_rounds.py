@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.audit import DraftAudit, restart_stale, settle
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
-from lit_rlsched.engines.base import EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.next_drafts import DraftingWorker
 from lit_rlsched.rollout.scoring import Feedback, Unscored

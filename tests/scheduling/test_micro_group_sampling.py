@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.process_engine import ProcessEngine
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.micro_group_sampling import KVCache, SlotSettings, slots_for_budget
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))

@@ -12,8 +12,8 @@ import torch
 
 from lit_rlsched.cli.estimate.live import object_bytes, storage_bytes
 from lit_rlsched.cli.estimate.run import PlannedRun
-from lit_rlsched.engines.base import Footprint, Sizes
 from lit_rlsched.engines.ray_engine import RayEngine
+from lit_rlsched.engines.spec import Footprint, Sizes
 from lit_rlsched.training.logprobs import default_chunk
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
@@ -56,8 +56,8 @@ class Ledger:
     def __init__(self, run: PlannedRun, memory: int) -> None:
         self.run = run
         self.memory = memory
-        self.num_generations: int = run.datamodule.num_generations
-        self.micro_batch_tokens: int = run.datamodule.micro_batch_tokens
+        self.num_generations: int = run.settings.num_generations
+        self.micro_batch_tokens: int = run.settings.micro_batch_tokens
         self.prompts = run.startup.prompts
         self.slots = self._slots()
         """Maximum number of completions that decode at once."""
@@ -78,12 +78,12 @@ class Ledger:
     @property
     def _streams(self) -> bool:
         """Whether gradients are computed during the rollout."""
-        return self.run.datamodule.schedule.streaming is not None
+        return self.run.schedule.streaming is not None
 
     @property
     def _ahead(self) -> str | None:
         """How rounds that are drawn during the update are corrected, if they are."""
-        return self.run.datamodule.schedule.ahead
+        return self.run.schedule.ahead
 
     def _model_items(self) -> Iterator[Item]:
         run, module, ranks = self.run, self.run.module, self.run.shards
@@ -106,8 +106,8 @@ class Ledger:
         yield Item("optimizer state", state, state, how + shared)
         gathered = run.gathered
         how = "embedding, LM head and two layers, with the gradient of one"
-        if run.datamodule.schedule.verifies_drafts:
-            rule = run.datamodule.schedule.rule
+        if run.schedule.verifies_drafts:
+            rule = run.schedule.rule
             copies = 1 if rule.verifies_from is None else (rule.max_staleness or 0) + 1
             how = "the trained ones at the time the drafts were drawn"
             how = how if copies == 1 else f"{how}, {copies} copies"
@@ -124,7 +124,7 @@ class Ledger:
             beside = max(0, self.run.decoding - cache)
             decoding = max(beside, beside * slots // spec.slots)
             if self.run.device == "cuda":  # each engine has its own GPU
-                decoding //= len(self.run.datamodule.engine.engines)
+                decoding //= len(self.run.settings.engine.engines)
         for name, size, after, how in (
             ("engine weights", engine.weights, stays * engine.weights, engine.how_weights),
             ("key-value cache", engine.cache, stays * engine.cache, engine.how_cache),
@@ -137,7 +137,7 @@ class Ledger:
         ):
             yield Item(name, size, after, how, apart=apart)
         how = "to the engine's process"
-        if isinstance(self.run.datamodule.engine.engines[0], RayEngine):
+        if isinstance(self.run.settings.engine.engines[0], RayEngine):
             how = "in Ray's object store; nodes with engines have a copy each"
         yield Item("weights handed over", handed, handed, how, host=True)
         how = "of vLLM, in the update" + ", on the engines' nodes" * apart
@@ -172,7 +172,7 @@ class Ledger:
         """Bytes of a completion of full length in the update."""
         run, length = self.run, self.run.limit
         completion = Completion(0, array("i", bytes(4 * length)), array("d", bytes(8 * length)))
-        if run.datamodule.steps_per_epoch > 1 or run.module.needs_reference:
+        if run.settings.steps_per_epoch > 1 or run.module.needs_reference:
             completion.old_logprobs = completion.logprobs[:]
         if run.module.needs_reference:
             completion.ref_logprobs = completion.logprobs[:]
@@ -184,12 +184,12 @@ class Ledger:
         policy = base_model(find_policy(run.module))
         parameters = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
         sizes = Sizes(parameters, run.token_bytes, self.memory)
-        held = run.datamodule.engine.footprint(replace(run.spec, slots=slots), sizes)
+        held = run.settings.engine.footprint(replace(run.spec, slots=slots), sizes)
         return replace(held, stays=True, asleep=0) if self._ahead else held
 
     def _slots(self) -> int:
         """Return the slots that `fit` uses once its engine has started."""
-        engine, spec = self.run.datamodule.engine, self.run.spec
+        engine, spec = self.run.settings.engine, self.run.spec
         held = self.engine(spec.slots)
         capacity = engine.cache_tokens(spec, held, self.run.token_bytes)
         if capacity is None:

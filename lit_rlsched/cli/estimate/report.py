@@ -65,7 +65,7 @@ def report(ledger: Ledger) -> str:
     if host := [i for i in items if i.host and not on_cpu]:
         lines += [_line("in main memory", "", "", ""), *map(_item, host), ""]
     drawn = run.most_prompts * ledger.num_generations
-    engines = len(run.datamodule.engine.engines)
+    engines = len(run.settings.engine.engines)
     where = f" on {engines} engines" if engines > 1 else ""
     at_once = f"Up to {ledger.slots:,} of a round's {drawn:,} completions decode at once"
     lines += [f"{at_once}{where}.", *_draft_tokens(ledger), "", *_cluster(ledger)]
@@ -86,7 +86,7 @@ def _draft_tokens(ledger: Ledger) -> list[str]:
     """Say how many positions a decode step with draft tokens has; nothing without `Speculation`."""
     if (drafting := ledger.run.spec.drafting) is None:
         return []
-    most = min(drafting.while_running, ledger.slots // len(ledger.run.datamodule.engine.engines))
+    most = min(drafting.while_running, ledger.slots // len(ledger.run.settings.engine.engines))
     return [
         f"While at most {most:,} run in an engine, each has up to {drafting.tokens} draft tokens, "
         f"and a decode step computes up to {most * (1 + drafting.tokens):,} positions. It pays if "
@@ -96,7 +96,7 @@ def _draft_tokens(ledger: Ledger) -> list[str]:
 
 def _cluster(ledger: Ledger) -> list[str]:
     """Say what a Ray cluster must have; nothing without `RayEngine`."""
-    run, engines = ledger.run, ledger.run.datamodule.engine.engines
+    run, engines = ledger.run, ledger.run.settings.engine.engines
     first, held = engines[0], ledger.engine(ledger.slots)
     if not isinstance(first, RayEngine):
         return []

@@ -49,13 +49,13 @@ class PlannedRun:
         datamodule: RolloutDataModule,
         device: Device = "cpu",
     ) -> None:
-        self.trainer, self.module, self.datamodule = trainer, module, datamodule
+        self.trainer, self.module = trainer, module
         self.device: Device = device
         trainer.strategy.connect(module)
         module.trainer = trainer  # its precision decides the dtype of the weights
         with torch.device("meta"):  # makes shapes from `config.json`
             module.configure_model()
-        _check_tokenizer(datamodule.tokenizer_name or module.hparams["model"])
+        _check_tokenizer(datamodule.run.settings.tokenizer or module.hparams["model"])
         trainer.precision_plugin.convert_module(module)
         references: list[Any] = module._reference
         for reference in references:
@@ -66,10 +66,12 @@ class PlannedRun:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if getattr(callback, "sets", None):  # the others may open files
                 callback.setup(trainer, module, "fit")
-        self.startup = Startup(datamodule)
+        run = datamodule.run
+        self.settings, self.schedule = run.settings, run.schedule
+        self.startup = Startup(run.settings, run.schedule, run.rows, trainer, run.team)
         self.spec = replace(self.startup.spec, device=torch.device(device))
         self.token_bytes = self.startup.cache_bytes_per_token(self.spec)
-        self.spec = replace(self.spec, slots=self.slots(datamodule.num_generations))
+        self.spec = replace(self.spec, slots=self.slots(run.settings.num_generations))
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         for parameter in self.trainable:  # as after the first micro-batch
             parameter.grad = torch.empty_like(parameter)
@@ -93,7 +95,7 @@ class PlannedRun:
     @property
     def limit(self) -> int:
         """Maximum number of tokens per completion."""
-        return self.datamodule.sampling.max_completion_length
+        return self.settings.sampling.max_completion_length
 
     def slots(self, num_generations: int) -> int:
         """Return how many completions decode at once with groups of this size."""
@@ -102,14 +104,13 @@ class PlannedRun:
     @property
     def most_prompts(self) -> int:
         """Number of prompts in the largest round."""
-        schedule = self.datamodule.schedule
+        schedule = self.schedule
         replaced = schedule.max_num_gen_batches * schedule.rule.update_prompts
         return max(schedule.rule.most_prompts(), replaced)
 
     def most_positions(self, num_generations: int) -> int:
         """Return the positions of an optimizer step in which all completions have full length."""
-        data = self.datamodule
-        prompts = -(-data.schedule.rule.update_prompts // data.steps_per_round)
+        prompts = -(-self.schedule.rule.update_prompts // self.settings.steps_per_round)
         return prompts * num_generations * self.spec.max_model_len
 
     @cached_property
@@ -149,21 +150,21 @@ class PlannedRun:
         Their prompts are as short as the data allows and fill the rest, because scored positions
         need the most memory.
         """
-        data, prompt = self.datamodule, self.startup.prompts.shortest
+        settings, prompt = self.settings, self.startup.prompts.shortest
         rows = max(1, positions // (prompt + self.limit))
         return fake_batch(
             rows,
             positions // rows - self.limit,
             self.limit,
-            data.sampling,
-            old=data.steps_per_epoch > 1 or self.module.needs_reference,
+            settings.sampling,
+            old=settings.steps_per_epoch > 1 or self.module.needs_reference,
             reference=self.module.needs_reference,
         )
 
     @cached_property
     def decoding(self) -> int:
         """Peak bytes of `TransformersEngine`'s steps, cache included, with full slots."""
-        spec, data = self.spec, self.datamodule
+        spec, settings = self.spec, self.settings
         engine = TransformersEngine()
         engine.start(replace(spec, device=torch.device("cpu"), policy=find_policy(self.module)))
         longest = self.startup.prompts.longest
@@ -171,7 +172,10 @@ class PlannedRun:
         # repeat themselves, so that each request has draft tokens
         requests = [
             Request(
-                str(i), (i // data.num_generations % 2,) + (0,) * (longest - 1), i, data.sampling
+                str(i),
+                (i // settings.num_generations % 2,) + (0,) * (longest - 1),
+                i,
+                settings.sampling,
             )
             for i in range(spec.slots)
         ]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from lit_rlsched.engines.base import EngineSpec
 from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner, Verify, Watchers, no_drafts
 from lit_rlsched.rollout.scoring import Unscored
