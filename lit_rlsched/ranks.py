@@ -12,14 +12,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Team:
-    """The only process of a run; `distributed_team.DistributedTeam` stands for several.
+    """The only process of a run; `DistributedTeam` stands for several.
 
     Rank 0 leads: it alone has the engine, the reward workers and the pool. What runs the policy is
     a *task*, which every rank runs when the leader does, because a rank may hold only a part of the
@@ -240,6 +239,8 @@ class DistributedTeam(Team):
         return box[0]
 
     def failed(self, error: BaseException) -> None:
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+
         if isinstance(error, SIGTERMException | KeyboardInterrupt):
             return  # every rank stops
         # A lost connection is an error before the other side of it is known to have ended.
@@ -294,6 +295,8 @@ class DistributedTeam(Team):
 
 def _portable(error: BaseException) -> BaseException:
     """Return an exception that can be sent to other ranks and says where it comes from."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException  # not where an engine is
+
     if isinstance(error, SIGTERMException):
         return SIGTERMException(*error.args)
     return RankFailed(f"Rank 0, which draws, has failed: {type(error).__name__}: {error}")

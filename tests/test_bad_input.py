@@ -527,5 +527,5 @@ def test_a_reward_that_fails_costs_its_completion_and_not_the_run(fit, kind, cou
 
 def test_nothing_is_built_where_the_engine_would_not_start(sums, digits):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
-    data.close()
-    data.close()
+    data.run.close()
+    data.run.close()

@@ -413,6 +413,7 @@ def test_every_callback_describes_itself(callback, words):
 
 def test_the_number_of_engines_is_told():
     session = SimpleNamespace(spec=SimpleNamespace(slots=12))
-    data = SimpleNamespace(engine=EnginePool.of(TransformersEngine(), 3), session=session)
+    settings = SimpleNamespace(engine=EnginePool.of(TransformersEngine(), 3))
+    run = SimpleNamespace(settings=settings, session=session)
     told = "3 engines (ProcessEngine of TransformersEngine), which decode up to 12 completions"
-    assert cli_summary._engine(data) == f"{told} at once"
+    assert cli_summary._engine(run) == f"{told} at once"

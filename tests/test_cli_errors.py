@@ -148,6 +148,7 @@ def test_debug_shows_the_traceback_as_well(capfd):
 
 
 BUGGY = """
+import dataclasses
 from lightning import Callback
 from lit_rlsched.callbacks import RolloutCallback
 
@@ -157,7 +158,8 @@ class InSetup(Callback):
 
 class Unpacks(Callback):
     def setup(self, trainer, *_, **__):
-        trainer.datamodule.run.schedule.slots = "x"  # what our own code then trips over
+        run = trainer.datamodule.run  # our own code then trips over it
+        run.settings = dataclasses.replace(run.settings, num_generations="x")
 
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):

@@ -510,7 +510,7 @@ def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_pat
     run(2, "part")
     _, resumed, other = run(4, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(weights(whole), weights(resumed))
-    assert data.run.counters == other.counters
+    assert data.run.counters == other.run.counters
     assert data.run.counters["dropped/limit_train_batches"] == 4 * 8
 
 

@@ -176,7 +176,7 @@ def test_a_started_run_counts_the_same_without_activations(plan):
 
     class Count(Callback):
         def on_train_start(self, *_):
-            found.extend(counted_peaks(module, data))
+            found.extend(counted_peaks(module, data.run))
 
     trainer.callbacks.append(Count())
     trainer.fit(module, datamodule=data)

@@ -146,8 +146,12 @@ def test_forms_of_trl() -> None:
     path = "lit_rlsched.rewards.functions.countdown_reward"
     for same in ([countdown_reward], (countdown_reward,), path, [path]):
         other = RolloutDataModule([{"prompt": "1+1="}], same)
-        assert other.rewards.names == one.rewards.names == ["countdown_reward"]
-        assert other.rewards.weights == [1.0]
+        assert (
+            other.run.settings.rewards.names
+            == one.run.settings.rewards.names
+            == ["countdown_reward"]
+        )
+        assert other.run.settings.rewards.weights == [1.0]
     for given, meant in ((True, "group"), (False, "none"), ("batch", "batch")):
         module = GRPOModule("model", scale_rewards=given)
         assert module.hparams.scale_rewards == module.hparams_initial.scale_rewards == meant

@@ -86,7 +86,7 @@ def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch sees a GPU")
 def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
     machine("nvidia-smi", "echo 535.104.05")
-    monkeypatch.chdir(Path(gpu_setup.__file__).parents[1])
+    monkeypatch.chdir(Path(gpu_setup.__file__).parents[2])
     folder = f"--trainer.default_root_dir={tmp_path}/run"
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "-c", "configs/quickstart.yaml", "--trainer.accelerator=gpu", folder])
@@ -118,7 +118,7 @@ def test_the_command_line_looks_at_the_number_of_gpus(monkeypatch, capsys, tmp_p
     monkeypatch.setattr("lit_rlsched.cli.main.refuse_unseen_gpu", lambda accelerator: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.chdir(Path(gpu_setup.__file__).parents[1])
+    monkeypatch.chdir(Path(gpu_setup.__file__).parents[2])
     folder = f"--trainer.default_root_dir={tmp_path}/run"
     asks = ["--trainer.accelerator=gpu", "--trainer.devices=8"]
     with pytest.raises(SystemExit) as stopped:
@@ -163,5 +163,5 @@ def test_the_build_that_make_installs(machine, smi, build, said):
 
 
 def test_make_asks_for_it():
-    makefile = (Path(gpu_setup.__file__).parents[1] / "Makefile").read_text()
+    makefile = (Path(gpu_setup.__file__).parents[2] / "Makefile").read_text()
     assert "$(shell $(PYTHON) -I lit_rlsched/engines/gpu_setup.py)" in makefile

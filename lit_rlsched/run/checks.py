@@ -206,7 +206,8 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
     elif fn in (TrainerFn.TESTING, TrainerFn.PREDICTING):
         data = fn.value
         loop = trainer.test_loop if fn == TrainerFn.TESTING else trainer.predict_loop
-    if not hasattr(loop._data_source.instance, "has_rewards"):
+    run = getattr(loop._data_source.instance, "run", None)  # a `TrainingRun`
+    if not hasattr(run, "optimizer_steps"):
         method = "fit" if fn is None else fn.value
         raise MisconfigurationException(
             f"`Trainer.{method}`: `{name}` takes completions, which a data module draws. In "

@@ -199,7 +199,7 @@ class EvaluationSteps(LightningModule):
 
     def predict_step(self, item: Evaluated, batch_idx: int) -> list[dict[str, Any]]:
         """Return a row for each completion of a prompt; see `predictions.prediction_rows`."""
-        names = self.trainer.datamodule.rewards.names  # type: ignore[attr-defined]
+        names = self.trainer.datamodule.run.settings.rewards.names  # type: ignore[attr-defined]
         return prediction_rows(item, names)
 
     def on_validation_epoch_end(self) -> None:

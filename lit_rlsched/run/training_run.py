@@ -102,7 +102,7 @@ class TrainingRun:
     def trainer(self) -> Trainer:
         """The Trainer that the run has joined."""
         assert self._trainer is not None, "not joined"
-        return self.trainer
+        return self._trainer
 
     @property
     def startup(self) -> Startup:

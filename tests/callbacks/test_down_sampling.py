@@ -178,7 +178,7 @@ def test_keeping_all_is_the_run_without(fit, tiny_model, make):
     for rule, scope in zip(RULES, ("selected", "full", "selected", "full"), strict=True):
         _, same, again = fit(make(tiny_model), [DownSampling(4, rule, scope)], **settings)
         assert torch.equal(vector(same), vector(plain))
-        assert again.counters == data.run.counters
+        assert again.run.counters == data.run.counters
 
 
 @pytest.mark.parametrize("scope", ["selected", "full"])

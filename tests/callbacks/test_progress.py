@@ -35,6 +35,7 @@ class Data(LightningDataModule):
     def __init__(self, batches: int) -> None:
         super().__init__()
         self.batches = batches
+        self.run = SimpleNamespace()
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(self.batches, 1))
@@ -163,7 +164,10 @@ def test_log_of_quick_rounds_is_short(tmp_path, capsys, log):
 def test_log_of_a_long_rollout_shows_that_it_moves(tmp_path, capsys, log, monkeypatch):
     clock = iter(range(0, 10**6, 20))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    bar, trainer = RolloutProgressBar(), SimpleNamespace(datamodule=SimpleNamespace())
+    bar, trainer = (
+        RolloutProgressBar(),
+        SimpleNamespace(datamodule=SimpleNamespace(run=SimpleNamespace())),
+    )
     Module.roll_out(SimpleNamespace(bar=bar, trainer=trainer, postfixes=[]))
     out = capsys.readouterr().out.splitlines()
     assert out == ["  rollout: 2 of 4 completions, 1 tokens/s, 50 % idle"]
@@ -298,7 +302,9 @@ def test_figures_have_three_digits_and_no_exponent():
 
 def test_rollout_bar_counts_what_a_stop_takes_and_a_new_prompt_brings(terminal):
     bar, trainer = RolloutProgressBar(), SimpleNamespace()
-    trainer.datamodule = SimpleNamespace(session=SimpleNamespace(trace=RolloutTrace(2)))
+    trainer.datamodule = SimpleNamespace(
+        run=SimpleNamespace(session=SimpleNamespace(trace=RolloutTrace(2)))
+    )
     plan = [
         Group(name, Prompt(name, name, (1,)), Sampling(9), [Completion(i) for i in range(4)])
         for name in "abc"

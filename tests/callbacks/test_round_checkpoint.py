@@ -81,7 +81,10 @@ def test_the_best_checkpoint_is_not_saved_twice_and_can_be_gone_on_with(fit, tmp
     _, resumed, data, *_ = train(4, ckpt_path=saved)
     curve = [(row["round"], row["entropy"]) for row in logger_of(resumed).curve.rounds]
     _, whole, other, *_ = train(4)
-    assert data.run.counters == other.counters and data.run.rounds_over == other.rounds_over == 4
+    assert (
+        data.run.counters == other.run.counters
+        and data.run.rounds_over == other.run.rounds_over == 4
+    )
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
     assert curve == [(row["round"], row["entropy"]) for row in logger_of(whole).curve.rounds]
@@ -106,7 +109,10 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(fit, tmp_path):
     train(2)
     _, resumed, data = train(4, newest_checkpoint(tmp_path))
     _, whole, other = train(4)
-    assert data.run.counters == other.counters and data.run.rounds_over == other.rounds_over == 4
+    assert (
+        data.run.counters == other.run.counters
+        and data.run.rounds_over == other.run.rounds_over == 4
+    )
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
 

@@ -162,7 +162,7 @@ def check_synchronous(fit, others, engine):
             callbacks=[sorted_, batching, *others()], engine=engine(), num_generations=2
         )
         assert torch.equal(vector(same), vector(module))
-        assert again.counters == data.run.counters
+        assert again.run.counters == data.run.counters
         for a, b in zip(sorted_.rounds, plain.rounds, strict=True):
             assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
 
@@ -350,7 +350,7 @@ def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
     assert first.pools[-1] > 0
     second, resumed, again = run(6, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(resumed, weights)
-    assert again.counters == data.run.counters
+    assert again.run.counters == data.run.counters
     assert first.trained + second.trained == whole.trained
     got = [*first.rounds, *second.rounds]
     assert [r.number for r in got] == [r.number for r in whole.rounds]

@@ -475,7 +475,7 @@ def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
     callbacks = [raced, TailBatching(1, **batching), *others()]
     _, same, again = fit(callbacks=callbacks, num_generations=3)
     assert torch.equal(vector(same), vector(module))
-    assert again.counters == data.run.counters
+    assert again.run.counters == data.run.counters
     for a, b in zip(raced.rounds, plain.rounds, strict=True):
         assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
     assert raced.long == [False, False] and raced.pools == [[], []]
@@ -728,7 +728,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, re
     assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
     assert bool(drafts_of(first.pools[-1])) == reuse_drafts
     second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
-    assert torch.equal(resumed, weights) and again.counters == data.run.counters
+    assert torch.equal(resumed, weights) and again.run.counters == data.run.counters
     got = [*first.rounds, *second.rounds]
     assert [r.number for r in got] == list(range(7))
     assert first.long + second.long == whole.long

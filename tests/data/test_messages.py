@@ -269,7 +269,7 @@ def test_reward_functions_see_plain_messages_in_training_and_validation(
 ) -> None:
     chats = [[{**USER, "name": "bob"}], [USER, ANSWER], [{**USER, "content": "ho"}, ANSWER]]
     data = datasets.Dataset.from_list([{"prompt": chat} for chat in chats])
-    trainer, _, run = fit(
+    trainer, _, datamodule = fit(
         train_data=data.to_iterable_dataset() if streamed else data,
         val_data=[{"prompt": [{"role": "user", "content": [{"type": "text", "text": "hey"}]}]}],
         reward_funcs=[plainly],
@@ -280,5 +280,5 @@ def test_reward_functions_see_plain_messages_in_training_and_validation(
     )
     assert trainer.callback_metrics["reward"] == trainer.callback_metrics["val/reward"] == 1
     decode = make_tokenizer().decode
-    first = [decode(prompt.token_ids) for prompt in run.startup.prompts.first(3)]
+    first = [decode(prompt.token_ids) for prompt in datamodule.run.startup.prompts.first(3)]
     assert first[1:] == ["user: hi\nassistant: so ", "user: ho\nassistant: so "]

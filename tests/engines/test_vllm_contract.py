@@ -34,10 +34,7 @@ RECORD: vllm_contract.Record = json.loads(vllm_contract.RECORD.read_text())
 PACKAGE = Path(lit_rlsched.__file__).parent
 CODE = (
     "vllm",
-    "_vllm_draft_tokens",
-    "_vllm_errors",
     "_vllm_guest",
-    "_vllm_noise",
     "_vllm_receiver",
     "_vllm_second_runner",
     "_vllm_verifying",

@@ -150,7 +150,6 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "losses": recorder.losses,
         "hooks": recorder.hooks,
         "shares": None if more.get("plain") else module._sharing.works,
-        "imported": "lit_rlsched.ranks" in sys.modules,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
         "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "timeline/"))},
         "counters": dict(datamodule.run.counters),
