@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_rlsched.rewards import verifiers
-from lit_rlsched.rewards.formulas import polynomials, work_out
+from lit_rlsched.rewards.formulas import work_out
 from lit_rlsched.rewards.verifiers import FRACTION, LOGIC, NO_LONG_NUMBERS, Entry
 
 VERSION = "0.1.25"
@@ -75,12 +75,11 @@ _READ_BY_JSON = """
 _READ_MOVE_BY_MOVE = "shortest_path sokoban"
 
 _NEED_NO_ANSWER = """
-    bitwise_arithmetic boxnet countdown graph_color intermediate_integration n_queens
-    propositional_logic puzzle24 rubiks_cube rush_hour simple_integration
+    bitwise_arithmetic boxnet countdown graph_color n_queens propositional_logic puzzle24
+    rubiks_cube rush_hour
 """
 
 _FORMULA = r"[-+*/0-9a-zA-Z.() \t\r\n]*"
-_INTEGRAL = Review(_FORMULA, columns=verifiers.check_integrand, score=verifiers.integration)
 _GRID = Review(columns=verifiers.check_grid)
 
 REVIEWED: dict[str, Review] = {
@@ -124,21 +123,18 @@ REVIEWED: dict[str, Review] = {
         score=verifiers.countdown,
         missing=0.01,
     ),
-    "intermediate_integration": _INTEGRAL,
-    "polynomial_multiplication": Review(
-        _FORMULA,
-        columns=lambda entry: work_out(entry["answer"], polynomials()),
-        score=verifiers.polynomial_multiplication,
-    ),
     "puzzle24": Review(
         _FORMULA,
         columns=verifiers.check_numbers("numbers"),
         score=verifiers.puzzle24,
         missing=0.01,
     ),
-    "simple_integration": _INTEGRAL,
 }
-"""Data set -> how an answer to it is checked. `composite` is left out: it is made of others."""
+"""Data set -> how an answer to it is checked.
+
+Left out are `composite`, which is made of others, and three whose answers only SymPy can compare:
+integrals and products of polynomials.
+"""
 
 
 @functools.cache

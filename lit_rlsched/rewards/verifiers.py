@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from lit_rlsched.rewards.formulas import is_integral, polynomials, slopes, work_out
+from lit_rlsched.rewards.formulas import work_out
 
 Entry = dict[str, Any]
 """`answer`, `metadata` and `question` of a row."""
@@ -38,15 +38,6 @@ def puzzle24(answer: str, entry: Entry) -> float:
 
 def _whole_numbers(text: str) -> list[int]:
     return sorted(int(number) for number in re.findall(r"\b[0-9]+\b", text))
-
-
-def integration(answer: str, entry: Entry) -> float:
-    facts = entry["metadata"]
-    return float(is_integral(answer, facts["integrand"], facts["variable"]))
-
-
-def polynomial_multiplication(answer: str, entry: Entry) -> float:
-    return float(work_out(answer, polynomials()) == work_out(entry["answer"], polynomials()))
 
 
 def bitwise_arithmetic(answer: str, entry: Entry) -> float:
@@ -111,13 +102,6 @@ def listed_numbers(text: str) -> list[float]:
 
 
 # Checks of columns. Each raises an error where a column is not what the verifier expects.
-
-
-def check_integrand(entry: Entry) -> None:
-    facts = entry["metadata"]
-    if not re.fullmatch("[A-Za-z]", facts["variable"]):
-        raise ValueError(f"`metadata.variable={facts['variable']!r:.80}` is not a letter")
-    slopes(facts["integrand"], facts["variable"])
 
 
 def check_numbers(*names: str) -> Callable[[Entry], None]:

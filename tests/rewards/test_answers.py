@@ -20,7 +20,7 @@ from lit_rlsched.rewards.answers import (
     score_entry,
     verifier_of,
 )
-from lit_rlsched.rewards.formulas import polynomials, work_out
+from lit_rlsched.rewards.formulas import work_out
 
 TOUCHED = Path("/tmp/touched-by-an-answer")
 TOUCH = f"open({str(TOUCHED)!r}, 'w')"
@@ -66,9 +66,8 @@ ESCAPES = [
     "cos\nsystem\n(S'true'\ntR.",
 ]
 EVALUATED = [
-    *("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens"),
-    *("number_sorting", "polynomial_multiplication", "puzzle24", "simple_integration"),
-    *("spiral_matrix", "string_insertion"),
+    *("binary_matrix", "bitwise_arithmetic", "countdown", "n_queens", "number_sorting"),
+    *("puzzle24", "spiral_matrix", "string_insertion"),
 ]
 """Data sets whose own verifier runs an answer or a column."""
 QUICK = [*EVALUATED, "coin_flip", "rubiks_cube", "propositional_logic", "chain_sum", "game_of_life"]
@@ -213,10 +212,11 @@ def test_a_version_that_nobody_reviewed_is_refused(monkeypatch) -> None:
         import_reasoning_gym.cache_clear()
 
 
-def test_every_data_set_was_reviewed_but_one_that_is_made_of_others() -> None:
+def test_every_data_set_was_reviewed_but_those_that_are_left_out() -> None:
     from reasoning_gym.factory import DATASETS
 
-    assert set(DATASETS) == {*REVIEWED, "composite"}
+    integrals = {"simple_integration", "intermediate_integration"}
+    assert set(DATASETS) == {*REVIEWED, "composite", "polynomial_multiplication", *integrals}
     assert set(EVALUATED) < {name for name, review in REVIEWED.items() if review.score}
 
 
@@ -235,8 +235,6 @@ def test_our_verifiers_give_the_scores_of_the_data_set(task: str) -> None:
     for entry in entries(task, 4):
         checked = checked_entry(task, entry["metadata"], entry["answer"], entry["question"])
         gold = entry["answer"]
-        if "Integral" in gold:  # not worked out: theirs takes that, of any function
-            continue
         others = [gold, None, "", "12", "1 2 3", "[]", gold + "0", gold[:-1], gold[1:], f"({gold})"]
         listed = [str(list(gold)), json.dumps([line.split() for line in gold.split("\n")])]
         for answer in [*others, *listed, gold.replace("2", "3"), gold.replace(" ", "")]:
@@ -251,12 +249,6 @@ def test_where_ours_are_stricter() -> None:
     puzzle = checked_entry("puzzle24", {"numbers": [1, 2, 3, 4]}, "1*2*3*4", "")
     scores = {"1*2*3*4": 1.0, "10+10+2+2": 0.01, "(1+3)*(2+4)": 1.0, "4*3*2+1/1": 0.01}
     assert {answer: score_entry("puzzle24", answer, puzzle) for answer in scores} == scores
-    facts = {"variable": "x", "integrand": "2*x"}
-    integral = checked_entry("simple_integration", facts, "x**2 + C", "")
-    scores = {"x**2 + C": 1.0, "x*x + 3": 1.0, "Integral(2*x, x)": 0.0, "x**2 + y*x": 0.0}
-    assert {answer: score_entry("simple_integration", answer, integral) for answer in scores} == (
-        scores
-    )
 
 
 @pytest.mark.parametrize(
@@ -268,12 +260,11 @@ def test_where_ours_are_stricter() -> None:
         ("countdown", {"numbers": ["1"], "target": 2}, "1", r"`metadata.numbers` has '1'"),
         ("countdown", "{", "1", r"`task='countdown'`: the columns"),
         ("number_sorting", {"direction": "ascending"}, f"[{TOUCH}]", "`task='number_sorting'`"),
-        ("bitwise_arithmetic", {"problem": TOUCH}, "1", r"unknown function `open`|not a formula"),
+        ("bitwise_arithmetic", {"problem": TOUCH}, "1", r"not a formula"),
         ("bitwise_arithmetic", {"problem": "1 << 65"}, "1", r"the shift 65 is not"),
         ("bitwise_arithmetic", {"problem": "1" * 2001}, "1", r"2001 characters, more than 2000"),
-        ("simple_integration", {"variable": "xx", "integrand": "x"}, "1", r"not a letter"),
-        ("simple_integration", {"variable": "x", "integrand": "9**9**9"}, "1", r"`task=.*9\*\*9"),
-        ("polynomial_multiplication", {}, "x**9999", r"the exponent 9999 is not"),
+        ("simple_integration", {}, "x**2", r"`task='simple_integration'`.*reviewed"),
+        ("bitwise_arithmetic", {"problem": "2**9999"}, "1", r"the exponent 9999 is not"),
         ("rubiks_cube", {"cube_size": 10**9, "scramble_moves": ""}, None, r"from 1 to 20"),
         ("tower_of_hanoi", {"num_disks": 10**9, "num_pegs": 3}, "1", r"from 1 to 100"),
         ("propositional_logic", {"variables": ["P"], "premises": ["Q"]}, None, r"letters that"),
@@ -295,20 +286,8 @@ def test_characters_are_counted_and_not_their_escapes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["(2**999*x)**999", "((x*2)**100)**100", "x**0.5", "2**x", "x/(y-y)", "(x-x)**-1"]
+    "text", ["(2**999*3)**999", "2**0.5", "2**x", "1/(2-2)", "(1-1)**-1", "x", "sqrt(4)", "1j"]
 )
-def test_polynomials_that_would_grow_or_have_no_value_are_refused(text: str) -> None:
+def test_formulas_that_would_grow_or_have_no_value_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        work_out(text, polynomials())
-
-
-def test_polynomials_are_equal_once_they_are_multiplied_out() -> None:
-    gold = work_out("2*x**2 - 3*x*y + 1", polynomials())
-    for text, equal in {
-        "1 - 3*y*x + x*2*x": True,
-        "-(3*x*y - 2*x**2 - 1)": True,
-        "2.0*x**2 + 1 - 6*x*y/2": True,
-        "x*(2*x - 3*y) + 1": False,
-        "2*x**2 - 3*x*y": False,
-    }.items():
-        assert (work_out(text, polynomials()) == gold) is equal, text
+        work_out(text)
