@@ -86,6 +86,9 @@ def test_one_message(refused, given, said):
     assert len(message.splitlines()) == 1
 
 
+JUDGE = "lit_rlsched.rewards.JudgeReward"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -102,6 +105,18 @@ def test_one_message(refused, given, said):
             "`DDPStrategy` starts its 3 processes from this one, without its engine and data.",
         ),
         ("data:\n  seed: [4\n", "bad.yaml`, line 3 is not valid YAML: "),
+        (
+            f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{modle: m}}}}]}}",
+            "`data.reward_funcs.modle` of `JudgeReward`. Did you mean `data.reward_funcs.model`?",
+        ),
+        (
+            f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{model: 3.5}}}}]}}",
+            "`data.reward_funcs.model=3.5`: must be text.",
+        ),
+        (
+            f"data: {{reward_funcs: [{{class_path: {JUDGE}s, init_args: {{model: m}}}}]}}",
+            f"`data.reward_funcs={JUDGE}s`: module 'lit_rlsched.rewards' has no attribute ",
+        ),
     ],
 )
 def test_one_message_about_a_file(refused, tmp_path, text, said):

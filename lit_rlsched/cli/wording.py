@@ -69,7 +69,10 @@ def _unknown_setting(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 
 def _unknown_argument(match: re.Match[str], key: str, parser: _Parser) -> str:
-    path, name = match[1], match[2]
+    return _no_argument(match[1], match[2], key)
+
+
+def _no_argument(path: str, name: str, key: str) -> str:
     prefix = f"{key}." if key else ""
     if path == "lightning.LightningModule":
         return f"`{prefix}{name}`: no class is named. Add it in front: `--{key}=GRPOModule`."
@@ -85,7 +88,7 @@ def _unknown_class(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 
 def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
-    expected, given = match[1], match[2].strip()
+    expected, given = match[1], match[2].partition(". Got value: ")[0].strip()
     choices = re.findall(r"'([^']*)'", expected) if "Literal" in expected else []
     types = re.findall(r"<class '(\w+)'>", expected) or [expected]
     return bad_value(key, given, choices, [_TYPES.get(name, name) for name in types])
@@ -93,6 +96,10 @@ def _bad_value(match: re.Match[str], key: str, parser: _Parser) -> str:
 
 def _bad_import(match: re.Match[str], key: str, parser: _Parser) -> str:
     path, why = match["path"].strip(), match["why"].strip()
+    if made := re.match(r"Namespace\(class_path='([\w.]+)'", path):  # a class with its arguments
+        path = made[1]
+        if option := re.match(r"Option '(\w+)' is not accepted", why):
+            return _no_argument(path, option[1], key)
     home, _, name = path.rpartition(".")
     near = ""
     with suppress(ImportError, ValueError):
