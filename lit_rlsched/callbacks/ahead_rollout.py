@@ -21,14 +21,12 @@ class AheadRollout(RolloutCallback):
     """Draw the next round while the current one is trained on.
 
     Engine and trainer work at the same time, so a round takes about as long as the slower of
-    rollout and update, instead of their sum. The next round is drawn by the policy at the start of
-    the current update. That policy is one round older than the policy that trains on it, and
-    `correction` decides how this is corrected. Runs repeat bit for bit.
+    rollout and update, instead of their sum. The policy at the start of the current update draws
+    the next round, which is trained on one round later. Runs repeat bit for bit.
 
     Bias: `verify` has none, up to the difference between engine and trainer. `importance` has
-    clipped ratios and stale completions; `staleness/*` shows the age of the tokens in optimizer
-    steps. The engine must decode in its own process (`ProcessEngine(engine=VLLMEngine())`, several
-    engines or `RayEngine`) and needs its memory during the update too.
+    clipped ratios and stale completions (`staleness/*`). The engine must decode in its own process
+    (`ProcessEngine`, `RayEngine` or several engines), and needs its memory during the update too.
 
     See `docs/explanation/ahead_rollout.md`.
 

@@ -15,15 +15,13 @@ from lit_rlsched.training.selection import Selection
 class DownSampling(RolloutCallback):
     """Train on `keep` of each prompt's `num_generations` completions.
 
-    Policy Optimization with Down-Sampling (PODS, arXiv 2504.13818). An update costs more memory and
-    time for a completion than drawing it does. So draw many completions, score all, and train on
-    those whose rewards differ most.
+    Policy Optimization with Down-Sampling (PODS, arXiv 2504.13818). Drawing a completion costs less
+    memory and time than training on it. So draw many, and train on those whose rewards differ most.
 
     Bias: the gradient is that of the selected completions, not an estimate of the gradient over
     all. `max_variance` takes good and bad completions in about equal numbers, even if one kind is
     rare. `max_reward` sees no bad ones, and collapsed in the paper. Only `random` is unbiased.
-    `rollout/trained_over_drawn_length` shows the effect on lengths, `down_sampling/*` what was left
-    out.
+    `rollout/trained_over_drawn_length` and `down_sampling/*` show what is selected.
 
     See `docs/explanation/pods.md`.
 

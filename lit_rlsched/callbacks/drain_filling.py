@@ -9,19 +9,15 @@ from lit_rlsched.run.checks import check_logprobs
 class DrainFilling(RolloutCallback):
     """Begin prompts of the next round in slots that a round leaves free at its end.
 
-    While the last completions of a round decode, more and more slots idle. In these slots the
-    engine begins completions of the next round, as drafts. Before the next round decodes, the
-    trainer verifies each draft under the new policy and keeps a prefix of it, and the engine draws
-    the rest (block verification, arXiv 2403.10444). `SortedBatching` and `TailBatching` may end a
-    round at any time, so drafts are started only for prompts that are certain to be in a later
-    round.
+    While the last completions of a round decode, free slots begin completions of the next round as
+    drafts. The next round verifies them under its own policy, keeps a prefix of each, and draws the
+    rest (block verification, arXiv 2403.10444). `SortedBatching` and `TailBatching` may end a round
+    at any time, so drafts are started only for prompts that are certain to be in a later round.
 
     Bias: none of its own, up to the difference between engine and trainer. With `TailBatching` and
-    `SortedBatching` prompts with a draft are ahead of others in the next round, and prompts that
-    finish first are trained on first; `rollout/trained_over_drawn_length` measures this selection.
-    The engine may be in the trainer's process. Each policy version that has drafts costs a copy of
-    the trainable weights in CPU memory and in checkpoints. A decode step with more requests takes
-    longer, most of all on a CPU.
+    `SortedBatching` prompts with a draft are ahead of others, and the first to finish are trained
+    on first (`rollout/trained_over_drawn_length`). The engine may be in the trainer's process. Each
+    version that has drafts costs a copy of the trainable weights in CPU memory and in checkpoints.
 
     See `docs/explanation/drain_filling.md`.
 

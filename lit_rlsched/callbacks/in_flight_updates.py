@@ -24,18 +24,17 @@ from lit_rlsched.training.round_metrics import cache_divergence
 class InFlightUpdates(AheadRollout):
     """Decode and train at the same time, and give the engine new weights while completions go on.
 
-    PipelineRL (arXiv 2509.19128) and AReaL (arXiv 2505.24298). The next round is drawn while the
-    current one is trained on, and the engine gets the new weights of each optimizer step between
-    two decode steps. So a completion has tokens of several policies, each with its log-prob and
-    policy version. Later prompts may overtake a prompt only so often that it never exceeds
-    `max_staleness`. If a completion is too old anyway, it is restarted.
+    PipelineRL (arXiv 2509.19128) and AReaL (arXiv 2505.24298). The engine draws the next round
+    during the update, and gets the weights of each optimizer step between two decode steps. So a
+    completion has tokens of several policies. Later prompts may overtake a prompt only so often
+    that it never exceeds `max_staleness`. If a completion is too old anyway, it is restarted.
 
     Bias: clipped ratios of stale tokens (`staleness/*`). Short completions are trained on earlier
     than long ones, which are older by then (`rollout/trained_over_drawn_length`); every completion
-    that was begun is trained on. `cache="recompute"` adds no bias. With `cache="keep"` tokens after
-    an update are drawn by neither policy, since they attend to keys and values of older weights,
-    and no trainer can reproduce their log-probs (`in_flight/cache_kl` shows by how much). The
-    engine must decode in its own process. With `pace="turns"` runs repeat bit for bit.
+    that was begun is trained on. `cache="recompute"` adds no bias. With `cache="keep"` neither
+    policy draws the tokens after an update, because they attend to keys and values of older weights
+    (`in_flight/cache_kl`), and no trainer can reproduce their log-probs. The engine must decode in
+    its own process.
 
     See `docs/explanation/in_flight_updates.md`.
 

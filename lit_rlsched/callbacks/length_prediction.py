@@ -15,12 +15,11 @@ class LengthPrediction(RolloutCallback):
     """Predict completion lengths for the `order` of `MicroGroupSampling`.
 
     Token-conditioned prediction (Infinite Sampling, arXiv 2506.22950). Each completion first
-    decodes `probe_tokens` tokens and pauses. Its length is then predicted from the prompt and these
-    tokens, and long completions resume first.
+    decodes `probe_tokens` tokens and pauses. The predictor estimates its length from the prompt and
+    these tokens, and long completions resume first.
 
-    Bias: none. Predictions change when a completion is drawn, never which tokens. While a predictor
-    ranks worse than `PromptHistory`, the latter replaces it, with a warning
-    (`length_prediction/fallback`).
+    Bias: none. Predictions change when a completion is drawn, never which tokens. `PromptHistory`
+    replaces a predictor that ranks worse, with a warning (`length_prediction/fallback`).
 
     See `docs/explanation/infinite_sampling.md`.
 

@@ -15,12 +15,11 @@ class MicroGroupSampling(RolloutCallback):
     """Decode at most `slots` completions at once, whatever `num_generations` is.
 
     Micro sampling groups and continuous sampling (Infinite Sampling, arXiv 2506.22950). Without
-    this callback up to 256 completions decode at once (vLLM on a GPU of 70 GiB or more: up to
-    1,024, if the cache holds that many at half the maximum length).
+    this callback up to 256 completions decode at once (vLLM on a GPU of 70 GiB or more: 1,024).
 
     Bias: none. The callback changes when a completion is drawn, never which tokens: log-probs are
-    equal up to the engine's batch noise (5e-7 on vLLM in fp32). With several engines `slots` and
-    `memory_budget` are totals that the engines share equally.
+    equal up to the engine's batch noise (5e-7 on vLLM in fp32). Several engines share `slots` and
+    `memory_budget` equally.
 
     See `docs/explanation/infinite_sampling.md`.
 
@@ -32,10 +31,9 @@ class MicroGroupSampling(RolloutCallback):
             moment, up to 256 (vLLM on a GPU of 70 GiB or more: 1,024).
         refill: `continuous` refills a slot as soon as it is free (continuous sampling); `rounds`
             waits until all are (naive micro sampling groups).
-        order: Which waiting completion goes first. `fifo` (default): the earlier in the data.
-            `least_attained`: that with the fewest tokens, in turns. By the lengths of
-            `LengthPrediction`: `longest_first`, `planned` or, where rounds end early,
-            `shortest_first`.
+        order: Which completion goes next: `fifo` (default), `least_attained` (the fewest tokens, in
+            turns) or, by predicted length, `longest_first` (default with `LengthPrediction`),
+            `shortest_first` (default where rounds end early) or `planned`.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.

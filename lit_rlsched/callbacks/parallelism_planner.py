@@ -24,16 +24,15 @@ from lit_rlsched.training.round import Round
 class ParallelismPlanner(RolloutCallback):
     """Adapt `tensor_parallel_size` to how often vLLM runs out of key-value cache.
 
-    RollPacker (arXiv 2509.21009, section 4.2). If the cache is full, vLLM preempts a request and
-    later computes its cache again. The size is doubled if a round's preemptions exceed 1.05 times
-    their moving average, and halved after four rounds without a preemption. Short and long rounds
-    of `TailBatching` have their own sizes. The first size is the engine's.
+    RollPacker (arXiv 2509.21009, section 4.2). If the cache is full, vLLM preempts requests and
+    computes their cache again. The size doubles if a round's preemptions exceed 1.05 times their
+    moving average, and halves after four rounds without any; short and long rounds of
+    `TailBatching` count apart.
 
     Bias: none beyond rounding. Log-probs differ by about 1e-6 in fp32 between sizes, so a run with
-    other sizes draws other completions. A new size restarts the engine before the rollout
-    (`time/restart`); with `TailBatching` and two sizes that is twice in five rounds. The rule takes
-    every preemption for a shortage of cache, and does not know that a split model may decode more
-    slowly.
+    other sizes draws other completions. A new size restarts the engine (`time/restart`). The rule
+    takes every preemption for a shortage of cache, and does not know that a split model may decode
+    more slowly.
 
     See `docs/explanation/streaming_and_parallelism.md`.
 

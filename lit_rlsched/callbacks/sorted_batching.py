@@ -11,18 +11,16 @@ from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
 class SortedBatching(RolloutCallback):
     """Train as soon as an update's worth of completions is ready, short ones first.
 
-    SortedRL (arXiv 2603.23414). A pool of `pool_rounds * prompts_per_round` prompts decodes, as far
-    as there are slots. Once `update_prompts` of them are ready, the round ends and the trainer
-    takes everything that is ready. The others are drawn again or resumed under the new weights.
-    Fresh prompts are loaded only after the whole pool was trained on, so no prompt starves.
+    SortedRL (arXiv 2603.23414). A pool of `pool_rounds * prompts_per_round` prompts decodes. Once
+    `update_prompts` of them are ready, the round ends, and the trainer trains on all that are
+    ready. The others are drawn again or resumed under the new weights. Fresh prompts are loaded
+    only after the whole pool was trained on, so no prompt starves.
 
-    Bias: in all modes an update sees prompts of similar length. In `on_policy` mode a long
-    completion may be discarded and drawn again, and may then be short, so short completions are
-    favoured; `pool/trained_over_drawn_length` measures this from below. In `verified` mode there is
-    one draw of each completion over a pool, as the newest policy would draw it; completions of a
-    single update are selected by length. In `partial` mode tokens come from several policies
-    (`staleness/*`), with the ratio clipped, and every completion that was begun is trained on
-    unless `max_staleness` discards it.
+    Bias: an update sees prompts of similar length. In `on_policy` mode a long completion may be
+    discarded and be short when it is drawn again; `pool/trained_over_drawn_length` understates
+    this. In `verified` mode a pool has one draw of each completion, as the newest policy would draw
+    it. In `partial` mode tokens come from several policies (`staleness/*`), with clipped ratios;
+    every completion that was begun is trained on, unless `max_staleness` discards it.
 
     See `docs/explanation/sorted_rl.md`.
 
@@ -31,10 +29,9 @@ class SortedBatching(RolloutCallback):
             default `update_prompts`, the run equals the synchronous one bit for bit.
         update_prompts: Prompts of an update; by default `prompts_per_round`. The last update of a
             pool has what is left.
-        mode: `on_policy` discards unfinished completions. `verified` keeps of their tokens what the
-            newest policy would have drawn, for a forward pass and a copy of the trainable weights
-            of each version that has drafts. `partial` keeps all, with log-probs and versions, and
-            resumes them.
+        mode: `on_policy` discards unfinished completions. `verified` keeps what the newest policy
+            would have drawn of them, for a forward pass and a copy of the trainable weights of each
+            version that has drafts. `partial` keeps all, with log-probs and versions.
         max_staleness: For `mode="partial"`: maximum age of a trained token in policy versions
             (optimizer steps); older completions are drawn again. By default the pool is the only
             limit: in a pool of n updates tokens are at most n - 1 updates old.

@@ -15,16 +15,14 @@ ROUNDS = 10
 class Speculation(RolloutCallback):
     """Draft several tokens of a completion and verify them in one decode step.
 
-    While few completions run, a decode step of four rows costs nearly what one of forty costs. The
-    engine guesses the next tokens of each completion (*draft tokens*) from its own text, from other
-    completions of its prompt, and from other prompts. One pass computes all positions, and the
-    engine keeps the guesses that equal its own draws.
+    While few completions run, the engine guesses the next tokens of each (*draft tokens*) from its
+    own text, other completions of its prompt, and other prompts. It computes all positions in one
+    pass and keeps the guesses up to the first that differs from its own draw. This pays in the tail
+    of a round, with few slots and late in training; a run that loses time by it gets a warning.
 
-    Bias: none in whole rounds. Every token and log-prob is what it is without this callback, up to
+    Bias: none in whole rounds. Every token and log-prob is the same as without this callback, up to
     the engine's batch noise. With `TailBatching`, `SortedBatching` and `DynamicSampling` text that
-    repeats is in time more often: look at `speculation/trained_over_drawn_speed`, which is 1
-    without bias. It pays in the tail of a round, with few slots and late in training. A run in
-    which it costs more than it saves is told so once, after ten rounds.
+    repeats is in time more often: `speculation/trained_over_drawn_speed` is 1 without bias.
 
     See `docs/explanation/speculation.md`.
 

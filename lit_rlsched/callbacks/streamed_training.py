@@ -26,14 +26,13 @@ class StreamedTraining(RolloutCallback):
     """Compute the gradients of finished groups while other groups still decode.
 
     RollPacker (arXiv 2509.21009, section 4.4). During a rollout the trainer runs forward and
-    backward passes over groups as they are scored. When the round ends it does the same for the
-    remaining groups and takes the first optimizer step.
+    backward passes over groups as they are scored. At the end of the round it does so for the other
+    groups and takes the first optimizer step.
 
-    Bias: none; the update equals the one without this callback up to rounding. Runs repeat bit for
-    bit, except with `TailBatching(completion_ratio=...)`, where scores race (up to rounding only).
-    The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`. Gradients are
-    in memory beside the engine's cache. With `DynamicSampling` and wherever the trainer decides
-    what is decoded the engine waits after every step, so little overlaps.
+    Bias: none; the update is the same up to rounding. Runs repeat bit for bit, but with
+    `TailBatching(completion_ratio=...)` only up to rounding. The engine must decode in its own
+    process, and gradients are in memory beside its cache. Little overlaps if decisions of the
+    trainer change what the engine decodes, such as those of `DynamicSampling`.
 
     See `docs/explanation/streaming_and_parallelism.md`.
 

@@ -15,16 +15,15 @@ class TailBatching(RolloutCallback):
     """End most rounds without waiting for their longest completions.
 
     RollPacker (arXiv 2509.21009, section 3). A short round begins
-    `prompt_ratio * prompts_per_round` fresh prompts and ends once `prompts_per_round` of them have
-    all their completions and scores. The other prompts are deferred. Once `prompts_per_round`
-    prompts are deferred, a long round runs the oldest of them to their end: with the default ratio
-    every fifth round. The newest policy draws all completions of an update.
+    `prompt_ratio * prompts_per_round` prompts, ends once `prompts_per_round` of them are decoded
+    and scored, and defers the others. Once that many are deferred, a long round runs the oldest to
+    their end. The newest policy draws all completions of an update.
 
     Bias: updates see prompts with long completions later and together. A deferred prompt is drawn
-    again under a newer policy, and a completion that was long may then be short. With
-    `completion_ratio` short completions are favoured directly, inside each prompt.
-    `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length` measure the bias from
-    below. With `reuse_drafts` nothing is drawn again; the page describes the bias that remains.
+    again, and a completion that was long may then be short. `completion_ratio` favours short
+    completions inside each prompt. `rollout/trained_over_drawn_length` and
+    `pool/trained_over_drawn_length` understate the bias. With `reuse_drafts` nothing is drawn
+    again, and less bias remains.
 
     See `docs/explanation/rollpacker.md`.
 
@@ -38,9 +37,8 @@ class TailBatching(RolloutCallback):
             `{"math": 0.5, "code": 0.5}`; prompts race inside their domain. By default all prompts
             race together, which favours domains with short completions.
         reuse_drafts: Keep the tokens of losers as drafts. The long round verifies them and decodes
-            on from the prefix that is kept (block verification, arXiv 2403.10444). Each policy
-            version that has drafts costs a copy of the trainable weights in CPU memory and in
-            checkpoints.
+            on from the kept prefix (block verification, arXiv 2403.10444). Each version that has
+            drafts costs a copy of the trainable weights in CPU memory and in checkpoints.
         max_deferrals: Let losers race again in the next round beside fresh prompts, with their
             drafts. A round is long only where a prompt in it has lost this many races (more where
             `prompt_ratio` is above 2). Implies `reuse_drafts`.

@@ -92,12 +92,10 @@ class Timeline(RolloutCallback):
 
     Each round logs `timeline/*` in seconds. They cover the previous update and this round's
     rollout. The run's folder gets `timeline.json`, with all intervals, for https://ui.perfetto.dev
-    or `chrome://tracing`, and `waits.png`, the latest rounds and the ages of the tokens that the
-    last one trains on. A resumed run continues the file.
+    or `chrome://tracing`, and the picture `waits.png` of the latest rounds.
 
-    `timeline/saved` is an upper bound of the gain where trainer and engine use the same cores, as
-    each is slower beside the other. Steps that an engine takes beyond the end of a round count as
-    waiting.
+    `timeline/saved` is an upper bound of the gain where trainer and engine use the same cores.
+    Steps that an engine takes beyond the end of a round count as waiting.
 
     See `docs/explanation/timeline.md`.
 
