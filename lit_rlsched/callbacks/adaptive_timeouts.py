@@ -13,15 +13,15 @@ from lit_rlsched.training.round import Round
 class AdaptiveTimeouts(RolloutCallback):
     """Kill reward calls that take much longer than those for correct completions of the prompt.
 
-    RollPacker (arXiv 2509.21009, section 4.3): each call of each reward function may take
+    RollPacker (arXiv 2509.21009, section 4.3). A call of a reward function may take
     `min(max(minimum, scale * anchor), maximum)` seconds. The anchor is the longest call so far for
     a correct completion (first reward 1.0 or more) of the same prompt. Without an anchor the limit
-    is `maximum`, which replaces `reward_timeout`. A killed call gives no reward and is counted in
-    `rewards/<func>/timeouts`. The paper gives it a reward of 0, which would blame the completion
-    for a slow machine.
+    is `maximum`, which replaces `reward_timeout`.
 
-    Each round logs `reward_timeout/anchored` (share of its prompts that have an anchor) and
-    `reward_timeout/mean` (seconds). Anchors are in the checkpoint.
+    Bias: against completions that are slow to score. A killed call gives no reward and is counted
+    in `rewards/<func>/timeouts`.
+
+    See `docs/explanation/streaming_and_parallelism.md`.
 
     Args:
         scale: Multiple of the anchor.

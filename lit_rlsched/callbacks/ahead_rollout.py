@@ -21,43 +21,19 @@ class AheadRollout(RolloutCallback):
     """Draw the next round while the current one is trained on.
 
     Engine and trainer work at the same time, so a round takes about as long as the slower of
-    rollout and update, instead of their sum. The next round is drawn by the policy at the start of
-    the current update, which is one round older than the one that it trains. `correction` says what
-    is done about that:
+    rollout and update, instead of their sum. The policy at the start of the current update draws
+    the next round, which is trained on one round later. Runs repeat bit for bit.
 
-    * `verify`: the completions are drafts. Before the update that uses them, the trainer verifies
-      all of them with a forward pass, keeps a prefix of each, and the engine draws the rest (block
-      verification, arXiv 2403.10444). The result is distributed as if the newest policy had drawn
-      all of it, up to the difference between engine and trainer. Rewards are computed afterwards,
-      or during the update if the draft is then kept whole.
-      Slots that are free meanwhile begin the drafts of the round after it, and the trainer
-      computes gradients of groups that are whole, as with `StreamedTraining`. It does not if the
-      engine would wait meanwhile, if `steps_per_round` is above 1, if the module optimizes
-      automatically, or if advantages or loss need the whole update.
-    * `importance`: they are trained on as they are, as in `SortedBatching(mode="partial")`: with
-      the clipped ratio relative to the policy that drew them or, in RLOO and with
-      `old_logprobs="trainer"`, weighted as `importance_sampling_mode` says. Bias: clipping and
-      stale completions; `staleness/*` shows the age of the tokens in optimizer steps.
+    Bias: `verify` has none, up to the difference between engine and trainer. `importance` has
+    clipped ratios and stale completions (`staleness/*`). The engine must decode in its own process
+    (`ProcessEngine`, `RayEngine` or several engines), and needs its memory during the update too.
 
-    What is drawn follows from weights and seeds, not from timing: runs repeat bit for bit, and a
-    resumed run equals one that was not interrupted. A checkpoint, a validation and SIGTERM wait
-    until the rollout beside the update has ended. The last round of a run draws nothing ahead, and
-    a run that ends for another reason (`max_time`, early stopping) drops the round that it was
-    drawing, so a run that is continued beyond its end differs from one that was longer from the
-    start.
-
-    The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`, several engines
-    or `RayEngine`. It needs its memory during the update too. `verify` keeps a copy of the
-    trainable weights in CPU memory and in checkpoints. Hooks of completions and groups that were
-    drawn ahead are called when the update before them has ended.
-
-    Each round logs `ahead_rollout/rollout_seconds` (time of the rollout beside the update) and
-    `ahead_rollout/wait_seconds` (how long the trainer waited for its end); with `verify` also
-    `ahead_rollout/tokens`, `ahead_rollout/rewards_kept`, `rollout/draft_tokens`, `drafts/*`,
-    `time/drafts` and `streamed_training/*`.
+    See `docs/explanation/ahead_rollout.md`.
 
     Args:
-        correction: `verify` or `importance`.
+        correction: `verify` keeps a prefix of each completion, as the newest policy would have
+            drawn it, and draws the rest (block verification, arXiv 2403.10444), for a forward pass
+            and a copy of the trainable weights. `importance` trains on completions as they are.
 
     Raises:
         ValueError: `correction` is neither, or drafts cannot be verified because the engine's

@@ -17,6 +17,8 @@ class CompletionWriter(BasePredictionWriter):
     On by default in the CLI. The file gets its name once it is complete; until then its name ends
     in `.tmp`.
 
+    See `docs/howto/validate_and_predict.md`.
+
     Args:
         path: File, whose suffix `.jsonl` or `.parquet` decides the format. By default
             `predictions.jsonl` in the Trainer's `default_root_dir`.

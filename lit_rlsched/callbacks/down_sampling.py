@@ -15,19 +15,15 @@ from lit_rlsched.training.selection import Selection
 class DownSampling(RolloutCallback):
     """Train on `keep` of each prompt's `num_generations` completions.
 
-    Policy Optimization with Down-Sampling (PODS, arXiv 2504.13818). Drawing completions is cheap in
-    memory and parallel, the update is neither. So draw many, score all, and train on those whose
-    rewards differ most. Each group is selected from as soon as it is complete; with
-    `SortedBatching` whole groups are then trained on, whatever the advantage.
+    Policy Optimization with Down-Sampling (PODS, arXiv 2504.13818). Drawing a completion costs less
+    memory and time than training on it. So draw many, and train on those whose rewards differ most.
 
     Bias: the gradient is that of the selected completions, not an estimate of the gradient over
-    all. `max_variance` takes good and bad completions in about equal numbers, however rare one of
-    them is. `max_reward` sees no bad ones, and collapsed in the paper. Only `random` is unbiased.
-    `rollout/trained_over_drawn_length` logs the effect on lengths, `down_sampling/*` what was left
-    out. Metrics of rewards and completions include everything that was drawn. `dropped/<why>`
-    counts completions left out since the run began: `down_sampled`, `unscored`, `too_few_scores`
-    (in a group with fewer than two scores) and `uninformative` (in a group whose selected rewards
-    are equal).
+    all. `max_variance` takes good and bad completions in about equal numbers, even if one kind is
+    rare. `max_reward` sees no bad ones, and collapsed in the paper. Only `random` is unbiased.
+    `rollout/trained_over_drawn_length` and `down_sampling/*` show what is selected.
+
+    See `docs/explanation/pods.md`.
 
     Args:
         keep: Completions of each prompt to train on (the paper's m), at least 2.
@@ -36,20 +32,16 @@ class DownSampling(RolloutCallback):
         advantage_scope: Rewards that an advantage is relative to: those of the `selected`
             completions (as in the paper) or of the `full` group, which keeps the sign that the
             advantage has without selection.
-        drop_uninformative: Leave out groups whose compared rewards are all equal, also from what
-            the loss is divided by. No effect with `advantage="reinforce++"`. A step with nothing
-            to train on leaves the weights unchanged and is counted in `batch/empty_steps`.
+        drop_uninformative: Leave out groups whose compared rewards are all equal, also from the
+            divisor of the loss. No effect with `advantage="reinforce++"`.
         early_stop: Abort the rest of a group once its finished completions have the largest
-            variance that `keep` rewards within `reward_range` can have: for rewards of 0 or 1, half
-            zeros and half ones. Saves decoding, but favours short completions. The round waits for
-            scores that could stop a group before its next step, so the speed of reward functions
-            changes nothing. Aborted completions are counted in `dropped/stopped`.
+            variance that `keep` rewards within `reward_range` can have. Saves decoding, but favours
+            short completions.
         reward_range: For `early_stop`: smallest and largest possible reward, weights included. A
             group with a reward outside does not stop early.
-        min_length_ratio: For `early_stop`: if the mean length of a round's finished completions is
-            below this share of the mean length drawn (`down_sampling/finished_over_drawn_length`,
-            which estimates how long aborted completions would have become), the next round stops
-            no group. 0 never pauses `early_stop`.
+        min_length_ratio: For `early_stop`: the next round stops no group if the mean length of
+            finished completions is below this share of the mean length drawn
+            (`down_sampling/finished_over_drawn_length`). 0 never pauses `early_stop`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another one.

@@ -9,36 +9,17 @@ from lit_rlsched.run.checks import check_logprobs
 class DrainFilling(RolloutCallback):
     """Begin prompts of the next round in slots that a round leaves free at its end.
 
-    While the last completions of a round decode, more and more slots idle. With this callback they
-    begin completions of the next round, as drafts, which end with the round, with the tokens that
-    they have. Before the next round decodes, a forward pass of the trainer verifies each draft
-    under the new policy, keeps a prefix of it, and the engine draws the rest (block verification,
-    arXiv 2403.10444). The result is distributed as if the newest policy had drawn all of it, up to
-    the difference between engine and trainer: the end of a round cuts drafts without looking at
-    what comes later in them, and each draft that was begun is verified. Completions of the round
-    never wait for a draft.
+    While the last completions of a round decode, free slots begin completions of the next round as
+    drafts. The next round verifies them under its own policy, keeps a prefix of each, and draws the
+    rest (block verification, arXiv 2403.10444). `SortedBatching` and `TailBatching` may end a round
+    at any time, so drafts are started only for prompts that are certain to be in a later round.
 
-    A validation between two rounds has the weights of the next one: slots that it leaves free begin
-    that round too, and its drafts are kept whole.
-
-    The engine may be in the trainer's process. `AheadRollout` also decodes during the update, and
-    needs an engine that does so by itself.
-
-    With `SortedBatching` and `TailBatching`, which may end a round at any time, drafts begin of
-    prompts that are in a later round whatever this one leaves: those of the pool that it does not
-    decode, and the next ones of the data. With several engines slots are filled only in rounds in
-    which each completion has a slot.
-
-    Bias: none of its own. With `TailBatching` and `SortedBatching` prompts with a draft are ahead
-    of others in the next round, and those that finish first are trained on first:
-    `rollout/trained_over_drawn_length` measures what these rules select.
-
-    A step of an engine takes longer the more requests run in it, most of all on a CPU. A policy
+    Bias: none of its own, up to the difference between engine and trainer. With `TailBatching` and
+    `SortedBatching` prompts with a draft are ahead of others, and the first to finish are trained
+    on first (`rollout/trained_over_drawn_length`). The engine may be in the trainer's process. Each
     version that has drafts costs a copy of the trainable weights in CPU memory and in checkpoints.
-    The last round of a run begins no drafts.
 
-    Each round logs `rollout/draft_tokens`, `rollout/drafts_begun` and, where it verifies drafts,
-    `drafts/*` and `time/drafts`.
+    See `docs/explanation/drain_filling.md`.
 
     Raises:
         ValueError: drafts cannot be verified because the engine's log-probs are not those of the

@@ -9,21 +9,15 @@ from lit_rlsched.settings import check_count
 class DynamicSampling(RolloutCallback):
     """Replace prompts whose completions all have the same reward by fresh prompts.
 
-    Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). If all rewards of a prompt are equal,
-    or fewer than two completions have one, its advantages are zero. The next prompt of the data
-    then takes its place in the same round, while other prompts still decode. A round ends with
-    `prompts_per_round` useful prompts, or with fewer at the bound. When all completions of a prompt
-    are decoded, the round waits for their scores before its next decode step, so the speed of
-    reward functions does not change which prompts are trained on. With `DownSampling` and a rule
-    other than `max_variance`, the selected rewards of a prompt may be equal all the same; it is
-    then left out of the update.
+    Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). If all rewards of a prompt are equal, or
+    fewer than two completions have one, its advantages are zero. The next prompt of the data then
+    takes its place in the same round, while other prompts still decode. A round ends with
+    `prompts_per_round` useful prompts, or with fewer at the bound.
 
     Bias: prompts that are currently too easy or too hard are trained on less often than the data
-    contains them.
+    contains them; `dynamic_sampling/num_gen_batches` shows how many prompts a round drew.
 
-    Each round logs `dynamic_sampling/num_gen_batches` (prompts drawn, in rounds' worth) and
-    `dropped/uninformative` (completions left out since the run began). Metrics of rewards and
-    completions include everything that was drawn.
+    See `docs/explanation/pods.md`.
 
     Args:
         max_num_gen_batches: Bound on the prompts of a round, as a multiple of `prompts_per_round`

@@ -21,12 +21,11 @@ class ExportModel(Callback):
     """Export the last and the best model when `fit` ends, as `lit-rlsched export` does.
 
     The folders are `export/last` and `export/best` in the run's folder. The best model is that of
-    the first `ModelCheckpoint` with a `monitor`; without one, only the last is exported. A resumed
-    run replaces them. With `WandbLogger(log_model=True)` or `log_model="all"` they are also
-    artifacts at W&B. A run that is stopped exports nothing: use `lit-rlsched export`. If a folder
-    cannot be written, for example because the disk is full, a warning says so.
+    the first `ModelCheckpoint` with a `monitor`; without one, only the last is exported. A run that
+    is stopped exports nothing: use `lit-rlsched export`. With LoRA, the base is loaded once more
+    into main memory to merge the adapters.
 
-    With LoRA, the base is loaded once more into main memory to merge the adapters.
+    See `docs/howto/export.md`.
 
     Args:
         adapter: Write the LoRA adapters as a PEFT folder instead of merging them into the base.

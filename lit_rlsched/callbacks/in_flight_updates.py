@@ -24,59 +24,37 @@ from lit_rlsched.training.round_metrics import cache_divergence
 class InFlightUpdates(AheadRollout):
     """Decode and train at the same time, and give the engine new weights while completions go on.
 
-    The next round is drawn while the current one is trained on, as with
-    `AheadRollout(correction="importance")`. After each optimizer step the new weights go into the
-    running rollout, between two turns (decode steps of all engines), so a completion has tokens of
-    several policies, each with its log-prob and policy version. A round ends as soon as the prompts
-    of an update are ready; the others go on in the next one. Tokens are trained on as in
-    `SortedBatching(mode="partial")`: the ratio to the policy that drew each token is clipped or, in
-    RLOO and with `old_logprobs="trainer"`, weighted as `importance_sampling_mode` says.
+    PipelineRL (arXiv 2509.19128) and AReaL (arXiv 2505.24298). The engine draws the next round
+    during the update, and gets the weights of each optimizer step between two decode steps. So a
+    completion has tokens of several policies. Later prompts may overtake a prompt only so often
+    that it never exceeds `max_staleness`. If a completion is too old anyway, it is restarted.
 
-    Bias: clipped ratios of stale tokens, and within the window short completions are trained on
-    earlier than long ones, which are older when they are; every completion that was begun is
-    trained on. Nothing is biased by `cache="recompute"`. With `cache="keep"` tokens after an update
-    are drawn by neither policy, since they attend to keys and values of older weights: the recorded
-    log-probs are those that they were drawn with, but no trainer can reproduce them
-    (`in_flight/cache_kl` shows by how much).
+    Bias: clipped ratios of stale tokens (`staleness/*`). Short completions are trained on earlier
+    than long ones, which are older by then (`rollout/trained_over_drawn_length`); every completion
+    that was begun is trained on. `cache="recompute"` adds no bias. With `cache="keep"` neither
+    policy draws the tokens after an update, because they attend to keys and values of older weights
+    (`in_flight/cache_kl`), and no trainer can reproduce their log-probs. The engine must decode in
+    its own process.
 
-    How old tokens get is bounded where prompts are admitted: at most `prompts_in_flight` decode at
-    the same time (AReaL's capacity), and none is overtaken by more later ones than `max_staleness`
-    allows (windowed FIFO). A completion that is older all the same, such as after a change of the
-    settings, is restarted at the start of a round or, if it is finished, dropped and counted in
-    `dropped/stale`. With `too_old="verify"` no prompt has to wait for its turn: before a round, the
-    trainer verifies all tokens of completions that would have one that is too old, each against
-    the policy that drew it (block verification, arXiv 2403.10444). What is kept counts as drawn by
-    the newest policy.
-
-    With `pace="turns"` what is drawn follows from weights and seeds alone, and runs repeat bit for
-    bit. A checkpoint, a validation and SIGTERM let the round that is being drawn end without more
-    updates, which at the end of a round changes nothing. So a resumed run equals one that was not
-    interrupted and wrote the same checkpoints in the middle of rounds.
-
-    Each round logs `in_flight/updates`, `in_flight/engine_wait_seconds`,
-    `in_flight/trainer_wait_seconds` (how long each waited for the other), `staleness/*`,
-    `rollout/trained_over_drawn_length`, and `ahead_rollout/*`.
+    See `docs/explanation/in_flight_updates.md`.
 
     Args:
-        pace: With `turns`, the weights of the i-th optimizer step of a round go in at turn
-            `i * turns` of the next one, unless that ends before: rollout and trainer wait for each
-            other there. With `free` they go in at the next multiple of `turns` once they are there,
-            so what is drawn depends on timing.
+        pace: With `turns`, the weights of a round's i-th optimizer step go in at turn `i * turns`
+            of the next, where rollout and trainer wait for each other. With `free`, they go in at
+            the first multiple of `turns` after they are there: draws depend on timing.
         cache: `recompute` reads prompt and tokens of each running completion anew under the new
             weights, which costs a prefill. `keep` goes on with the keys and values of the old ones.
-        turns: See `pace`.
+        turns: Turns between two updates of the weights. A turn is one decode step of all engines.
         max_staleness: Maximum age of a trained token in rounds (at the start of the update).
-        too_old: With `wait`, a round does not end before the prompts that would get too old are
-            ready. With `verify` it does, and they are verified, at the cost of a forward pass over
-            them, and of a copy of the trainable weights in CPU memory and in checkpoints of each
-            version that has tokens: `max_staleness` times the optimizer steps of a round, and one.
-        prompts_in_flight: Prompts that decode at the same time; from `prompts_per_round` to
-            `max_staleness` times as many, or more if what is too old is verified. More keep the
-            engine fuller, fewer widen the window. By default half a round less than
-            `max_staleness` rounds of prompts, and with `verify` one and a half rounds at least.
-        replay: Folder `traces` of a run with `pace="free"` and `RolloutLogger(save_trace=True)`:
-            weights change at the turns at which they did there. With the same settings and
-            checkpoints the run is the same, bit for bit.
+        too_old: With `wait`, a round waits for prompts that would get too old. With `verify`, the
+            trainer verifies them, which costs a forward pass over them and a copy of the trainable
+            weights, in CPU memory and in checkpoints, of each version that has tokens.
+        prompts_in_flight: From `prompts_per_round` to `max_staleness` times as many (more with
+            `verify`) decode at the same time. More keep the engine fuller, fewer widen the window.
+            By default half a round below `max_staleness` rounds; with `verify` 1.5 rounds at least.
+        replay: Folder `traces` of a run with `pace="free"` and `RolloutLogger(save_trace=True)`, to
+            change weights at the same turns. With the same settings and checkpoints the run is the
+            same, bit for bit.
 
     Raises:
         ValueError: an argument is out of range, or `replay` has no traces.

@@ -15,26 +15,21 @@ class LengthPrediction(RolloutCallback):
     """Predict completion lengths for the `order` of `MicroGroupSampling`.
 
     Token-conditioned prediction (Infinite Sampling, arXiv 2506.22950). Each completion first
-    decodes `probe_tokens` tokens and pauses; its length is then predicted from the prompt and these
-    tokens, and long completions resume first. Predictions change when a completion is drawn, never
-    which tokens. `rollout/prefill_tokens` counts the context tokens computed again after a pause.
+    decodes `probe_tokens` tokens and pauses. The predictor estimates its length from the prompt and
+    these tokens, and long completions resume first.
 
-    Each round logs `length_prediction/mae` (in tokens), `/rank_correlation` and `/cap_coverage`
-    (share of the completions cut at the limit that were among the longest predicted). While a
-    predictor ranks worse than `PromptHistory`, the latter replaces it, with a warning and
-    `length_prediction/fallback`.
+    Bias: none. Predictions change when a completion is drawn, never which tokens. `PromptHistory`
+    replaces a predictor that ranks worse, with a warning (`length_prediction/fallback`).
 
-    Predictors, in `lit_rlsched.scheduling`: `token_conditioned.TokenConditioned` for most runs;
-    `length_prediction.SiblingMax` if completions of a prompt have similar lengths;
-    `length_prediction.PromptHistory` if prompts come back many times; `recorded_lengths.Oracle` to
-    replay a recorded run; or your own subclass of `LengthPredictor`.
+    See `docs/explanation/infinite_sampling.md`.
 
     Args:
         predictor: By default `TokenConditioned()`, which learns from the run's own completions.
+            Others: `SiblingMax` and `PromptHistory` in `lit_rlsched.scheduling.length_prediction`,
+            `Oracle` in `recorded_lengths` beside it, or your own subclass of `LengthPredictor`.
         probe_tokens: Tokens decoded before a completion is predicted; 0 predicts from the prompt
             alone. By default 16, fewer if `max_completion_length` is below 256, and 0 if all
-            completions of a round decode at once. 16 helps if completions have hundreds of tokens;
-            on the quick task, with a median of 51, 0 is better (`python -m benchmarks run steps`).
+            completions of a round decode at once.
 
     Raises:
         ValueError: `predictor` is not a `LengthPredictor`, its state cannot be saved in a

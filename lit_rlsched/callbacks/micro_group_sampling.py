@@ -14,37 +14,26 @@ from lit_rlsched.text import format_bytes, parse_bytes
 class MicroGroupSampling(RolloutCallback):
     """Decode at most `slots` completions at once, whatever `num_generations` is.
 
-    Micro sampling groups and continuous sampling (Infinite Sampling, arXiv 2506.22950). The
-    callback changes when a completion is drawn, never which tokens: log-probs are equal up to the
-    engine's batch noise (5e-7 on vLLM in fp32).
+    Micro sampling groups and continuous sampling (Infinite Sampling, arXiv 2506.22950). Without
+    this callback up to 256 completions decode at once (vLLM on a GPU of 70 GiB or more: 1,024).
 
-    Without this callback up to 256 completions decode at once; with vLLM on a GPU of 70 GiB or more
-    up to 1,024, if the cache holds that many at half the maximum length. Each round logs the number
-    as `rollout/slots`. With `num_engines` above 1, this is the default of each engine, and `slots`
-    and `memory_budget` are totals that the engines share equally.
+    Bias: none. The callback changes when a completion is drawn, never which tokens: log-probs are
+    equal up to the engine's batch noise (5e-7 on vLLM in fp32). Several engines share `slots` and
+    `memory_budget` equally.
+
+    See `docs/explanation/infinite_sampling.md`.
 
     Args:
         slots: Maximum number of completions that decode at once (the paper's fixed slots). Refused
             if the engine's key-value cache cannot hold that many completions of full length.
         memory_budget: Alternative to `slots` (the paper's dynamic slots): key-value cache that all
             running completions may take together, such as `2GiB`. As many decode as fit at the
-            moment, up to 256 (vLLM on a GPU of 70 GiB or more: 1,024). A completion reserves an
-            eighth of `max_completion_length` at a time, and pauses while the budget is used up.
+            moment, up to 256 (vLLM on a GPU of 70 GiB or more: 1,024).
         refill: `continuous` refills a slot as soon as it is free (continuous sampling); `rounds`
             waits until all are (naive micro sampling groups).
-        order: Which waiting completion goes first. `fifo`: in the order of the data.
-            `least_attained`: the one with the fewest tokens, in turns of an eighth of
-            `max_completion_length`, so that long completions begin early without predictions (no
-            turns in rounds of `SortedBatching` that may discard tokens). `shortest_first`,
-            `longest_first`: by the lengths of `LengthPrediction`. `planned`: by a plan that assigns
-            predicted lengths to slots, and work stealing (the paper's two stages). By default
-            `fifo`; with `LengthPrediction` `longest_first`, or `shortest_first` where rounds end
-            early (`SortedBatching`, `TailBatching`).
-
-    `python -m benchmarks run steps` compares the orders on the quick task's completions with 16
-    slots, as extra decode steps over the minimum: naive rounds 204 %, continuous `fifo` 13 %. With
-    exact lengths `shortest_first` 16 %, `longest_first` 0.6 %, `planned` 0.0 %. With learned
-    lengths `longest_first` 8 %, `planned` 10 %: a plan depends on lengths that are often wrong.
+        order: Which completion goes next: `fifo` (default), `least_attained` (the fewest tokens, in
+            turns) or, by predicted length, `longest_first` (default with `LengthPrediction`),
+            `shortest_first` (default where rounds end early) or `planned`.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.

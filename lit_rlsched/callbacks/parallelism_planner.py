@@ -24,22 +24,17 @@ from lit_rlsched.training.round import Round
 class ParallelismPlanner(RolloutCallback):
     """Adapt `tensor_parallel_size` to how often vLLM runs out of key-value cache.
 
-    RollPacker (arXiv 2509.21009, section 4.2). If the cache is full, vLLM preempts a request and
-    later computes its cache again. If a round's preemptions exceed 1.05 times their moving average,
-    the size is doubled for the next round of this kind; after four rounds without a preemption it
-    is halved. Short and long rounds of `TailBatching` are separate kinds, each with its own size.
-    The first sizes are the engine's. `lit_rlsched.scheduling.parallelism_planner` has the rule.
+    RollPacker (arXiv 2509.21009, section 4.2). If the cache is full, vLLM preempts requests and
+    computes their cache again. The size doubles if a round's preemptions exceed 1.05 times their
+    moving average, and halves after four rounds without any; short and long rounds of
+    `TailBatching` count apart.
 
-    A new size restarts the engine before the rollout; with `TailBatching` and two sizes that is
-    twice in five rounds. Log-probs differ by about 1e-6 in fp32 between sizes, so a run with other
-    sizes draws other completions. If the engine does not start with a size, the run continues
-    without that size; a resumed run tries it once more.
+    Bias: none beyond rounding. Log-probs differ by about 1e-6 in fp32 between sizes, so a run with
+    other sizes draws other completions. A new size restarts the engine (`time/restart`). The rule
+    takes every preemption for a shortage of cache, and does not know that a split model may decode
+    more slowly.
 
-    The rule sees preemptions only. It does not know that a split model may decode more slowly, and
-    takes every preemption for a shortage of cache.
-
-    Each round logs `parallelism/tensor_parallel_size`, `parallelism/restarts` (since the run
-    began) and `time/restart`, which is part of `time/rollout`. The state is in the checkpoint.
+    See `docs/explanation/streaming_and_parallelism.md`.
 
     Args:
         maximum: Largest size, a power of two. By default what the node's GPUs (on CPU, the cores

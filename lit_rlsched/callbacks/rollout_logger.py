@@ -180,17 +180,13 @@ def drop_rows(path: Path, number: int) -> None:
 class RolloutLogger(RolloutCallback):
     """Record what a run drew: tables of completions, pictures.
 
-    The folder is the Trainer's `default_root_dir`, or without one a new folder `runs/version_N`.
-    It gets `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy;
-    and `timeline.png` and `lengths.png` of the latest round. It is locked during the run, and a run
-    that is not resumed replaces these files. With each set of pictures and after the first round, a
-    `WandbLogger` gets the table `completions` (at most about 512 rows, of rounds in equal steps
-    over the whole run) and a `TensorBoardLogger` the newest rows as text; both get the pictures,
-    under `pictures/`.
+    The run's folder (`default_root_dir`, or without one a new folder `runs/version_N`) gets
+    `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy; and
+    `timeline.png` and `lengths.png` of the latest round. The folder is locked during the run, and a
+    run that is not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get the
+    pictures and a table of completions.
 
-    The data module logs the metrics of rounds. Summary and pictures include the untrained model if
-    it was measured, as with `num_sanity_val_steps=-1`, the CLI's default; Lightning's own default
-    of 2 measures nothing.
+    See `docs/howto/wandb.md`.
 
     Args:
         num_completions: Completions to write per table: the first ones in the order of the plan, so

@@ -21,10 +21,9 @@ class RoundCheckpoint(Checkpoint):
 
     It saves after the first round, then whenever all saves together take at most `max_share` of the
     run's time, and after the last round. It also saves when SIGTERM (or Ctrl-C in the CLI) stops
-    the run, even in the middle of a round. It works beside a `ModelCheckpoint`, and skips steps at
-    which one has just saved.
+    the run, even in the middle of a round. If a save fails, the run continues with a warning.
 
-    If a save fails, for example because the disk is full, the run continues with a warning.
+    See `docs/howto/resume.md`.
 
     Args:
         dirpath: Folder of the checkpoints; by default `checkpoints/` in the run's folder.

@@ -11,46 +11,30 @@ from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
 class SortedBatching(RolloutCallback):
     """Train as soon as an update's worth of completions is ready, short ones first.
 
-    SortedRL (arXiv 2603.23414). The pool is loaded with `pool_rounds * prompts_per_round` prompts,
-    which all decode, as far as there are slots. Once `update_prompts` of them are ready, the round
-    ends and they are trained on, with everything that became ready in the same decode step. The
-    others are drawn again or resumed under the new weights. Fresh prompts are loaded only after the
-    whole pool was trained on, so no prompt starves. Within a pool updates (and the micro-batches of
-    an update) go from short to long completions: the paper's micro-curriculum.
+    SortedRL (arXiv 2603.23414). A pool of `pool_rounds * prompts_per_round` prompts decodes. Once
+    `update_prompts` of them are ready, the round ends, and the trainer trains on all that are
+    ready. The others are drawn again or resumed under the new weights. Fresh prompts are loaded
+    only after the whole pool was trained on, so no prompt starves.
 
-    A prompt is trained on with all its completions if the module compares them with each other
-    (GRPO, RLOO); with `advantage="reinforce++"` completions are trained on one by one.
+    Bias: an update sees prompts of similar length. In `on_policy` mode a long completion may be
+    discarded and be short when it is drawn again; `pool/trained_over_drawn_length` understates
+    this. In `verified` mode a pool has one draw of each completion, as the newest policy would draw
+    it. In `partial` mode tokens come from several policies (`staleness/*`), with clipped ratios;
+    every completion that was begun is trained on, unless `max_staleness` discards it.
 
-    Bias: in `on_policy` mode a long completion may be discarded and drawn again, and may then be
-    short, so completions are biased towards short ones; `pool/trained_over_drawn_length` measures
-    the bias from below. In `verified` mode nothing is drawn again: what was drawn is a draft, which
-    the trainer verifies under the new policy (block verification, arXiv 2403.10444), so that all
-    tokens of a completion are drawn as the policy that trains on it would draw them. Over a pool
-    there is one draw of each completion; those of a single update are selected by length. In
-    `partial` mode every completion that was begun is trained on (unless `max_staleness` discards
-    it), without this bias, but its tokens come from several policies. Our modules then clip the
-    ratio to the policy that drew each token (`old_logprobs` of `PolicyModule`), as the paper does.
-    In all modes an update sees prompts of similar length.
-
-    Each round logs `rollout/bubble_ratio` (equation 4, with `rollout/slots` as Q),
-    `rollout/useful_token_share`, `rollout/attempts/*` (draws per prompt),
-    `rollout/trained_over_drawn_length` and, in `partial` mode, `staleness/*`, in `verified` mode
-    `drafts/*`; the end of a pool logs `pool/*`. The hook `on_completion_end` also fires for
-    completions that are discarded later, `on_group_end` only for groups that are trained on.
+    See `docs/explanation/sorted_rl.md`.
 
     Args:
         pool_rounds: Size of a pool in rounds' worth of prompts (the paper's n). With 1, and the
             default `update_prompts`, the run equals the synchronous one bit for bit.
         update_prompts: Prompts of an update; by default `prompts_per_round`. The last update of a
             pool has what is left.
-        mode: `on_policy` trains only on tokens of the newest policy and discards unfinished
-            completions; `verified` keeps of their tokens what the newest policy would have drawn,
-            at the cost of a forward pass over them before each round and a copy of the trainable
-            weights of each policy version that has drafts; `partial` keeps them all, with log-probs
-            and policy versions, and resumes them.
+        mode: `on_policy` discards unfinished completions. `verified` keeps what the newest policy
+            would have drawn of them, for a forward pass and a copy of the trainable weights of each
+            version that has drafts. `partial` keeps all, with log-probs and versions.
         max_staleness: For `mode="partial"`: maximum age of a trained token in policy versions
-            (optimizer steps); older completions are drawn again. By default only the pool limits
-            it: in a pool of n updates tokens are at most n - 1 updates old.
+            (optimizer steps); older completions are drawn again. By default the pool is the only
+            limit: in a pool of n updates tokens are at most n - 1 updates old.
         oversubscribe: Prompts that decode at once, as a multiple of `update_prompts`; by default
             the whole pool. Fewer waste fewer tokens in `on_policy` mode, but leave slots idle.
         mask_stale_tokens: For `mode="partial"`: train only on tokens of the newest policy. The

@@ -15,22 +15,16 @@ ROUNDS = 10
 class Speculation(RolloutCallback):
     """Draft several tokens of a completion and verify them in one decode step.
 
-    While few completions run, a decode step of four rows costs nearly what one of forty costs. The
-    engine then guesses the next tokens of each (*draft tokens*) from its own text, the other
-    completions of its prompt, and those of other prompts. It computes all positions in one pass,
-    and keeps the guesses up to the first that is not the token that it draws there. The draw at a
-    position follows from the completion's own noise, so every token and log-prob is what it is
-    without this callback, up to the engine's batch noise; only the number of decode steps changes.
+    While few completions run, the engine guesses the next tokens of each (*draft tokens*) from its
+    own text, other completions of its prompt, and other prompts. It computes all positions in one
+    pass and keeps the guesses up to the first that differs from its own draw. This pays in the tail
+    of a round, with few slots and late in training; a run that loses time by it gets a warning.
 
-    It pays where few completions run and their text repeats: in the tail of a round, with few
-    slots, late in training. A run in which it costs more than it saves is told so once, after ten
-    rounds. Rounds that end early train on the completions that are in time, and text that repeats
-    now needs fewer steps: with `TailBatching`, `SortedBatching` and `DynamicSampling` look at
-    `speculation/trained_over_drawn_speed`, which is 1 without bias.
+    Bias: none in whole rounds. Every token and log-prob is the same as without this callback, up to
+    the engine's batch noise. With `TailBatching`, `SortedBatching` and `DynamicSampling` text that
+    repeats is in time more often: `speculation/trained_over_drawn_speed` is 1 without bias.
 
-    Each round logs `speculation/*`: the share of draft tokens that are right, tokens and positions
-    of the steps with draft tokens, and what was saved in decode steps and in seconds. The seconds
-    follow from the round's own steps, with and without draft tokens (`scheduling/step_times.py`).
+    See `docs/explanation/speculation.md`.
 
     Args:
         tokens: Maximum number of draft tokens of a completion in a decode step. 4 have most of the

@@ -26,31 +26,15 @@ class StreamedTraining(RolloutCallback):
     """Compute the gradients of finished groups while other groups still decode.
 
     RollPacker (arXiv 2509.21009, section 4.4). During a rollout the trainer runs forward and
-    backward passes over groups as they are scored. When the round ends it does the same for the
-    remaining groups and takes the first optimizer step. Losses are divided by a constant at first,
-    and the summed gradients are corrected before the step, so the update equals the one without
-    this callback up to rounding. With several `num_iterations` the first one is streamed; the
-    log-probs that the others compare with are computed before each gradient.
+    backward passes over groups as they are scored. At the end of the round it does so for the other
+    groups and takes the first optimizer step.
 
-    Runs repeat bit for bit, because groups are assigned to micro-batches in the order in which they
-    were decoded; up to rounding only with `TailBatching(completion_ratio=...)`, where scores race.
+    Bias: none; the update is the same up to rounding. Runs repeat bit for bit, but with
+    `TailBatching(completion_ratio=...)` only up to rounding. The engine must decode in its own
+    process, and gradients are in memory beside its cache. Little overlaps if decisions of the
+    trainer change what the engine decodes, such as those of `DynamicSampling`.
 
-    The engine must decode in its own process: `ProcessEngine(engine=VLLMEngine())`. It waits for
-    the trainer after every step, so that little overlaps, if decisions of the trainer change what
-    it decodes: with `DynamicSampling`, or if completions wait for slots and `LengthPrediction`, a
-    memory budget, `order="least_attained"`, early stop or `completion_ratio` are used. Unlike in
-    the paper, GPUs are not moved from the rollout to the trainer: gradients are in memory beside
-    the engine's cache.
-
-    Checkpoints hold no gradients. A run resumed between a rollout and its update computes them
-    again in the same parts, so that they are equal bit for bit.
-
-    `AheadRollout(correction="verify")` does the same by itself, with `start=0.2`.
-
-    Each round logs `streamed_training/streamed_share` (share of the completions whose gradients
-    were computed during the rollout), `streamed_training/gradient_seconds` (time spent on them),
-    `streamed_training/overlap_seconds` (the part of it during which the engine was decoding) and
-    `rollout/ahead_steps` (decode steps the engine made beyond the end of the round, discarded).
+    See `docs/explanation/streaming_and_parallelism.md`.
 
     Args:
         start: Share of an update's prompts that must be ready before the first gradients are

@@ -14,49 +14,34 @@ from lit_rlsched.settings import check_count
 class TailBatching(RolloutCallback):
     """End most rounds without waiting for their longest completions.
 
-    RollPacker (arXiv 2509.21009, section 3). A short round begins `prompt_ratio *
-    prompts_per_round` fresh prompts and ends once `prompts_per_round` of them have all their
-    completions and scores. The other prompts are deferred. Once `prompts_per_round` prompts are
-    deferred, a long round runs the oldest of them to their end, and nothing else: with the default
-    ratio every fifth round. Every update has as many completions as without this callback, all of
-    them drawn by the newest policy.
-
-    The race includes the reward. A round that only lacks scores waits for them before its next
-    decode step, at most five seconds per round, so that faster reward functions do not change which
-    prompts win.
+    RollPacker (arXiv 2509.21009, section 3). A short round begins
+    `prompt_ratio * prompts_per_round` prompts, ends once `prompts_per_round` of them are decoded
+    and scored, and defers the others. Once that many are deferred, a long round runs the oldest to
+    their end. The newest policy draws all completions of an update.
 
     Bias: updates see prompts with long completions later and together. A deferred prompt is drawn
-    again under a newer policy, and a completion that was long may then be short. With
-    `completion_ratio` short completions are favoured directly, inside each prompt.
-    `rollout/trained_over_drawn_length` and `pool/trained_over_drawn_length` measure the bias from
-    below. With `reuse_drafts` nothing is drawn again; `docs/explanation/rollpacker.md` describes
-    what bias remains.
+    again, and a completion that was long may then be short. `completion_ratio` favours short
+    completions inside each prompt. `rollout/trained_over_drawn_length` and
+    `pool/trained_over_drawn_length` understate the bias. With `reuse_drafts` nothing is drawn
+    again, and less bias remains.
 
-    Each round logs `tail_batching/long_round` (0 or 1), `rollout/pool_prompts` (deferred prompts),
-    `rollout/discarded_tokens`, `rollout/useful_token_share` and `rollout/score_wait_seconds`; a
-    round that verifies drafts also logs `drafts/*`, `time/drafts` and
-    `pool/recovered_token_share`. The hooks `on_completion_end` and `on_group_end` also fire for
-    completions and groups that are scored and then deferred.
+    See `docs/explanation/rollpacker.md`.
 
     Args:
         prompt_ratio: Prompts of a short round, as a multiple of `prompts_per_round`, rounded up.
             With 1, and no `completion_ratio`, the run equals the synchronous one bit for bit.
         completion_ratio: Completions of a fresh prompt, as a multiple of `num_generations`, rounded
             up; the first `num_generations` that finish are kept. The paper uses 1.25. By default
-            the completions of a prompt do not race.
-        per_domain: Share of each domain in the update of a short round, such as `{"math": 0.5,
-            "code": 0.5}`. The column `domain` names a prompt's domain, and prompts race inside
-            theirs. Long rounds take the oldest deferred prompts of any domain. By default all
-            prompts race together, which favours domains with short completions.
-        reuse_drafts: Keep the tokens of losers as drafts. The long round verifies all drafts with a
-            forward pass of the trainer, keeps a prefix of each, and decodes on from there. The
-            result is distributed as if the newest policy had drawn all of it (block verification,
-            arXiv 2403.10444). Each policy version that has drafts costs a copy of the trainable
-            weights in CPU memory and in checkpoints.
+            completions do not race.
+        per_domain: Share of each domain (column `domain`) in the update of a short round, such as
+            `{"math": 0.5, "code": 0.5}`; prompts race inside their domain. By default all prompts
+            race together, which favours domains with short completions.
+        reuse_drafts: Keep the tokens of losers as drafts. The long round verifies them and decodes
+            on from the kept prefix (block verification, arXiv 2403.10444). Each version that has
+            drafts costs a copy of the trainable weights in CPU memory and in checkpoints.
         max_deferrals: Let losers race again in the next round beside fresh prompts, with their
-            drafts, instead of waiting for a long round. A round is long only where a prompt in it
-            has already lost this many races (more where `prompt_ratio` is above 2). Implies
-            `reuse_drafts`.
+            drafts. A round is long only where a prompt in it has lost this many races (more where
+            `prompt_ratio` is above 2). Implies `reuse_drafts`.
 
     Raises:
         ValueError: an argument is out of range, the data holds too few prompts, or drafts cannot be

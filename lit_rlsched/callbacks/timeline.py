@@ -90,17 +90,14 @@ def _lines(path: Path) -> list[str]:
 class Timeline(RolloutCallback):
     """Record when the trainer and each engine work, and for whom they wait.
 
-    Each round logs totals in seconds, `timeline/*`: of the time from the end of the rollout before
-    to the end of its own, so of the update before it and of its rollout. `timeline/saved` is the
-    time in which the trainer works and an engine decodes, which a synchronous run would spend on
-    one after the other. It is an upper bound of the gain where both use the same cores, as each is
-    slower beside the other.
+    Each round logs `timeline/*` in seconds. They cover the previous update and this round's
+    rollout. The run's folder gets `timeline.json`, with all intervals, for https://ui.perfetto.dev
+    or `chrome://tracing`, and the picture `waits.png` of the latest rounds.
 
-    The run's folder gets `timeline.json`, with all intervals, which https://ui.perfetto.dev and
-    `chrome://tracing` show, and the picture `waits.png` of the latest rounds, with the ages of the
-    tokens that the last one trains on. A resumed run continues the file. Engines on other nodes
-    tell the time of the trainer's clock. What an engine decodes while the trainer ends a round,
-    beyond the steps that were taken of it, counts as waiting.
+    `timeline/saved` is an upper bound of the gain where trainer and engine use the same cores.
+    Steps that an engine takes beyond the end of a round count as waiting.
+
+    See `docs/explanation/timeline.md`.
 
     Args:
         pictures_every_n_rounds: Rounds between two pictures; the end of training always gets one.
