@@ -110,7 +110,7 @@ class RolloutEngine(RemembersInit, ABC):
         """Build the engine and reset its counters; called first, and again only after `close`."""
 
     def reserve(self, spec: EngineSpec, engines: "Sequence[RolloutEngine]") -> None:
-        """Claim the devices of `engines`, equal ones of which this is the first, before they start.
+        """Claim devices for `engines` before they start; they are equal, and this is the first.
 
         Raises:
             ValueError: there are not enough.

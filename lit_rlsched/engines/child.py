@@ -187,7 +187,7 @@ class PipeLink:
 
 
 class HasChild(Protocol):
-    """What is asked of an engine with a process of its own; see `ProcessEngine`."""
+    """The members of an engine with a process of its own; see `ProcessEngine`."""
 
     restarts: int
     gpus_advice: str

@@ -60,8 +60,9 @@ class WeightTransfer(WeightsStore):
     """Sends weights to all engines of a run, bucket by bucket.
 
     A sync asks all engines first whether they are ready. Then all ranks gather a bucket and finish
-    it, and each engine is sent one message for it. Engines that die are replaced, and everybody is
-    sent everything again. Each answer has the time limit of a weight sync (`AnswerTimeouts`).
+    it, and each engine is sent one message for it. If engines die, the trainer replaces them and
+    sends everything to all engines again. Each answer has the time limit of a weight sync
+    (`AnswerTimeouts`).
 
     Args:
         spec: Settings of the first engine, with the trainer's device.

@@ -1,4 +1,4 @@
-"""What checkpoints hold of the policy, and the checks before they are loaded."""
+"""The policy in checkpoints, and the checks before they are loaded."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class PolicyCheckpoints(LightningModule):
         self._sharing.works = checkpoint.get("shared_prefix")
 
     def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Check what a checkpoint holds of the policy and its optimizer.
+        """Check the policy's weights and optimizer state in a checkpoint.
 
         Raises:
             ValueError: If names or shapes of the weights differ, or if a fit is to resume from a

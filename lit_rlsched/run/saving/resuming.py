@@ -1,4 +1,4 @@
-"""What a run may resume from: checks of a checkpoint's contents against this run.
+"""Checks of a checkpoint's contents against the run that resumes from it.
 
 Each check raises a `CheckpointError` or `ValueError` that names both values and a fix.
 """
