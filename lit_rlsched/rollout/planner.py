@@ -166,8 +166,7 @@ class RoundPlanner:
     def _draw(
         self, n: int, domain: str | None, rule: RoundRule, taken: Collection[str]
     ) -> list[Group]:
-        """Add the next `n` prompts of a domain to the pool, except those in groups outside
-        `taken`."""
+        """Add the next `n` prompts of a domain that only groups of `taken` have to the pool."""
         assert self.source is not None
         drawn = []
         for draw in self.source.draw(n, self._uids(taken), domain):
