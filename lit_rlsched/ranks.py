@@ -260,7 +260,7 @@ class DistributedTeam(Team):
         self.broadcast(message)
 
     def _follow(self, tasks: Mapping[str, Callable[..., Any]]) -> Any:
-        """Run the tasks that the leader calls; return what it has drawn."""
+        """Run the tasks that the leader calls; return the result of its `draw`."""
         while True:
             message: Any = self.broadcast(None)
             kind, *args = message

@@ -1,7 +1,7 @@
 """Answers of the command line that need no torch: help, version, and mistakes in names and files.
 
 They come from the JSON Schema of configuration files, which `scripts/config_schema.py` makes from
-the parser itself. What the schema does not know, such as a user's class, is left to the parser.
+the parser itself. The parser checks the rest, such as a user's class.
 """
 
 import argparse
@@ -185,7 +185,7 @@ class Check:
         """Class last chosen for each setting that has one; None for a user's class."""
 
     def mistakes(self, args: list[str]) -> Iterator[str]:
-        """Yield what is wrong.
+        """Yield the mistakes.
 
         Raises:
             Unclear: the rest cannot be judged here.
@@ -250,7 +250,7 @@ class Check:
         yield from found.items()
 
     def _wrong(self, value: Any, node: Node, path: str) -> Iterator[Unknown | str]:
-        """Yield what the schema does not have in and below the setting `path`, or a sentence."""
+        """Yield unknown names in and below the setting `path`, or a sentence."""
         kinds = list(alternatives(node))
         items = [kind["items"] for kind in kinds if isinstance(kind.get("items"), dict)]
         if isinstance(value, list):

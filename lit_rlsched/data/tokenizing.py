@@ -59,7 +59,7 @@ class PromptTokenizer:
         """Return the token ids of each prompt.
 
         Args:
-            rows: Normalized rows, of which `PROMPT_COLUMNS` are read.
+            rows: Normalized rows; only `PROMPT_COLUMNS` are read.
 
         Raises:
             ValueError: the tokenizer has no chat template for chat messages, or a row has arguments

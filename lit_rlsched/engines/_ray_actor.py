@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 STREAM = 10_000
-"""Number of objects of a stream, of which Ray keeps a record until the stream ends."""
+"""Number of objects of a stream. Ray keeps a record of each until the stream ends."""
 
 
 class EngineActor:

@@ -193,7 +193,7 @@ def noting(model: Any) -> Iterator[set[str]]:
 
 
 def loaded(worker: Any, written: set[str]) -> None:
-    """Do what vLLM does not do after new weights; `written` are the parameters they are in."""
+    """Do what vLLM omits after new weights; `written` are the parameters that they are in."""
     worker.model_runner.written = written
     repack_embeddings(worker.get_model())
 

@@ -227,7 +227,7 @@ class Child:
         self._asked = 0
         """Number of the last message that has an answer."""
         self._kind = ""
-        """What the last message asked for."""
+        """The kind of the last message."""
         self._end = self._fault = ""
         """How the process ended, and what was wrong with it before."""
         self.prefill: Callable[[], int] = lambda: 0

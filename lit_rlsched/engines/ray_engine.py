@@ -43,8 +43,8 @@ class RayEngine(ProcessEngine):
 
     With `num_engines` above 1, each engine is an actor. It differs from `ProcessEngine` only in
     where the engine runs and how weights get there: through Ray's object store, which copies them
-    once to each node. What is drawn is the same. Actors that die or hang are replaced in the same
-    way, not by Ray, and restarts are counted alike.
+    once to each node. It draws the same tokens. The trainer, not Ray, replaces actors that die or
+    hang, in the same way, and counts restarts alike.
 
     The cluster is that of the environment variable `RAY_ADDRESS`, else the one that this user has
     started on this node with `ray start`. If there is none, the engine starts one on this node. It

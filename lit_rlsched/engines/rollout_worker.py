@@ -141,7 +141,7 @@ class Worker(ABC):
         """Drop these requests, or all that run or wait.
 
         Returns:
-            Tokens that no event has reported yet, as far as they are known.
+            The known tokens that no event has reported yet.
         """
 
 
@@ -155,7 +155,7 @@ class EngineWorker(Worker):
 
     @property
     def free(self) -> int:
-        """Slots that waiting requests can take in the next step, as far as that is known."""
+        """Slots that waiting requests are known to get in the next step."""
         running, admission = len(self.running), self.admission
         if running and (admission.refill == "rounds" or admission.budget is not None):
             return 0
@@ -330,7 +330,7 @@ class RolloutWorker(EngineWorker):
             event.finish_reason = "paused"
 
     def _event(self, name: str, partial: Partial, reported: int) -> list[Event]:
-        """Return what a request has drawn and no event has reported, if there is any."""
+        """Return a request's tokens that no event has reported, if there are any."""
         if not (new := partial.token_ids[reported:]):
             return []
         event = Event(name, new, partial.logprobs[reported:])

@@ -33,8 +33,8 @@ from lit_rlsched.engines.weights import (
 Placed = Sequence[tuple[HasChild, list[str]]]
 """Engines, and the UUIDs of the GPUs that each is on."""
 GRACE = 10.0
-"""Seconds for the other engines to answer after one has died. Those that still wait for it in NCCL
-are replaced too."""
+"""Seconds for the other engines to answer after one has died. Engines that still wait for it in
+NCCL are replaced too."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def rank_offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def described(bucket: PackedWeights) -> dict[str, Any]:
-    """What vLLM wants to know of a bucket."""
+    """The metadata of a bucket that vLLM needs."""
     return {
         "names": bucket.names,
         "dtype_names": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],

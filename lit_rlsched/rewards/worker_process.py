@@ -30,8 +30,8 @@ _EXACT = re.compile(r"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+) kB", re.MULTILINE)
 def held_memory(pid: int, more_than: float = 0) -> int:
     """Return the bytes that a process and its descendants hold.
 
-    This counts private memory, in RAM and in swap, and shared memory: the larger of what is mapped
-    and what lies in open memfds and open files of `/dev/shm`, as mostly these are the same.
+    This counts private memory, in RAM and in swap, and shared memory: the larger of the mapped
+    memory and of that in open memfds and open files of `/dev/shm`, as mostly these are the same.
 
     Args:
         pid: Process id.

@@ -65,7 +65,7 @@ class DraftAudit:
 
 @dataclass(slots=True)
 class Harvest:
-    """What a round trains on, leaves in the pool, and discards."""
+    """Completions that a round trains on, leaves in the pool, and discards."""
 
     trained: list[Group]
     left: list[Group]

@@ -22,7 +22,7 @@ HEED_SECONDS = 0.5
 def completion_seed(
     run_seed: int, group: Group, completion: Completion, version: int, salt: str = ""
 ) -> int:
-    """Return a completion's seed, which does not depend on when or beside what it decodes."""
+    """Return a completion's seed; it depends neither on its time nor on other completions."""
     return stable_hash(
         run_seed, salt, group.prompt.uid, completion.index, version, len(completion.token_ids)
     )

@@ -24,7 +24,7 @@ class Following:
     """Whether `RolloutSession.go_on` draws the drafts to their end after the round. Otherwise they
     are cut where the round ends."""
     samples: list[Sample] = field(init=False)
-    """What is drawn."""
+    """The completions that are drawn."""
 
     def __post_init__(self) -> None:
         samples = (Sample(group, c) for group in self.groups for c in group.completions)

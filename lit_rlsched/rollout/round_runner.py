@@ -80,7 +80,7 @@ class DrawnRound:
     """Failures of single completions: see `RolloutSession.failures`."""
     metrics: dict[str, float] = field(default_factory=dict)
     following: Following | None = None
-    """The next round, of which the rollout has drawn drafts."""
+    """The next round, whose drafts the rollout has drawn."""
 
 
 class RoundInProgress:
@@ -270,7 +270,7 @@ class RoundRunner:
         return begun.harvest()
 
     def commit(self, drawn: DrawnRound) -> dict[str, float]:
-        """Remove from the pool what is trained on, and update what stays.
+        """Remove the planned groups from the pool, except those that stay, and update these.
 
         Returns:
             `rollout/pool_prompts` and, at the end of a cycle, `pool/*`.
@@ -288,7 +288,7 @@ class RoundRunner:
         return metrics
 
     def begin_beside(self, rule: RoundRule) -> Following:
-        """Plan the next round, of which another rollout draws drafts; `keep_begun` takes them."""
+        """Plan the next round, whose drafts another rollout draws; `keep_begun` takes them."""
         return Following(self.planner.plan(rule), self.salt_with(BESIDE), goes_on=False)
 
     def keep_begun(self, following: Following) -> None:

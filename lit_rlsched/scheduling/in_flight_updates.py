@@ -12,7 +12,7 @@ from lit_rlsched.types import Group
 Pace = Literal["turns", "free"]
 """Whether rollout and trainer wait for each other at the turns at which weights change."""
 Cache = Literal["recompute", "keep"]
-"""What becomes of the keys and values that older weights have computed."""
+"""What happens to keys and values of older weights."""
 TooOld = Literal["wait", "verify"]
 """What happens to prompts whose tokens would get too old: rounds wait for them, or verify them."""
 OWNER = "InFlightUpdates"

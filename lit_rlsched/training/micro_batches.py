@@ -220,7 +220,7 @@ class OptimizerStep:
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.
         totals: Sequences and tokens of the step.
-        divisor: What the losses of the micro-batches are divided by.
+        divisor: Divisor of the losses of the micro-batches.
     """
 
     def __init__(

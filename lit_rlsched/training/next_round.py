@@ -41,7 +41,7 @@ class NextRound:
         self._drafts: Following | None = None
         self._drawn: DrawnRound | None = None
         self._beside: dict[str, float] = {}
-        """What the rollout in the background has measured."""
+        """Metrics of the rollout in the background."""
         self._metrics: dict[str, float] = {}
 
     def begin(

@@ -23,7 +23,7 @@ class PolicyCheckpoints(LightningModule):
     _sharing: Sharing
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remove the base of adapters, and add what a checkpoint of weights does not say."""
+        """Remove the base of adapters, and add facts that weights do not show."""
         assert self.model is not None
         checkpoint["shared_prefix"] = self._sharing.works
         base = base_model(self.model).named_parameters()

@@ -131,7 +131,7 @@ def complete(
     decode: Callable[[Sequence[int]], str],
     keeps_drafts: bool,
 ) -> None:
-    """Add what a checkpoint does not hold, and drop drafts that the resumed run cannot use."""
+    """Add the texts that a checkpoint does not hold, and drop drafts that the run cannot use."""
     for completion in completions:
         if not keeps_drafts:
             completion.draft = None
