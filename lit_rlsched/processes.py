@@ -143,8 +143,8 @@ def hide_environment() -> None:
     """Blank the values in `/proc/<this process>/environ` that reward workers do not get.
 
     That file shows the memory in which the process received its environment, and processes of the
-    same user can read it. The variables themselves keep their values, in this process and in those
-    that it starts. Linux only.
+    same user can read it. The variables themselves keep their values, in this process and its
+    children. Linux only.
     """
     if sys.platform != "linux":
         return

@@ -20,9 +20,9 @@ R = TypeVar("R")
 class Team:
     """The only process of a run; `DistributedTeam` stands for several.
 
-    Rank 0 leads: it alone has the engine, the reward workers and the pool. What runs the policy is
-    a *task*, which every rank runs when the leader does, because a rank may hold only a part of the
-    weights.
+    Rank 0 leads: it alone has the engine, the reward workers and the pool. A function that runs the
+    policy is a *task*: every rank runs it together with the leader, because a rank may hold only a
+    part of the weights.
     """
 
     rank = 0
@@ -83,8 +83,8 @@ _ALIVE, _DONE = "alive", "done"
 class TeamWatch:
     """Connections between the leader and the other ranks for signs of life and last words.
 
-    If a rank fails, dies or stops, every other rank prints a sentence that names it. A main thread
-    that has not raised an error of its own after `GRACE` seconds waits for that rank in a
+    If a rank fails, dies or stops, every other rank prints a sentence that names it. If a main
+    thread has not raised an error of its own after `GRACE` seconds, it waits for that rank in a
     collective, and its process ends with exit code 1.
 
     Args:
@@ -260,7 +260,7 @@ class DistributedTeam(Team):
         self.broadcast(message)
 
     def _follow(self, tasks: Mapping[str, Callable[..., Any]]) -> Any:
-        """Run the tasks that the leader calls; return what it has drawn."""
+        """Run the tasks that the leader calls; return the result of its `draw`."""
         while True:
             message: Any = self.broadcast(None)
             kind, *args = message

@@ -92,7 +92,7 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
 def plain_warnings() -> Iterator[None]:
     """Print warnings without file and line, and shorten what Lightning says.
 
-    Warnings of the code of other libraries and what Lightning says of every run are hidden:
+    Warnings about other libraries' code and Lightning's messages about every run are hidden:
     somebody who trains a model cannot act on them.
     """
     before = warnings.formatwarning

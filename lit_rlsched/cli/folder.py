@@ -133,7 +133,7 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
 def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
     """Let each W&B logger without an `id` continue the run of the checkpoint.
 
-    A sweep's agent names the run of each process, also if all begin with one checkpoint.
+    In a sweep the agent names the run of each process, even if all begin with one checkpoint.
     """
     loggers = config.trainer.logger or []
     wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
@@ -229,7 +229,7 @@ def _name(config: Namespace) -> str:
 def _loggers(logger: Any, folder: str, subcommand: str) -> Any:
     """Return the configured loggers, writing to the folder, and a CSV logger if there is none.
 
-    W&B gets runs that train: one of another command would stand beside them, nearly empty.
+    Only training is logged to W&B: the run of another command would be nearly empty there.
     """
     if logger is False:
         return False

@@ -8,7 +8,7 @@ from typing import Any
 Node = dict[str, Any]
 """A part of the schema."""
 SHARED = ("seed_everything", "trainer", "model", "data")
-"""Settings that all commands have which use a run's configuration."""
+"""Settings of all commands that use a run's configuration."""
 GROUPS = SHARED[1:]
 KINDS = {
     "Callback": "callbacks",
@@ -17,7 +17,7 @@ KINDS = {
     "LengthPredictor": "predictors",
     "Logger": "loggers",
 }
-"""Base classes whose classes the help of a command lists; of callbacks this package's."""
+"""Base classes whose subclasses a command's help lists; of callbacks, this package's."""
 _WORDS = {
     **{"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"},
     **{"null": "null", "array": "list", "object": "mapping"},
@@ -53,7 +53,7 @@ def of_command(schema: Node, command: str, topic: str) -> str:
         topic: Empty for the command's own options, else a group, the name of a class, or `all`.
 
     Raises:
-        KeyError: there is no such topic; its argument has those that there are.
+        KeyError: there is no such topic; the error's argument has the known ones.
     """
     about = schema["x-commands"][command]
     classes = {kind["properties"]["class_path"]["enum"][0]: kind for kind in _classes(schema)}

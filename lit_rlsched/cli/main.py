@@ -87,7 +87,7 @@ OF_A_COMMAND = {
     *("ckpt_path", "weights_only", "verbose", "return_predictions"),  # Lightning's
     *("memory", "device"),  # of `estimate`
 }
-"""Settings that some subcommands have. The others ignore them in a file, which serves them all."""
+"""Settings of some subcommands. The others ignore them in a file, so one file serves them all."""
 
 
 class RolloutTrainer(Trainer):

@@ -1,7 +1,7 @@
 """Answers of the command line that need no torch: help, version, and mistakes in names and files.
 
 They come from the JSON Schema of configuration files, which `scripts/config_schema.py` makes from
-the parser itself. What the schema does not know, such as a user's class, is left to the parser.
+the parser itself. The parser checks the rest, such as a user's class.
 """
 
 import argparse
@@ -182,13 +182,13 @@ class Check:
         self.arguments: list[str] = about["arguments"]
         """Those without dashes."""
         self._classes: dict[str, Node | None] = {}
-        """Class last chosen for each setting that has one; None for one of the user."""
+        """Class last chosen for each setting that has one; None for a user's class."""
 
     def mistakes(self, args: list[str]) -> Iterator[str]:
-        """Yield what is wrong.
+        """Yield the mistakes.
 
         Raises:
-            Unclear: what follows cannot be judged here.
+            Unclear: the rest cannot be judged here.
         """
         for option, value in _pairs(args):
             if not option and self.arguments:
@@ -250,7 +250,7 @@ class Check:
         yield from found.items()
 
     def _wrong(self, value: Any, node: Node, path: str) -> Iterator[Unknown | str]:
-        """Yield what the schema does not have in and below the setting `path`, or a sentence."""
+        """Yield unknown names in and below the setting `path`, or a sentence."""
         kinds = list(alternatives(node))
         items = [kind["items"] for kind in kinds if isinstance(kind.get("items"), dict)]
         if isinstance(value, list):
@@ -332,7 +332,7 @@ def types(kind: Node) -> list[str]:
 
 
 def fits(text: str, kinds: list[Node]) -> bool:
-    """Whether a text may be such a value; also if only the parser can tell."""
+    """Whether a text may be such a value; True if only the parser can tell."""
     named = {name for kind in kinds for name in types(kind)}
     if named - _WORDS.keys() or any("enum" not in k and not types(k) for k in kinds) or "$" in text:
         return True
@@ -350,7 +350,7 @@ def fits(text: str, kinds: list[Node]) -> bool:
 
 
 def bad_value(key: str, given: str, choices: list[str], names: list[str]) -> str:
-    """Return a sentence about a value that is none of the choices and of no such type."""
+    """Return a sentence about a value that is not one of the choices and has none of the types."""
     if choices:
         use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         return f"`{key}={given}`: {use}.{did_you_mean(given, choices)}"

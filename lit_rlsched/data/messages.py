@@ -9,7 +9,7 @@ from lit_rlsched.settings import check_template_kwargs
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 """Columns that decide the tokens of a prompt."""
 _INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""What a message may have in place of a content."""
+"""Keys that a message may have in place of a content."""
 
 
 def normalized(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def make_prompts(
 ) -> Prompts:
     """Tokenise each prompt once; see `PromptTokenizer`.
 
-    Of equal rows only the first is kept, with a warning. Token ids of a fast tokenizer are kept in
+    Only the first of equal rows is kept, with a warning. Token ids of a fast tokenizer are kept in
     the cache of `datasets`: the next call with the same rows, tokenizer and chat template maps
     them.
 

@@ -30,7 +30,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
 """Columns that other trainers give to the model beside the prompt."""
 _AS_STORED = ("Value", "ClassLabel", "Translation", "TranslationVariableLanguages")
-"""Features of `datasets` whose values are those that Arrow stores."""
+"""Features of `datasets` whose values Arrow stores as they are."""
 
 
 def load_rows(spec: Rows | Any) -> RowTable:
@@ -39,9 +39,9 @@ def load_rows(spec: Rows | Any) -> RowTable:
     The first call writes them to an Arrow file in the cache of `datasets`; further calls on the
     same content map that file. Rows with values that JSON cannot hold stay in memory.
 
-    A `datasets.Dataset` gives the rows that `dataset[i]` gives: decoded, and through its transform,
-    which is applied once. Formats such as `torch` are left out: rows have plain Python values.
-    Messages are normalized: no entry is None, and the content is a string.
+    The rows of a `datasets.Dataset` are those of `dataset[i]`: decoded, and with its transform,
+    applied once. Formats such as `torch` are left out: rows have plain Python values. Messages are
+    normalized: no entry is None, and the content is a string.
 
     Args:
         spec: See `Rows`. Of a `DatasetDict`, saved or not, the split `train` is read.
@@ -133,7 +133,7 @@ def _of_dataset(data: Any, name: str) -> RowTable:
 
 
 def _is_encoded(feature: Any) -> bool:
-    """Whether a feature of `datasets` stores other values than it gives, such as JSON's text."""
+    """Whether a feature of `datasets` stores values in another form, such as JSON as text."""
     if isinstance(feature, Mapping):
         return any(map(_is_encoded, feature.values()))
     if (inner := getattr(feature, "feature", None)) is not None:  # of a list

@@ -51,8 +51,8 @@ class StreamSource:
     """A cursor over a stream of rows, with the methods of `DomainSource`.
 
     A pass reads the stream from its beginning, with `shuffle` in the order of its shuffle buffer. A
-    resumed run reads again what was read of the pass, so its next prompts are exactly those of a
-    run that was not stopped, and it refuses a stream that begins with other rows.
+    resumed run reads the pass again up to its position, so its next prompts are exactly those of a
+    run that was not stopped. It refuses a stream that begins with other rows.
 
     Args:
         stream: The `datasets.IterableDataset`.
@@ -225,7 +225,7 @@ class StreamSource:
         ]
 
     def pack(self, groups: Iterable[Group]) -> list[PackedPrompt]:
-        """Return the prompts of groups for a checkpoint, which a stream cannot give again."""
+        """Return the groups' prompts for a checkpoint, as a stream cannot give them again."""
         return [_packed(prompt) for prompt in {g.prompt.uid: g.prompt for g in groups}.values()]
 
     def unpack(self, packed: Iterable[PackedPrompt]) -> dict[str, Prompt]:

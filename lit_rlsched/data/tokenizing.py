@@ -24,17 +24,17 @@ _MOST_THREADS = 16
 _OWN_THREADS = "TOKENIZERS_PARALLELISM"
 """Variable with which the tokenizer's Rust part decides at each call whether to use its threads."""
 _AT_ONCE = 100
-"""Prompts in a call of the tokenizer, which needs about 100 bytes a token while it lasts."""
+"""Prompts per call of the tokenizer. A call needs about 100 bytes a token."""
 
 
 class PromptTokenizer:
     """Tokenises the prompts of rows, without truncation.
 
     Chat messages go through the chat template; `template_arguments` says with what. A string gets
-    the special tokens that the tokenizer puts first, such as BOS, unless it begins with them. Those
-    that it puts last, such as EOS, are left out: a completion would begin behind the end. Where the
-    tokenizer only calls its Rust part, that is called directly: Python then makes one list for each
-    prompt, and no masks and offsets.
+    the tokenizer's leading special tokens, such as BOS, unless it begins with them. Trailing ones,
+    such as EOS, are left out: a completion would begin after the end. If the tokenizer only calls
+    its Rust part, we call that directly: Python then makes one list for each prompt, and no masks
+    and offsets.
 
     Args:
         tokenizer: Tokenizer of the policy.
@@ -59,7 +59,7 @@ class PromptTokenizer:
         """Return the token ids of each prompt.
 
         Args:
-            rows: Normalized rows, of which `PROMPT_COLUMNS` are read.
+            rows: Normalized rows; only `PROMPT_COLUMNS` are read.
 
         Raises:
             ValueError: the tokenizer has no chat template for chat messages, or a row has arguments
@@ -146,7 +146,7 @@ def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | 
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether calling a tokenizer does no more than to call its Rust part."""
+    """Whether a tokenizer only calls its Rust part."""
     from transformers import PreTrainedTokenizerFast as plain
 
     kind = type(tokenizer)
@@ -185,7 +185,7 @@ def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.Reco
 
 @contextmanager
 def _without_own_threads() -> Iterator[None]:
-    """Let the tokenizer work in the threads that call it, which takes a tenth fewer CPU seconds.
+    """Let the tokenizer work in its callers' threads, which takes a tenth fewer CPU seconds.
 
     `datasets.map` sets the same variable for its processes.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 STREAM = 10_000
-"""Number of objects of a stream, of which Ray keeps a record until the stream ends."""
+"""Number of objects of a stream. Ray keeps a record of each until the stream ends."""
 
 
 class EngineActor:
@@ -75,7 +75,7 @@ class EngineActor:
                 self._passed_on += 1
 
     def answers(self) -> Iterator[list[bytes | None]]:
-        """Yield the answers of the server, all that there are at once, for `STREAM` times."""
+        """Yield the server's answers, all available ones at a time, `STREAM` times."""
         outbox = self._server.outbox
         for _ in range(STREAM):
             batch = [outbox.get()]

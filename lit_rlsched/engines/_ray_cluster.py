@@ -86,7 +86,7 @@ def connect(cpus: float, timeout: float) -> bool:
     """Connect this process to a cluster; return whether it is one that this process started.
 
     An existing cluster is that of `RAY_ADDRESS`, or one that this user has started on this node
-    with `ray start`. Otherwise one is started here, which ends with this process.
+    with `ray start`. Otherwise this process starts one, which ends with it.
 
     Args:
         cpus: Minimum number of CPUs of a new cluster, as Ray counts them.

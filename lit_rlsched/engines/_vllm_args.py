@@ -275,7 +275,7 @@ def footprint(engine: Settings, spec: EngineSpec, sizes: Sizes) -> Footprint:
 
 
 def cache_tokens(engine: Settings, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int:
-    """Tokens that vLLM's cache will hold: whole blocks, one of which vLLM never uses.
+    """Tokens that vLLM's cache will hold: whole blocks, without the one that vLLM never uses.
 
     Raises:
         ValueError: the cache cannot hold one prompt with its completion.

@@ -3,9 +3,9 @@
 The second runner (`vllm.v1.worker.gpu`) is the default of vLLM's builds for CUDA. It takes the
 number of draft tokens from the scheduler and the tokens from `req_states.draft_tokens`, and without
 a `speculative_config` it draws each row of logits with its plain sampler, with noise hashed from
-the request's seed and the row's position. So a row with draft tokens before it is drawn as in a
-step of its own, and there is no generator to put back. What is missing is done here: the tensor of
-draft tokens, the number of rows that a request may have, and which draws are kept.
+the request's seed and the row's position. So a row after draft tokens is drawn as in a step of its
+own, and there is no generator to put back. This module adds the rest: the tensor of draft tokens,
+the number of rows per request, and the choice of the draws to keep.
 
 Steps without draft tokens are those of an engine that never drafts. Steps with them have several
 tokens per request, which no CUDA graph of a decode step takes: vLLM runs them piecewise or eagerly.
@@ -84,12 +84,12 @@ def write(table: Tensor, places: list[int], drafts: list[list[int]]) -> int:
 
 
 def sample(draw: Any, hidden_states: Tensor, batch: Any, grammar: Any) -> tuple[Any, Any, Any]:
-    """Draw a step, and of each request keep the draws up to the first that is not its draft token.
+    """Draw a step, and keep each request's draws up to the first that is not its draft token.
 
     Returns:
-        vLLM's `SamplerOutput`, with tokens `[requests, 1 + most draft tokens]` of which each row
-        begins with those that are kept, and log-probs of all rows of logits; how many tokens are
-        kept and how many rows are not, int32 `[requests]`.
+        vLLM's `SamplerOutput`, with tokens `[requests, 1 + most draft tokens]` (the kept ones come
+        first in a row) and log-probs of all rows of logits; numbers of kept tokens and of rejected
+        rows, int32 `[requests]`.
     """
     output, sampled, rejected = draw(hidden_states, batch, grammar)
     if not batch.num_draft_tokens:
@@ -115,8 +115,8 @@ def agreeing(drawn: Tensor, read: Tensor, starts: Tensor, most: int) -> tuple[Te
         most: Most draft tokens of a request.
 
     Returns:
-        Draws `[requests, 1 + most]`, of which those behind a request's last row are arbitrary, and
-        int32 `[requests]`: its draft tokens up to the first that is not the draw before it.
+        Draws `[requests, 1 + most]`, arbitrary after a request's last row, and int32 `[requests]`:
+        how many draft tokens are right before the first wrong one.
     """
     starts = starts.long()
     columns = torch.arange(1 + most, device=drawn.device)

@@ -4,8 +4,8 @@ vLLM's scheduler passes on whatever tokens stand in a request's `spec_token_ids`
 `speculative_config`; its runner then computes one row of logits per position. vLLM's own rule of
 acceptance keeps the distribution, but draws other tokens than it would without draft tokens.
 `Verifier` takes its place: every position is drawn as in a step of its own, by vLLM's own sampler
-and with the request's own noise, and a draft token is kept only if it is that draw. What the
-requests of a step draw is therefore what they would have drawn one token at a time.
+and with the request's own noise, and a draft token is kept only if it is that draw. Requests
+therefore draw the same tokens as in steps of one token.
 
 The second model runner (`vllm.v1.worker.gpu`, the default of recent CUDA builds) draws by hashing
 seed and position; `_vllm_second_runner` does this for it.
@@ -43,8 +43,8 @@ def install(worker: Any) -> None:
 def prepare_inputs(runner: Any, prepare: Any, scheduled: Any, *arguments: object) -> Any:
     """Prepare a step, with a row of logits per draft token if there are any.
 
-    vLLM decides by `speculative_config`, of which nothing is read here. It is None otherwise: steps
-    without draft tokens are those of an engine that never drafts.
+    vLLM only asks whether `speculative_config` is set. It is None in steps without draft tokens, so
+    these are the steps of an engine that never drafts.
     """
     runner.speculative_config = True if scheduled.scheduled_spec_decode_tokens else None
     try:
@@ -73,8 +73,8 @@ class Verifier:
             sampling: Settings and generators of the requests.
 
         Returns:
-            vLLM's `SamplerOutput`: tokens `[requests, 1 + most draft tokens]`, with -1 behind those
-            that are kept, and log-probs of all of these places.
+            vLLM's `SamplerOutput`: tokens `[requests, 1 + most draft tokens]`, with -1 after the
+            kept ones, and log-probs of all of these places.
         """
         counts: list[int] = metadata.num_draft_tokens
         generators: dict[int, torch.Generator] = sampling.generators

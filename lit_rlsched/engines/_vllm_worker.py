@@ -193,7 +193,7 @@ def noting(model: Any) -> Iterator[set[str]]:
 
 
 def loaded(worker: Any, written: set[str]) -> None:
-    """Do what vLLM does not do after new weights; `written` are the parameters they are in."""
+    """Do what vLLM omits after new weights; `written` are the parameters that they are in."""
     worker.model_runner.written = written
     repack_embeddings(worker.get_model())
 
@@ -242,7 +242,7 @@ def repack_embeddings(model: torch.nn.Module) -> None:
 
 
 def keep(worker: Any) -> None:
-    """Copy to the host what vLLM's sleep would lose and no weight sync restores.
+    """Copy to the host the tensors that vLLM's sleep loses and no weight sync restores.
 
     Sleep frees all memory that was allocated while the model was loaded. vLLM itself keeps named
     buffers. Parameters come back with the sync if the trainer has them; none have been synced

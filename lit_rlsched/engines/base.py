@@ -83,7 +83,7 @@ class RolloutEngine(RemembersInit, ABC):
         return DEFAULT_SLOTS
 
     def kv_cache(self, spec: EngineSpec, token_bytes: int) -> KVCache:
-        """The engine's key-value cache as far as it is known; a token takes `token_bytes`."""
+        """The known part of the engine's key-value cache; a token takes `token_bytes`."""
         return KVCache(token_bytes, spec.max_model_len, self.kv_block, self.kv_capacity)
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
@@ -110,7 +110,7 @@ class RolloutEngine(RemembersInit, ABC):
         """Build the engine and reset its counters; called first, and again only after `close`."""
 
     def reserve(self, spec: EngineSpec, engines: "Sequence[RolloutEngine]") -> None:
-        """Claim the devices of `engines`, equal ones of which this is the first, before they start.
+        """Claim devices for `engines` before they start; they are equal, and this is the first.
 
         Raises:
             ValueError: there are not enough.
@@ -176,8 +176,9 @@ class RolloutEngine(RemembersInit, ABC):
     ) -> None:
         """Load the policy's weights while requests run, which keep their caches.
 
-        Their further tokens are drawn by the new weights with keys and values of the old ones, so
-        by neither policy. Requests that are submitted later never read what the old weights cached.
+        The new weights draw their further tokens with keys and values of the old ones, so these are
+        draws of neither policy. Requests that are submitted later never read what the old weights
+        cached.
         """
         raise NotImplementedError(f"`{self.name}` drops its caches with the old weights.")
 

@@ -187,7 +187,7 @@ class PipeLink:
 
 
 class HasChild(Protocol):
-    """What is asked of an engine with a process of its own; see `ProcessEngine`."""
+    """The members of an engine with a process of its own; see `ProcessEngine`."""
 
     restarts: int
     gpus_advice: str
@@ -227,7 +227,7 @@ class Child:
         self._asked = 0
         """Number of the last message that has an answer."""
         self._kind = ""
-        """What the last message asked for."""
+        """The kind of the last message."""
         self._end = self._fault = ""
         """How the process ended, and what was wrong with it before."""
         self.prefill: Callable[[], int] = lambda: 0

@@ -175,7 +175,7 @@ class PoolWorker(Worker):
                 worker.allow(self._window)
 
     def _take_back(self) -> None:
-        """Let no engine that was idle begin by itself what it gets until all are allowed steps."""
+        """Let no idle engine begin new requests by itself until all are allowed steps."""
         for worker in self.workers if self._ahead else ():
             worker.allow(0)
 

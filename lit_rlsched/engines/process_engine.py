@@ -35,13 +35,13 @@ CLOSED = "The engine is closed or was not started."
 class ProcessEngine(RolloutEngine):
     """Runs another engine in a child process, so that it decodes while the trainer computes.
 
-    The child process refills the slots itself and keeps decoding as long as nothing that the
-    trainer decides between two steps could change what is drawn; `StreamedTraining` needs that.
-    Weights are handed over through shared memory, a second copy of them on the host.
+    The child process refills the slots itself. It keeps decoding as long as no decision of the
+    trainer between two steps can change what is drawn; `StreamedTraining` needs that. Weights are
+    handed over through shared memory, a second copy of them on the host.
 
     A process that dies, or that loses a worker process of vLLM, is replaced. The new process gets
-    the same weights and resumes all requests from the tokens that the trainer has received. From
-    there on they are drawn with other noise, unless the engine's noise has no state
+    the same weights and resumes all requests from the tokens that the trainer has received. Their
+    further tokens are drawn with other noise, unless the engine's noise has no state
     (`TransformersEngine`). A process that hangs is killed and replaced in the same way: a step may
     take 20 times as long as the 99th percentile of the run's steps, and at least 120 s; the first
     step 10 minutes, the start 30 (`AnswerTimeouts`). `rollout/engine_restarts` counts replacements.

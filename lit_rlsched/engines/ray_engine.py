@@ -29,7 +29,7 @@ from lit_rlsched.processes import require_posix
 UNREAD = 4
 """Number of objects with answers that the actor may be ahead of the trainer."""
 LOST_NODE = 60.0
-"""Seconds for which Ray may take a node for alive that is not, and place new actors there."""
+"""Seconds for which Ray may take a lost node for alive and place new actors there."""
 STARTUP = 300.0
 """Seconds for an actor to start, which imports the package and torch."""
 CLOCK_ANSWERS = 9
@@ -43,12 +43,12 @@ class RayEngine(ProcessEngine):
 
     With `num_engines` above 1, each engine is an actor. It differs from `ProcessEngine` only in
     where the engine runs and how weights get there: through Ray's object store, which copies them
-    once to each node. What is drawn is the same. Actors that die or hang are replaced in the same
-    way, not by Ray, and restarts are counted alike.
+    once to each node. It draws the same tokens. The trainer, not Ray, replaces actors that die or
+    hang, in the same way, and counts restarts alike.
 
     The cluster is that of the environment variable `RAY_ADDRESS`, else the one that this user has
-    started on this node with `ray start`. If there is none, one is started on this node, without a
-    dashboard and without usage statistics, and ends with the trainer. A placement group reserves
+    started on this node with `ray start`. If there is none, the engine starts one on this node. It
+    has no dashboard and no usage statistics, and ends with the trainer. A placement group reserves
     the resources of all engines, spread over the nodes: on GPUs, `tensor_parallel_size` of them per
     engine.
 

@@ -21,10 +21,10 @@ LEAD = 1024
 class RemoteWorker(EngineWorker):
     """Drives a `RolloutWorker` in the engine's process.
 
-    Where the round allows, that worker runs ahead: it has often made its next steps before it is
-    asked for one, at most `LEAD` of them. Its steps are reported in order, so a round ends in the
-    same step with the same tokens, however far the worker was ahead. What it drew beyond the end is
-    dropped and counted in `ahead_steps`.
+    Where the round allows it, that worker runs ahead: it makes up to `LEAD` steps before it is
+    asked for them. This class reports them in order, so a round ends in the same step with the same
+    tokens, however far the worker was ahead. Steps beyond the end are dropped and counted in
+    `ahead_steps`.
 
     This class knows every request that runs or waits, with the tokens reported so far: when the
     process dies, the next process continues from them.

@@ -64,8 +64,8 @@ class Worker(ABC):
 
         Args:
             take_turns: Whether requests take turns if the order is `least_attained`.
-            ahead: Whether a worker in the engine's process may keep stepping without being asked:
-                nothing that the caller does between two steps changes what other requests do.
+            ahead: Whether a worker in the engine's process may keep stepping without being asked,
+                because the caller changes nothing of other requests between two steps.
             version: Policy version of the engine's weights, until `resume` gives another one.
         """
 
@@ -81,7 +81,7 @@ class Worker(ABC):
             positions: Number of tokens in it.
 
         Yields:
-            What those that are known draw beside it.
+            Events of the known requests, which decode beside it.
         """
         work()
         yield from ()
@@ -108,23 +108,24 @@ class Worker(ABC):
 
     @abstractmethod
     def allow(self, steps: int | None) -> None:
-        """Let the engines make so many decode steps each before the next call; None: any number.
+        """Let each engine make so many decode steps before the next call; None: any number.
 
-        Several engines have all made as many of those that were allowed before, or had no requests:
-        an engine without requests loses what it was allowed and has not made.
+        Before the call, all engines with requests have made the same number of the steps allowed so
+        far. An engine without requests loses its unused steps.
         """
 
     @abstractmethod
     def suspend(self, keep: bool = False) -> None:
         """Stop between two steps, so that other weights can be loaded; `resume` follows.
 
-        A worker that runs ahead stops after the step it is in. Steps that it has made and that were
-        not asked for are reported first when it goes on, with the version that drew them.
+        A worker that runs ahead stops after its current step. When it goes on, it first reports the
+        steps that it has made ahead, with the version that drew them.
 
         Args:
-            keep: Leave requests in the engine with what the old weights cached, for
-                `RolloutEngine.update_weights`. By default they leave it, for `sync_weights`, and
-                come back with their tokens so far as a prefix, which the new weights read anew.
+            keep: Leave requests in the engine with their key-value cache, for
+                `RolloutEngine.update_weights`. By default they leave the engine, for
+                `sync_weights`, and come back with their tokens so far as a prefix, which the new
+                weights prefill again.
         """
 
     @abstractmethod
@@ -140,7 +141,7 @@ class Worker(ABC):
         """Drop these requests, or all that run or wait.
 
         Returns:
-            Tokens that no event has reported yet, as far as they are known.
+            The known tokens that no event has reported yet.
         """
 
 
@@ -154,7 +155,7 @@ class EngineWorker(Worker):
 
     @property
     def free(self) -> int:
-        """Slots that waiting requests can take in the next step, as far as that is known."""
+        """Slots that waiting requests are known to get in the next step."""
         running, admission = len(self.running), self.admission
         if running and (admission.refill == "rounds" or admission.budget is not None):
             return 0
@@ -178,7 +179,7 @@ class EngineWorker(Worker):
 
 
 class Decoder(Protocol):
-    """What a worker asks of its engine; `RolloutEngine` says what each method does."""
+    """The methods of an engine that a worker calls; `RolloutEngine` documents them."""
 
     def submit(self, requests: Sequence[Request]) -> None: ...
 
@@ -329,7 +330,7 @@ class RolloutWorker(EngineWorker):
             event.finish_reason = "paused"
 
     def _event(self, name: str, partial: Partial, reported: int) -> list[Event]:
-        """Return what a request has drawn and no event has reported, if there is any."""
+        """Return a request's tokens that no event has reported, if there are any."""
         if not (new := partial.token_ids[reported:]):
             return []
         event = Event(name, new, partial.logprobs[reported:])

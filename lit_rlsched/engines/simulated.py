@@ -151,10 +151,10 @@ class SimulatedEngine(RolloutEngine):
         return finished + [live.event(self._step) for live in self._live.values()]
 
     def _verify(self, drafts: DraftTokens) -> tuple[int, int]:
-        """Draw the next token of each request with the draft tokens that are right.
+        """Draw the next token of each request, and its right draft tokens.
 
         Returns:
-            Numbers of draft tokens and of those that were drawn.
+            Numbers of draft tokens and of right ones.
         """
         proposed, accepted = drafts.propose([*self._live]), 0
         for live in self._live.values():

@@ -36,7 +36,7 @@ class SlotCache:
     def decode(self, positions: Tensor, length: int) -> None:
         """Prepare for the tokens of each slot in use at `positions`, `[slots, T]`.
 
-        The largest position is `length - 1`. What was stored there before is overwritten.
+        The largest position is `length - 1`. Earlier entries there are overwritten.
         """
         self._targets, self._length = None, length
         self._positions = positions

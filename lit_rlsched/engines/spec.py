@@ -1,4 +1,4 @@
-"""What an engine is told at its start, what it says of itself, and how it fails."""
+"""An engine's settings at its start, its reported state, and its errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class AdapterSpec:
     rank: int
     """The largest rank."""
     modules: tuple[str, ...]
-    """Last parts of the names of the layers that have one, such as `q_proj`."""
+    """Last parts of the names of layers with adapters, such as `q_proj`."""
     parameters: int
     """Number of their parameters."""
 
@@ -58,7 +58,7 @@ class EngineSpec:
     engines: int = 1
     """Number of engines of the run, which share the node's devices or cores equally."""
     first_gpu: int = 0
-    """The first of the node's GPUs that engines get. Those before it are the trainer's alone."""
+    """The first of the node's GPUs for engines. The GPUs before it are the trainer's alone."""
     drafting: Drafting | None = None
     """How an engine that `speculates` drafts tokens; `None`: not at all."""
 

@@ -137,7 +137,7 @@ class TransformersEngine(RolloutEngine):
         return events
 
     def _verify(self, drafts: Mapping[str, Sequence[int]]) -> list[Event]:
-        """Draw the next tokens of every row, as far as its draft tokens are the draws before."""
+        """Draw the next tokens of every row: one, and one more for each right draft token."""
         token, position, _, drawn, limit = self._integers[:, : len(self._rows)]
         guesses = [drafts.get(row.id, ()) for row in self._rows]
         draws, logprobs = self._draw_after(guesses)
@@ -156,7 +156,7 @@ class TransformersEngine(RolloutEngine):
         return events
 
     def _draw_after(self, guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
-        """Draw behind the last token of each row and behind each of its draft tokens.
+        """Draw after the last token of each row and after each of its draft tokens.
 
         Returns:
             Tokens and their log-probs, one row after the other.
@@ -325,7 +325,7 @@ class _Row:
 
 
 def _count(draws: Sequence[int], guess: Sequence[int], ends: Collection[int]) -> int:
-    """Number of draws that count: up to the first that the draft did not guess, or that ends."""
+    """Number of draws to keep: up to the first wrong guess, or the first that ends."""
     for i, token in enumerate(guess):
         if draws[i] != token or token in ends:
             return i + 1

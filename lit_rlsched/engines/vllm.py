@@ -64,8 +64,8 @@ class VLLMEngine(RolloutEngine):
         engine_kwargs: More arguments of `vllm.EngineArgs`, which override ours. Only those that
             change where and how fast tokens are drawn, but not which, are accepted;
             `docs/howto/gpu.md` lists them. With others, such as speculative decoding, quantization
-            or logits processors, vLLM would draw or record something else than the policy that is
-            trained.
+            or logits processors, vLLM would draw from another policy than the trained one, or
+            record other log-probs.
         enable_lora: Whether vLLM gets the policy's LoRA adapters alone at each sync and computes
             them beside the base model, which it loads itself. By default it gets merged weights.
             `docs/howto/lora.md` has the differences.

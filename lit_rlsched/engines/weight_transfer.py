@@ -33,8 +33,8 @@ from lit_rlsched.engines.weights import (
 Placed = Sequence[tuple[HasChild, list[str]]]
 """Engines, and the UUIDs of the GPUs that each is on."""
 GRACE = 10.0
-"""Seconds for the other engines to answer after one has died. Those that still wait for it in NCCL
-are replaced too."""
+"""Seconds for the other engines to answer after one has died. Engines that still wait for it in
+NCCL are replaced too."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class WeightTransfer(WeightsStore):
     """Sends weights to all engines of a run, bucket by bucket.
 
     A sync asks all engines first whether they are ready. Then all ranks gather a bucket and finish
-    it, and each engine is sent one message for it. Engines that die are replaced, and everybody is
-    sent everything again. Each answer has the time limit of a weight sync (`AnswerTimeouts`).
+    it, and each engine is sent one message for it. If engines die, the trainer replaces them and
+    sends everything to all engines again. Each answer has the time limit of a weight sync
+    (`AnswerTimeouts`).
 
     Args:
         spec: Settings of the first engine, with the trainer's device.
@@ -329,7 +330,7 @@ def rank_offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def described(bucket: PackedWeights) -> dict[str, Any]:
-    """What vLLM wants to know of a bucket."""
+    """The metadata of a bucket that vLLM needs."""
     return {
         "names": bucket.names,
         "dtype_names": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],

@@ -220,7 +220,7 @@ class PackedWeights:
 
 
 def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[Named], bool]]:
-    """Group tensors in their order so that no group has more bytes than `limit`, if it can be.
+    """Group tensors in their order; only a single larger tensor exceeds `limit` bytes.
 
     Yields:
         A group, and whether it is the last.

@@ -35,7 +35,7 @@ class Review:
         longest: Maximum number of characters in an answer.
         columns: Raises if the row's columns are not what the verifier expects.
         score: Verifier that replaces the data set's own, which runs text.
-        missing: Score that `score` stands for if there is no answer, or none that can be read.
+        missing: Score of a missing or unreadable answer, in place of `score`.
     """
 
     pattern: str | None = None

@@ -231,7 +231,7 @@ def check_columns(
 
 
 _TAGS = re.compile("think|answer|reason|solution", re.I)
-"""What stands in the names of tokens that rewards look for, although chat templates use some."""
+"""Words in the names of tokens that rewards look for; chat templates use some of them too."""
 
 
 def tokens_looked_for(
@@ -240,11 +240,11 @@ def tokens_looked_for(
     template: str,
     prompts: Sequence[str],
 ) -> list[str]:
-    """Return those of a tokenizer's special tokens that reward functions are likely to look for.
+    """Return the special tokens that reward functions are likely to look for.
 
-    These are tags for reasoning and answers, pairs such as `<sql>` and `</sql>`, and what stands in
-    the code of a function or in a prompt. Other tokens of the chat template mark turns: they count
-    only if they stand in the function itself.
+    These are tags for reasoning and answers, pairs such as `<sql>` and `</sql>`, and tokens in the
+    code of a function or in a prompt. Other tokens of the chat template mark turns: they count only
+    if they are in the function itself.
 
     Args:
         functions: The reward functions.

@@ -32,8 +32,8 @@ class EngineJudgeReward(Judge):
     Args:
         model: Folder or hub name of a chat model with its tokenizer.
         engine: Engine that is not used elsewhere; by default `VLLMEngine()`. On a GPU its
-            `gpu_memory_utilization` comes on top of that of the policy's engine and of what the
-            trainer takes.
+            `gpu_memory_utilization` comes on top of that of the policy's engine and of the
+            trainer's memory.
         slots: Maximum number of questions decoded at once. A worker has at most 32 open.
         max_model_len: Maximum length of question and answer together, in tokens. A longer question
             gets no answer, which is counted.

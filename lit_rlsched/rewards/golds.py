@@ -1,7 +1,8 @@
 r"""Gold answers of `math_verify_reward`: each is read as a whole, or refused.
 
-math-verify looks for an answer in a text. Given the bare gold `7\sqrt{11}` it finds 7, so here a
-gold is put into `\boxed{...}`, which it reads whole. What it misreads even there is refused.
+math-verify looks for an answer in a text. Given the bare gold `7\sqrt{11}` it finds 7, so this
+module puts a gold into `\boxed{...}`, which math-verify reads whole. A gold that it misreads even
+there is refused.
 """
 
 import functools
@@ -30,7 +31,7 @@ _MISREAD = {
     "two numbers side by side": re.compile(r"\d\.?(?:\s|\\[ ,;:]|\\q?quad)+\.?\d"),
     "a number with a subscript": re.compile(r"\d[)}\s]*_"),
 }
-"""What math-verify reads in part: `1 1/2` as 1, `7 8` as 15, `12_8` as 12."""
+"""Texts that math-verify reads only in part: `1 1/2` as 1, `7 8` as 15, `12_8` as 12."""
 
 
 def answer_of(gold: object) -> str:
@@ -218,7 +219,7 @@ _SIMPLE = re.compile(
 
 
 def _is_simple(answer: str) -> bool:
-    """Whether an answer is of one of the forms that are certain to be read as a whole."""
+    """Whether an answer has a form that math-verify is certain to read as a whole."""
     text = re.sub(r"\s*\\(?:cdot|times)(?![A-Za-z])\s*", "*", answer)
     text = re.sub(r"\\(?:left|right)\s*(?=[()\[\]])|\s+(?![A-Za-z])", "", text)
     text = re.sub(r"\\pi(?![A-Za-z])", "x", text)

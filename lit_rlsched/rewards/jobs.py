@@ -110,7 +110,7 @@ class Job:
         return None not in self.results
 
     def todo(self, functions: Collection[int]) -> list[int]:
-        """Return those of `functions` that have not scored it."""
+        """Return the `functions` that have not scored it."""
         return [index for index in functions if self.results[index] is None]
 
 

@@ -117,10 +117,10 @@ class Judge(ABC):
     """Reward function that asks a judge model.
 
     The last match of `score_pattern` in the answer is the grade, which is mapped from `score_range`
-    to a reward from 0 to 1. A grade that also stands in the completion, written so that the pattern
-    finds it, may be a quotation and does not count. If the judge gives no answer, an answer without
-    a grade in the range, or one cut at `max_tokens`, the reward is None and the failure is counted
-    in `rewards/<name>/no_answers` or `rewards/<name>/unparsed`. The answers become the column
+    to a reward from 0 to 1. A grade that the pattern also finds in the completion may be a
+    quotation and does not count. If the judge gives no answer, an answer without a grade in the
+    range, or one cut at `max_tokens`, the reward is None and the failure is counted in
+    `rewards/<name>/no_answers` or `rewards/<name>/unparsed`. The answers become the column
     `<name>_answer` of the completions table.
 
     Args:

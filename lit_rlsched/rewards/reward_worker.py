@@ -199,7 +199,7 @@ def limit_memory(more: int) -> None:
 
     The kernel counts private writable memory (`RLIMIT_DATA`) when it is requested, also while C
     code holds the GIL, and each process that a function starts inherits the limit. A limit on
-    address space (`RLIMIT_AS`) would count what CUDA reserves and never touches. Linux only.
+    address space (`RLIMIT_AS`) would count memory that CUDA reserves and never touches. Linux only.
     """
     if sys.platform != "linux":
         return

@@ -43,10 +43,10 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 class RewardScheduler:
     """Calls reward functions in separate processes, so that they cannot harm the run.
 
-    If a function raises, hangs, crashes, takes too much memory or returns nonsense, the one score
-    that it was asked for is None, and the failure is logged and counted. Functions are called as
-    TRL calls them, with lists of length one, so that a score never depends on which other
-    completions are scored at the same time.
+    If a function raises, hangs, crashes, takes too much memory or returns nonsense, the requested
+    score is None, and the failure is logged and counted. Functions are called as TRL calls them,
+    with lists of length one, so a score never depends on other completions that are scored at the
+    same time.
 
     The scheduler does nothing between calls: `poll`, `turn` and `wait` collect scores, send work
     and kill overdue workers. Call one of them in every decode step.
@@ -115,7 +115,7 @@ class RewardScheduler:
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     def asks_for(self, argument: str) -> bool:
-        """Whether a function takes this argument of those that are passed to any that has them."""
+        """Whether any function takes this optional argument."""
         return any(argument in offered for offered in self._offered)
 
     @property
@@ -178,7 +178,7 @@ class RewardScheduler:
     def tokens_looked_for(
         self, tokens: Sequence[str], template: str, prompts: Sequence[str]
     ) -> list[str]:
-        """Return those of a tokenizer's special tokens that a function is likely to look for."""
+        """Return the special tokens that a function is likely to look for."""
         return tokens_looked_for(self._functions, tokens, template, prompts)
 
     def start(self) -> None:

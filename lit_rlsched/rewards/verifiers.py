@@ -1,4 +1,4 @@
-"""Verifiers that replace those of reasoning-gym which run text, and checks of a row's columns.
+"""Replacements for reasoning-gym's verifiers that run text, and checks of a row's columns.
 
 Each verifier takes an answer and the row's entry, and gives the scores of the data set's own.
 """

@@ -30,13 +30,13 @@ _EXACT = re.compile(r"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+) kB", re.MULTILINE)
 def held_memory(pid: int, more_than: float = 0) -> int:
     """Return the bytes that a process and its descendants hold.
 
-    This counts private memory, in RAM and in swap, and shared memory: the larger of what is mapped
-    and what lies in open memfds and open files of `/dev/shm`, as mostly these are the same.
+    This counts private memory, in RAM and in swap, and shared memory: the larger of the mapped
+    memory and of that in open memfds and open files of `/dev/shm`, as mostly these are the same.
 
     Args:
         pid: Process id.
-        more_than: Below this many bytes a quicker method is used, which counts memory that
-            processes share after a fork once for each of them.
+        more_than: Below this many bytes a quicker method is used. It counts memory that is shared
+            after a fork once for each process.
     """
     if sys.platform != "linux":
         return 0
@@ -119,7 +119,7 @@ PIPE_TIMEOUT = 30.0
 MAX_MESSAGE = 64 << 20
 """Maximum number of bytes in a worker's message."""
 MEMORY_INTERVAL = 0.1
-"""Seconds between two checks of a worker's memory; what it takes in between exceeds the limit."""
+"""Seconds between two checks of a worker's memory; in between, it may exceed the limit."""
 
 _MARK = "LIT_RLSCHED_REWARD_WORKER"
 """Environment variable that tells which worker a process comes from."""

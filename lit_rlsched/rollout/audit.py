@@ -65,7 +65,7 @@ class DraftAudit:
 
 @dataclass(slots=True)
 class Harvest:
-    """What a round trains on, leaves in the pool, and discards."""
+    """Completions that a round trains on, leaves in the pool, and discards."""
 
     trained: list[Group]
     left: list[Group]
@@ -97,7 +97,7 @@ class Harvest:
 
 
 def restart_stale(groups: Iterable[Group], version: int, rule: RoundRule) -> list[Attempt]:
-    """Reset completions that are staler than the rule allows, and return what is discarded."""
+    """Reset completions that are staler than the rule allows, and return the discarded draws."""
     if (most := rule.max_staleness) is None:
         return []
     stale = [c for g in groups for c in g.completions if c.staleness(version) > most]
@@ -113,7 +113,7 @@ def put_off_old(
     """Make drafts of completions that are as old as `rule.verifies_from`, finished or not.
 
     Returns:
-        Each of them, with a copy of what it was.
+        Each of them, with a copy from before.
     """
     if (age := rule.verifies_from) is None:
         return []
@@ -140,7 +140,7 @@ def give_scores_back(before: Iterable[tuple[Completion, Completion]]) -> None:
 def settle(
     groups: Sequence[Group], rule: RoundRule, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:
-    """Split a finished round into what is trained on and what stays, and reset what is discarded.
+    """Split a finished round into trained and remaining groups, and reset discarded completions.
 
     Args:
         groups: Groups of the round.
@@ -182,9 +182,9 @@ def attempt(completion: Completion) -> Attempt:
 
 
 def mean_length(attempts: Sequence[Attempt]) -> float:
-    """Estimate the mean length of completions of which some are unfinished (Kaplan and Meier).
+    """Estimate the mean length of completions if some are unfinished (Kaplan and Meier).
 
-    An unfinished completion counts as long as the average of those that reached its length. The
+    An unfinished completion counts as long as the average completion that reached its length. The
     estimate is restricted to the longest length observed.
     """
     if not attempts:
@@ -255,8 +255,8 @@ class PoolAudit:
     def metrics(self) -> dict[str, float]:
         """Return `pool/*`: rounds, bubble ratio, useful tokens, length bias, recovered tokens.
 
-        The length bias compares what is trained on with first draws, so a completion that was
-        discarded counts as the unfinished draw it was, and its redraw does not count again.
+        The length bias compares trained completions with first draws: a discarded completion counts
+        with its unfinished first draw, and its redraw does not count again.
         """
         # the oldest drafts are verified first, so those of earlier pools come back first
         drawn = self.tokens + min(self.carried_tokens, self.returned_tokens)

@@ -22,7 +22,7 @@ HEED_SECONDS = 0.5
 def completion_seed(
     run_seed: int, group: Group, completion: Completion, version: int, salt: str = ""
 ) -> int:
-    """Return a completion's seed, which does not depend on when or beside what it decodes."""
+    """Return a completion's seed; it depends neither on its time nor on other completions."""
     return stable_hash(
         run_seed, salt, group.prompt.uid, completion.index, version, len(completion.token_ids)
     )
@@ -112,9 +112,9 @@ class RolloutController:
             feedback: How scores affect the running round; by default they do not.
             same_noise: Whether every version draws with the same random numbers, so that two
                 validations differ by their policies alone.
-            verify: Turns the drafts of groups into completions. If nothing that this loop does
-                changes what other completions draw, it is called with a part of the groups after
-                the other, and what remains of a part decodes while the next one is verified.
+            verify: Turns the drafts of groups into completions. If the loop cannot influence other
+                completions, drafts are verified part by part, and each verified part decodes while
+                the next is verified.
         """
         self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
@@ -194,7 +194,7 @@ class RolloutController:
     def _verify_in_parts(
         self, verify: Callable[[Sequence[Group]], None], groups: Sequence[Group]
     ) -> list[Sample]:
-        """Submit what remains of each part once it is verified; return what has finished since."""
+        """Submit the rest of each part once it is verified; return the samples finished since."""
         finished: list[Sample] = []
         for part in verified_together(groups):
             self._heed()

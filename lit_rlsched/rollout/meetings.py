@@ -16,14 +16,14 @@ POLL = 0.5
 class Meetings:
     """Stops a rollout in a thread of its own at multiples of `turns`, for the trainer.
 
-    With `pace="turns"` the rollout waits there until the trainer has come, so that which weights
-    draw a token follows from its turn alone. With `pace="free"` it only stops where the trainer
-    waits already, and `switches` says where that was.
+    With `pace="turns"` the rollout waits there for the trainer, so the turn of a token alone
+    decides which weights draw it. With `pace="free"` it stops only where the trainer already waits,
+    and `switches` records those turns.
 
     Args:
         pace: Whether the rollout waits for the trainer.
         turns: Distance of the turns at which they may meet.
-        replay: `switches` of an earlier rollout, where this one waits and nowhere else.
+        replay: `switches` of an earlier rollout; this one waits at these turns only.
     """
 
     def __init__(self, pace: Pace, turns: int, replay: Collection[int] | None = None) -> None:
@@ -102,7 +102,7 @@ class Meetings:
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """Let the rollout wait no more, as its weights do not change any more."""
+        """End the rollout's waits, as its weights do not change any more."""
         with self._changed:
             self._released = True
             self._changed.notify_all()

@@ -21,10 +21,10 @@ class Following:
     salt: str
     """Changes the seeds; the round itself may draw the same prompts under the same version."""
     goes_on: bool = True
-    """Whether the drafts are drawn to their end after the round, by `RolloutSession.go_on`, or cut
-    where the round ends."""
+    """Whether `RolloutSession.go_on` draws the drafts to their end after the round. Otherwise they
+    are cut where the round ends."""
     samples: list[Sample] = field(init=False)
-    """What is drawn."""
+    """The completions that are drawn."""
 
     def __post_init__(self) -> None:
         samples = (Sample(group, c) for group in self.groups for c in group.completions)
@@ -41,7 +41,7 @@ class Following:
         return sum(bool(sample.completion.token_ids) for sample in self.samples)
 
     def put_off(self) -> None:
-        """Make drafts of what was drawn, for the next round to verify: all that was begun."""
+        """Turn all completions that were begun into drafts for the next round to verify."""
         for sample in self.samples:
             if sample.completion.token_ids:
                 sample.completion.put_off()
@@ -76,8 +76,8 @@ class DraftingWorker(Worker):
 
     While the trainer verifies the round's own drafts part by part (`during`), its requests become
     known part by part. Drafts have half the slots then. Engine and trainer wait for each other
-    after each part: the engine makes as many steps as it takes all slots to process the positions
-    that the trainer does.
+    after each part: the engine makes the steps that all slots need for as many positions as the
+    trainer's.
 
     Args:
         worker: Decodes.

@@ -109,10 +109,10 @@ class RoundPlanner:
         return self._plan(rule, {*self.following})
 
     def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
-        """Return groups of the rounds after a planned one, as far as they are known before it.
+        """Return the groups of later rounds that are known before the planned one begins.
 
-        They stay out of other rounds until `follow`. Where the data has too few prompts besides
-        those of the pool, they are fewer.
+        They stay out of other rounds until `follow`. If the data has too few prompts beside the
+        pool's, they are fewer.
         """
         if not self.following:
             taken = {group.id for group in planned}
@@ -166,7 +166,7 @@ class RoundPlanner:
     def _draw(
         self, n: int, domain: str | None, rule: RoundRule, taken: Collection[str]
     ) -> list[Group]:
-        """Add to the pool the next `n` prompts of a domain that are only in groups of `taken`."""
+        """Add the next `n` prompts of a domain that only groups of `taken` have to the pool."""
         assert self.source is not None
         drawn = []
         for draw in self.source.draw(n, self._uids(taken), domain):

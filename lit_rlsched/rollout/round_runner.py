@@ -26,9 +26,10 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
 
 AHEAD = "ahead"
-"""In the seeds of what is drawn ahead, as a round may have the same policy version and prompts."""
+"""Part of the seeds of a round drawn ahead: another round may have its policy version and
+prompts."""
 BESIDE = "beside"
-"""In the seeds of what is drawn beside a validation."""
+"""Part of the seeds of completions drawn beside a validation."""
 Verify = Callable[[Sequence[Group], int], DraftAudit]
 """Turns drafts of the groups into completions of the given policy version."""
 
@@ -53,7 +54,7 @@ class Watchers:
     advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
     """Called each time a group completes."""
     drafts_next: AfterRound | None = None
-    """What becomes of drafts of the next round, which free slots begin; `None`: there are none."""
+    """What happens to the drafts that free slots begin; `None`: they begin none."""
 
 
 Prepare = Callable[[list[Group]], Watchers]
@@ -79,7 +80,7 @@ class DrawnRound:
     """Failures of single completions: see `RolloutSession.failures`."""
     metrics: dict[str, float] = field(default_factory=dict)
     following: Following | None = None
-    """The next round, of which the rollout has drawn drafts."""
+    """The next round, whose drafts the rollout has drawn."""
 
 
 class RoundInProgress:
@@ -178,7 +179,7 @@ class RoundInProgress:
         self._seconds += time.perf_counter() - began
 
     def harvest(self) -> DrawnRound:
-        """Split the decoded round into what is trained on and what stays in the pool."""
+        """Split the decoded round into groups to train on and groups that stay in the pool."""
         harvest = settle(self.groups, self.rule, self._state, self._stale)
         harvest.drafts = self._drafts
         metrics = self._metrics
@@ -228,7 +229,7 @@ class RoundRunner:
         return f"run {self.runs}" if self.runs else ""
 
     def salt_with(self, more: str) -> str:
-        """Return the salt of what has the same policy version as a round, and other noise."""
+        """Return a salt for draws with a round's policy version and other noise."""
         return f"{self.salt} {more}".strip()
 
     def begin(
@@ -269,7 +270,7 @@ class RoundRunner:
         return begun.harvest()
 
     def commit(self, drawn: DrawnRound) -> dict[str, float]:
-        """Remove from the pool what is trained on, and update what stays.
+        """Remove the planned groups from the pool, except those that stay, and update these.
 
         Returns:
             `rollout/pool_prompts` and, at the end of a cycle, `pool/*`.
@@ -287,7 +288,7 @@ class RoundRunner:
         return metrics
 
     def begin_beside(self, rule: RoundRule) -> Following:
-        """Plan the next round, of which another rollout draws drafts; `keep_begun` takes them."""
+        """Plan the next round, whose drafts another rollout draws; `keep_begun` takes them."""
         return Following(self.planner.plan(rule), self.salt_with(BESIDE), goes_on=False)
 
     def keep_begun(self, following: Following) -> None:

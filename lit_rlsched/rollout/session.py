@@ -27,8 +27,8 @@ T = TypeVar("T")
 SCORE_SECONDS = 0.05
 """Longest wait for the score of a draft before the end of the update is noticed."""
 Sync = Callable[..., Mapping[str, float]]
-"""Copies the weights of a policy version to the engine and returns metrics; with `keep` beside what
-running requests have cached."""
+"""Copies the weights of a policy version to the engine and returns metrics. `keep=True`: running
+requests keep their key-value cache."""
 
 
 class RolloutSession:
@@ -116,7 +116,7 @@ class RolloutSession:
         return Counter(drops) + self.scorer.failures()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last rollout that its trace does not hold: waits and last sync."""
+        """Return the last rollout's metrics beside its trace: waits and last sync."""
         metrics: dict[str, float] = {}
         if self.controller.waits_for_scores:
             metrics["rollout/score_wait_seconds"] = self.controller.waited
@@ -145,8 +145,8 @@ class RolloutSession:
         With `watch` no hook is called, but `watch` with each scored completion. Starting a rollout
         drops an earlier one that did not run to its end, but waits for one in the background.
 
-        With `following`, free slots draw these groups, which are neither scored nor yielded. When
-        the round is over, they are cut, or what remains of them is drawn by `go_on`.
+        `following`: groups of the next round that use free slots. They are neither scored nor
+        yielded. At the end of the round they stop, or `go_on` finishes them.
         """
         self.wait()
         self._rollout.close()

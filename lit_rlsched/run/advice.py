@@ -40,8 +40,8 @@ class Verified(NamedTuple):
     """A round of `AheadRollout(correction="verify")`, in seconds."""
 
     cost: float
-    """Verification, what was drawn after it, and the trainer's wait for the drafts, without the
-    time in which it computed gradients."""
+    """Verification, draws after it, and the trainer's wait for the drafts, without the time in
+    which it computed gradients."""
     plain: float
     """Least time in which the engine would draw the whole round at once."""
     kept: float
@@ -148,7 +148,7 @@ def no_eos(eos_token_ids: Sequence[int]) -> str | None:
 
 
 def trains_with_noise(policy: nn.Module) -> str | None:
-    """Warn of a policy of one's own whose training passes have dropout, which engines have not."""
+    """Warn of a user's policy with dropout in its training passes; engines have none."""
     if not any(module.training for module in policy.modules()):
         return None
     config = getattr(base_model(policy), "config", None)

@@ -180,7 +180,7 @@ def _is_lightnings(cls: type) -> bool:
 
 
 def check_given_to(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse what a Trainer is given in place of the module, of its settings or of a data module.
+    """Refuse a compiled module, other data than a data module, and settings of the module.
 
     Args:
         trainer: Trainer that is about to run the module.

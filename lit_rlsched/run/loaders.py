@@ -121,7 +121,7 @@ class Evaluation:
         )
 
     def _between_rounds(self) -> Drawing | None:
-        """Return what the next round is drawn with, if it has the weights of this validation."""
+        """Return the `Drawing` of the next round, if it has the weights of this validation."""
         run, trainer = self._run, self._run.trainer
         trains = self._stage == "val" and trainer.state.fn == "fit" and run.resumed is None
         if trains and (run.current is None or run.round_is_over):

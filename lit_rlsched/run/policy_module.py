@@ -91,7 +91,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         lora_target_modules: Layers that get adapters, as in peft: their names, a regular
             expression, or `all-linear`, the default.
         reference_model: Reference model of the KL: `initial`, the model at the start of training,
-            or for a `model` that is an adapter `base`, the model under it.
+            or, if `model` is an adapter, `base`, the model under it.
         loss_type: Ratio and normalisation of the loss; see `losses.policy_loss`.
         epsilon: Clip distance of the ratio.
         epsilon_high: Upper clip distance if it differs (clip-higher); the cap of CISPO.
@@ -100,12 +100,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         importance_sampling_mode: How the ratio of the trainer's to the engine's log-probs corrects
             the loss; `None` switches the correction off.
         importance_sampling_clip_max: Maximum of that ratio.
-        old_logprobs: Denominator of the clipped ratio: the log-probs by the `trainer` under the
-            weights at the start of the round, or those that the `engine` recorded, under whichever
-            version drew the token. The default is `engine` if a round has tokens of several
-            versions (`SortedBatching(mode="partial")`) and `loss_type` is not `rloo`, else
-            `trainer`. With `engine` the clipped ratio itself is the correction, unbounded for
-            negative advantages unless `delta` is set, and `importance_sampling_mode` has no effect.
+        old_logprobs: Denominator of the clipped ratio: log-probs by the `trainer` under the weights
+            at the start of the round, or by the `engine` under the version that drew the token. The
+            default is `engine` if a round has tokens of several versions
+            (`SortedBatching(mode="partial")`) and `loss_type` is not `rloo`, else `trainer`. With
+            `engine` the clipped ratio itself is the correction, unbounded for negative advantages
+            unless `delta` is set, and `importance_sampling_mode` has no effect.
         shared_prefix: Whether the update encodes a prompt once for several of its completions, with
             the same loss and gradients up to rounding. The default does so where it saves time and
             the model supports it; the first such completions are encoded both ways, and sharing is
@@ -177,7 +177,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         return self.hparams
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what the Trainer was given in place of our settings, before it loads anything."""
+        """Refuse Trainer arguments that our settings replace, before anything is loaded."""
         check_given_to(self.trainer, self)
         return []
 

@@ -35,7 +35,7 @@ _TRAINER = (
 def run_config(
     trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable | RowStream]
 ) -> dict[str, Any]:
-    """Return the settings of a run that are no hyperparameters of its module or data module.
+    """Return a run's settings other than the hyperparameters of its module and data module.
 
     Args:
         trainer: Trainer with its module and callbacks.
@@ -95,7 +95,7 @@ def schedule(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def run_name(trainer: Trainer) -> str:
-    """Return what the run does in a few words: `grpo-sorted_batching-Qwen3-0.6B`."""
+    """Return a short name of the run: `grpo-sorted_batching-Qwen3-0.6B`."""
     module = trainer.lightning_module
     systems = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in schedule(trainer))
     model = str(module.hparams.get("model", "")).rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""What a user has set of a run: the same object for its start, its loaders and its rounds."""
+"""The user's settings of a run: one object for its start, its loaders and its rounds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class RunSettings:
     sampling: Sampling
     """How completions are drawn in training."""
     evaluation: EvaluationSettings
-    """Which completions are drawn of held-out prompts."""
+    """Which completions of held-out prompts are drawn."""
     prompts_per_round: int
     num_generations: int
     steps_per_round: int

@@ -154,7 +154,7 @@ class Startup:
             )
 
     def _check_ranks(self) -> None:
-        """Refuse what cannot be done with a policy of which each process has a part."""
+        """Refuse settings that do not work with a sharded policy."""
         if not is_sharded(self._trainer):
             return
         module = self._trainer.lightning_module
@@ -176,7 +176,7 @@ class Startup:
     def _check_drafts(self) -> None:
         """Refuse drafts of several policy versions.
 
-        Also those that would decide which completions end first, by the memory they take.
+        Also refuse drafts whose memory would decide which completions end first.
         """
         schedule, rule = self._schedule, self._schedule.rule
         mixed = rule.max_staleness != 0
@@ -368,7 +368,7 @@ class Startup:
             rank_zero_warn(text)
 
     def _lost_tokens(self) -> list[str]:
-        """Special tokens that rewards are likely to look for, and that they do not see."""
+        """Special tokens that rewards are likely to look for but do not see."""
         if not self._settings.skip_special_tokens:
             return []
         found = special_tokens(self._tokenizer)

@@ -170,7 +170,7 @@ class TrainingRun:
 
     @property
     def rounds_over(self) -> int:
-        """Number of rounds of which the Trainer has taken all its steps."""
+        """Number of rounds whose steps the Trainer has all taken."""
         if self.resumed is not None:
             return int(self.resumed["num_rounds"])
         return self.num_rounds + self.round_is_over
@@ -365,7 +365,7 @@ class TrainingRun:
             self.lead(self.rounds.next.wait)
 
     def drawing(self, number: int) -> Drawing:
-        """Return what a round is drawn with under the current weights."""
+        """Return the `Drawing` of a round under the current weights."""
         trainer = self.trainer
         assert self.session is not None
         return Drawing(
@@ -402,7 +402,7 @@ class TrainingRun:
         return Counter({f"dropped/{why}": dropped} if dropped else {})
 
     def _leave(self, trainer: Trainer) -> None:
-        """Keep the prompts of another Trainer's pool, and drop what it drew and did not train on.
+        """Keep the prompts of another Trainer's pool, and drop its draws that were not trained on.
 
         The new Trainer counts policy versions from 0.
         """

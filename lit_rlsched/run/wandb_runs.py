@@ -1,4 +1,4 @@
-"""What W&B runs are told besides settings and metrics: name, tags, x-axes, artifacts, their id."""
+"""W&B runs besides settings and metrics: name, tags, x-axes, artifacts, id."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -189,8 +189,8 @@ class Admission:
     so they are short, and a length predictor needs their tokens. The others follow in `order`.
 
     In `least_attained` order (least attained service first, as in operating systems) requests take
-    turns: where others wait, a request is admitted for an eighth of the maximum length, then pauses
-    until those with fewer tokens have caught up; for `later` ones none makes way. The long
+    turns. While others wait, a request is admitted for an eighth of the maximum length, then pauses
+    until requests with fewer tokens have caught up. No request makes way for `later` ones. Long
     completions thus start early and end at about the same time, without any prediction. Rounds that
     may throw away unfinished completions set `take_turns` to false: requests then keep their slot,
     as in `fifo`.

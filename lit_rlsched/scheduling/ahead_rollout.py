@@ -6,10 +6,11 @@ from typing import Literal
 from lit_rlsched.types import Group
 
 Correction = Literal["verify", "importance"]
-"""How tokens are used that an earlier policy drew: as drafts, or with importance sampling."""
+"""How tokens of an earlier policy are used: as drafts, or with importance sampling."""
 
 PARTS = 4
-"""Parts in which the drafts of a round are verified. What is cut of one decodes beside the next."""
+"""Parts in which a round's drafts are verified. Completions cut in one part decode while the
+trainer verifies the next."""
 
 
 def has_drafts(groups: Sequence[Group]) -> bool:
@@ -27,8 +28,8 @@ def verified_together(groups: Sequence[Group]) -> list[list[Group]]:
     """Split groups into `PARTS` of about equal positions, those with the longest drafts first.
 
     The longer a draft is, the more may be left to decode of its completion. Groups with a
-    completion that has none come first. Which part a group is in changes nothing of what is kept
-    of its drafts.
+    completion without a draft come first. The part of a group does not change how much of its
+    drafts is kept.
     """
 
     def longest(group: Group) -> float:
@@ -45,5 +46,5 @@ def verified_together(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 AfterRound = Literal["go_on", "cut"]
-"""What becomes of these drafts when the round is over: they go on beside the update
-(`AheadRollout`), or end where they are (`DrainFilling`)."""
+"""What happens to these drafts at the end of the round: they go on beside the update
+(`AheadRollout`), or stop (`DrainFilling`)."""

@@ -1,7 +1,8 @@
 """Where draft tokens come from: the texts of a rollout, or a class of the user's.
 
-The built-in way is prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) over all
-completions of a prompt, and over those of other prompts for what these do not know.
+The built-in drafter is prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) over
+all completions of a prompt. Where these have no match, it looks in the completions of other
+prompts.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ Looking up all from 8 to 2 saves 0.5 % of the decode steps on recorded texts, an
 long to learn.
 """
 MOST_SEQUENCES = 1 << 20
-"""Most sequences of all groups that are known at once: 0.1 GB. Then they are learned anew."""
+"""Maximum number of sequences of all groups that are kept: 0.1 GB. Then they are learned anew."""
 LEAD = 1 << 32
 
 
 class Drafter(Protocol):
-    """What a drafter of the user's own has: one method, and a constructor without arguments."""
+    """A user's own drafter: one method, and a constructor without arguments."""
 
     def propose(
         self, text: Sequence[int], siblings: Sequence[Sequence[int]], most: int
@@ -85,9 +86,9 @@ def ask(
 class GroupIndex:
     """Knows what mostly followed each sequence of 6, 4 or 2 tokens, in a group's and in all texts.
 
-    Each text is learned from where it was left, so it is read once, however often it is used.
-    Majorities are kept by the vote of Boyer and Moore ("MJRTY", 1981), one number per sequence:
-    on recorded texts drafts are as often right as with all counts.
+    Learning a text continues where it stopped, so each text is read once. Majorities are kept by
+    the vote of Boyer and Moore ("MJRTY", 1981), one number per sequence: on recorded texts drafts
+    are as often right as with all counts.
 
     Args:
         of_all: Votes of all groups, to which this one adds its own; by default those of this one.
@@ -130,9 +131,9 @@ class GroupIndex:
         self._learned.pop(name, None)
 
     def propose(self, text: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens; each is what mostly followed the longest known end.
+        """Return at most `most` tokens; each is the one that mostly followed the longest known end.
 
-        Of an end that both know, the group decides.
+        If an end is known in the group and in all texts, the group decides.
         """
         pairs = _pairs(text[-ENDS[0] :])
         drafted: list[int] = []
@@ -156,7 +157,7 @@ class GroupIndex:
 
 
 def _pairs(text: Sequence[int]) -> list[int]:
-    """Hashes of a text's tokens with the token behind each, of which `_keys` are made."""
+    """Hashes of a text's neighbouring tokens; `_keys` combines them."""
     return [hash(pair) for pair in pairwise(text)]
 
 
@@ -171,6 +172,6 @@ def _keys(pairs: Sequence[int], at: int) -> tuple[int, ...]:
 
 
 def _common(first: Sequence[int], text: Sequence[int]) -> int:
-    """Number of tokens at the start that both have."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(first, text, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(text)))

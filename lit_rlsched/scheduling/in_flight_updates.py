@@ -12,9 +12,9 @@ from lit_rlsched.types import Group
 Pace = Literal["turns", "free"]
 """Whether rollout and trainer wait for each other at the turns at which weights change."""
 Cache = Literal["recompute", "keep"]
-"""What becomes of the keys and values that older weights have computed."""
+"""What happens to keys and values of older weights."""
 TooOld = Literal["wait", "verify"]
-"""What becomes of prompts whose tokens would get too old: they are waited for, or verified."""
+"""What happens to prompts whose tokens would get too old: rounds wait for them, or verify them."""
 OWNER = "InFlightUpdates"
 
 
@@ -57,7 +57,7 @@ class InFlight:
 def capacity(max_staleness: int, update_prompts: int, updates: int) -> int:
     """Number of prompts that may have been admitted in all when an update begins.
 
-    AReaL's rule (arXiv 2505.24298, section 5.1). If no prompt overtakes another one, those that are
+    AReaL's rule (arXiv 2505.24298, section 5.1). If no prompt overtakes another, the prompts
     admitted now are trained on within the next `max_staleness` rounds.
 
     Args:
@@ -110,12 +110,12 @@ def taken(overtaken: Sequence[int], ready: Sequence[bool], most: int, window: in
 class WindowedRound(RoundRule):
     """Ends a round as soon as an update's prompts are ready, oldest first, within a window.
 
-    The windowed first-in-first-out order of MiniMax's Forge and TitanRL: prompts that are ready may
-    overtake others that still decode, but none is overtaken `window` times. What is not ready goes
-    on in the next round.
+    The windowed first-in-first-out order of MiniMax's Forge and TitanRL: ready prompts may overtake
+    others that still decode, but no prompt is overtaken `window` times. Prompts that are not ready
+    go on in the next round.
 
-    With `too_old="verify"` nothing waits: any prompts that are ready may overtake. A round begins
-    with a draft of each completion that would have too old tokens when the next update begins.
+    With `too_old="verify"` nothing waits: any ready prompt may overtake. Completions whose tokens
+    would be too old at the next update begin the round as drafts.
 
     Args:
         update_prompts: Prompts of an update.

@@ -75,7 +75,7 @@ class SlotSettings:
 
         Args:
             predicted: Whether lengths are predicted.
-            early: Whether rounds end before all is decoded, so that what starts late is deferred.
+            early: Whether rounds end early, so that completions that start late are deferred.
 
         Raises:
             ValueError: the order needs predictions and there are none.

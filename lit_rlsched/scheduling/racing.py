@@ -78,7 +78,7 @@ def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], wa
 
 
 PATIENCE = 5.0
-"""Seconds per round for which a race waits for scores before others may overtake."""
+"""Longest time per round, in seconds, to wait for scores before others may overtake."""
 
 
 class RacingRound(RoundRule):

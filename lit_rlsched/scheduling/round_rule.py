@@ -28,7 +28,7 @@ class RoundState:
     stopped: dict[str, list[Completion]] = field(default_factory=dict)
     """Completions that were removed from each group because it had `enough`."""
     patient: bool = False
-    """Whether the round still waits for the scores of those that were decoded first."""
+    """Whether the round still waits for the scores of the groups decoded first."""
     final: int = 0
     """Length of the prefix of `decoded` whose order is final: the groups of earlier steps."""
 
@@ -36,8 +36,8 @@ class RoundState:
 class RoundRule(ABC):
     """Decides the course of a round.
 
-    That is which prompts it decodes, when it ends, and what becomes of the rest. Rules have no side
-    effects.
+    It chooses the prompts that the round decodes, when the round ends, and what happens to the
+    rest. Rules have no side effects.
     """
 
     update_prompts: int
@@ -46,8 +46,8 @@ class RoundRule(ABC):
     """Maximum number of policy versions between a completion's first token and the round. An older
     completion is restarted. 0: all tokens of a round have one version; `None`: no limit."""
     verifies_from: int | None = None
-    """Number of policy versions between a completion's first token and the round from which on the
-    round begins with its tokens as a draft, to be verified. `None`: however old they are, not."""
+    """A completion whose first token is at least this many policy versions old is verified as a
+    draft when the round begins. `None`: never."""
     most_deferred = 0
     """Maximum number of prompts that wait in the pool beside those of a round."""
     ends_early = False
@@ -57,8 +57,8 @@ class RoundRule(ABC):
     keeps_drafts = False
     """Whether deferred completions keep their tokens as drafts that a later round verifies."""
     patience: float | None = None
-    """Seconds per round for which a round that could end waits for the scores of those that were
-    decoded first; then others may overtake them. `None`: the end does not depend on scores."""
+    """Longest time per round, in seconds, to wait for the scores of the groups decoded first. After
+    that, later groups may take their places. `None`: the end does not depend on scores."""
 
     @property
     def off_policy(self) -> bool:

@@ -73,9 +73,9 @@ class SortedRound(RoundRule):
 
     SortedRL's controller (arXiv 2603.23414, section 3). Prompts are loaded a pool at a time, once
     every prompt of the last pool was trained on. The whole pool decodes, as far as there are slots.
-    The round trains on everything that is finished when it ends, also on what finished in the same
-    step beyond an update. Short completions thus come first in each pool and long ones last, and
-    none is delayed forever: a pool of `n` updates takes at most `n` rounds.
+    The round trains on every completion that is finished when it ends, even if the last step
+    finished more than an update needs. Short completions thus come first in each pool and long ones
+    last, and none is delayed forever: a pool of `n` updates takes at most `n` rounds.
 
     Args:
         update_prompts: Prompts of an update.
@@ -129,7 +129,7 @@ class SortedRound(RoundRule):
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
         """The first groups of the pool that together hold the completions of a round.
 
-        A group of which some completions were already trained on counts for the others only.
+        A group that was partly trained on counts with its other completions only.
         """
         sizes = [len(group.completions) for group in pool]
         most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)

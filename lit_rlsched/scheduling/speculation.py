@@ -51,7 +51,7 @@ class DraftCounts:
     proposed: int = 0
     """Draft tokens."""
     accepted: int = 0
-    """Those that were drawn. The steps drew `row_steps + accepted` tokens."""
+    """Accepted draft tokens. The steps drew `row_steps + accepted` tokens."""
     failures: int = 0
     """Calls of the user's drafter that raised or returned something unusable."""
 
@@ -91,8 +91,8 @@ class DraftTokens:
     """The texts that an engine knows, and the draft tokens that follow from them.
 
     Texts of a group stay while one of its requests runs. After that they stay until `forget`, as
-    further requests of the group may wait, but those idle for longest go when there are more than
-    `IDLE_TOKENS`. What one group has learned serves the others until no request runs.
+    further requests of the group may wait. Beyond `IDLE_TOKENS`, the texts that were idle for
+    longest are dropped. Groups use what others have learned until no request runs.
 
     Args:
         settings: The settings.
@@ -154,7 +154,7 @@ class DraftTokens:
             self._votes.clear()
 
     def forget(self) -> None:
-        """Drop the texts of groups of which no request runs, as after the end of a rollout."""
+        """Drop the texts of groups without a running request, as after the end of a rollout."""
         self._idle, self._idle_tokens = {}, 0
 
     def propose(self, running: Sequence[str]) -> dict[str, list[int]]:

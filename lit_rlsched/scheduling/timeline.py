@@ -18,7 +18,7 @@ Span = tuple[float, float]
 
 
 def cut(spans: Sequence[Span], by: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """Return the parts of the spans that lie inside of others, and those that do not.
+    """Split spans into the parts inside of `by` and the parts outside.
 
     Both are in order, and neither overlaps itself.
     """
@@ -108,7 +108,7 @@ def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) 
 def filled_trainer(
     known: Iterable[Interval], whole: Sequence[Span], engines: Sequence[Span]
 ) -> list[Interval]:
-    """Fill the gaps with other work, which is also what a wait for idle engines is."""
+    """Fill the gaps with other work; a wait for idle engines counts as other work too."""
     known = [*known]
     spans = [i.span for i in known]
     works = cut(whole, spans)[1]
@@ -234,7 +234,7 @@ class Timeline:
     def mark(self, moment: float | None = None) -> None:
         """Let the current lap end now, or at an earlier moment.
 
-        What ended before the last mark is forgotten, in case that nobody asks for laps.
+        Intervals that ended before the last mark are dropped, in case nobody asks for laps.
         """
         self._take(self._end)
         self._end = self.now() if moment is None else moment

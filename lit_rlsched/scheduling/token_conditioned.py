@@ -170,7 +170,7 @@ class TokenConditioned(LengthPredictor):
     teaches only the history, which also predicts until a first completion has finished.
 
     Memory: the features of the `max_waiting` completions predicted last (float32), and a square
-    matrix. The former are not in the checkpoint: after a resume, unfinished completions are
+    matrix. A checkpoint does not hold these features: after a resume, unfinished completions are
     predicted again.
 
     Args:

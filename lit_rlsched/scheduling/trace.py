@@ -91,7 +91,7 @@ class RolloutTrace:
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
         self._earlier: dict[str, int] = {}
-        """Tokens of running requests that an earlier trace has."""
+        """Tokens of running requests that an earlier trace counts."""
         self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
@@ -272,7 +272,7 @@ class RolloutTrace:
             column.append(value)
 
     def split(self, drawn: Mapping[str, int]) -> "RolloutTrace":
-        """End this trace, and return one of what follows.
+        """End this trace, and return the next one.
 
         Args:
             drawn: Tokens that each running request has drawn since it was admitted.

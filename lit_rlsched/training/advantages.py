@@ -1,7 +1,7 @@
 """Advantages from rewards `[P, G]`, with a row per group and NaN for a missing score.
 
-A completion without a score gets advantage 0 and stays out of its group's baseline; so does one
-that is the only one with a score. Statistics are computed in float64 and do not overflow for large
+A completion without a score gets advantage 0 and stays out of its group's baseline; so does the
+only scored completion of a group. Statistics are computed in float64 and do not overflow for large
 rewards; an infinite reward counts as missing.
 """
 
@@ -124,8 +124,8 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
 def batch_normalized(rewards: Tensor) -> Tensor:
     """REINFORCE++'s advantage (arXiv 2501.03262): `A = (R - mean) / (std + 1e-4)` over the batch.
 
-    As in SortedRL (arXiv 2603.23414, equation 3) the batch `[P, G]` is what is trained on together,
-    so an advantage depends on its composition; a group may have a single completion.
+    As in SortedRL (arXiv 2603.23414, equation 3) the batch `[P, G]` holds all completions of the
+    update, so an advantage depends on its composition; a group may have a single completion.
     """
     scaled, unit = _scaled(rewards)
     batch = scaled.reshape(1, -1)

@@ -175,15 +175,15 @@ class Drafts:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
 
         A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
-        token drawn after it. It is finished if these tokens end it. Of a draft beyond the limit
-        its first tokens are verified. Each token is compared with the policy that drew it; a draft
-        whose weights are not kept is discarded. `policy` has the weights of `version`; the noise
+        token drawn after it. It is finished if these tokens end it. If a draft exceeds the limit,
+        only its first tokens are verified. Each token is compared with the policy that drew it; a
+        draft without kept weights is discarded. `policy` has the weights of `version`; the noise
         depends on `seed`, `salt`, prompt, index and version alone.
 
         Raises:
-            RuntimeError: If the engine's log-probs differ from those that the trainer computes with
-                the weights that drew the drafts by more than `allowed_gap` on average. The result
-                would not be draws of `policy`.
+            RuntimeError: If the log-probs of engine and trainer, under the weights that drew the
+                drafts, differ by more than `allowed_gap` on average. The result would not be draws
+                of `policy`.
         """
 
         def trial(sample: Sample, draft: Draft) -> _Trial:
@@ -240,7 +240,7 @@ class Drafts:
         return audit
 
     def give_old_logprobs(self, completions: Iterable[Completion], version: int) -> None:
-        """Let the pass that verified a draft be that of the old log-probs, if it was kept whole."""
+        """Use the log-probs of the verification as the old ones, if a draft was kept whole."""
         whole = {id(completion) for completion in self.kept_whole}
         for completion in completions:
             if id(completion) in whole and completion.tokens_of(version):
@@ -302,8 +302,8 @@ def _cut(
         batch: Drafts.
 
     Returns:
-        The sum over tokens of the difference between the log-probs of the engine that drew them and
-        those with the weights that drew them, each `MOST_OF_ONE` at most.
+        The sum over tokens of the difference between the engine's and the trainer's log-probs under
+        the weights that drew them, each at most `MOST_OF_ONE`.
     """
     temperature = batch[0].temperature
     distributions = partial(vocabulary_logprobs, policy, temperature=temperature)

@@ -1,4 +1,4 @@
-"""What the data module asks of a LightningModule between rollout and update."""
+"""The methods that the data module calls on a LightningModule between rollout and update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

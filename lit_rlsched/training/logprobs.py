@@ -45,8 +45,8 @@ def completion_logprobs(
 
     Only positions that predict a completion token go through the LM head, in chunks. With more than
     one chunk, the backward pass recomputes a chunk's logits. The first call with a model compares
-    body and LM head with the model's own forward, which is used instead, with a warning, if it
-    gives other logits.
+    body and LM head with the model's own forward. If the logits differ, a warning says so and the
+    model's own forward is used instead.
 
     Args:
         model: A transformers causal language model, or one wrapped by PEFT.
@@ -216,7 +216,7 @@ def _completion_starts(
 def _shared_layout(
     input_ids: Tensor, starts: Tensor, completion_lengths: Tensor, completion_rows: Tensor
 ) -> dict[str, Tensor]:
-    """Build model inputs with which completions that share a row do not see each other.
+    """Build model inputs that hide the completions of one row from each other.
 
     Returns:
         `position_ids` `[R, T]`, which continue from the prompt for each completion, and a boolean
@@ -242,7 +242,7 @@ def _shared_layout(
 
 
 def _to_addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What eager attention adds to its scores: 0 where `mask` is True, else the minimum."""
+    """The addend of eager attention's scores: 0 where `mask` is True, else the minimum."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 

@@ -143,7 +143,7 @@ def read_config(config: Mapping[str, Any]) -> Any:
 
 
 def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
-    """The `lora_*` settings with what follows from the adapter, or their defaults.
+    """The `lora_*` settings, completed from the adapter or with their defaults.
 
     Args:
         given: Settings of the module.

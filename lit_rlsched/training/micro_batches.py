@@ -87,8 +87,8 @@ class MicroBatch:
         truncated_sampling: Whether tokens were drawn with top-p, top-k or min-p. `rollout_logp`
             then belongs to the truncated distribution and is not comparable with the trainer's.
         step_sequences: Completions of the whole optimizer step, trained on or not.
-        step_tokens: Tokens that the loss of the whole optimizer step is defined on; the average
-            over the steps of the round if it has several.
+        step_tokens: Tokens in the loss of the whole optimizer step; with several steps in the
+            round, their average.
         off_policy: Whether tokens drawn by earlier policies may be included.
         max_completion_length: Maximum number of tokens per completion in the rollout.
         is_first: Whether this is the first micro-batch of its optimizer step, or of a part of it.
@@ -220,7 +220,7 @@ class OptimizerStep:
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.
         totals: Sequences and tokens of the step.
-        divisor: What the losses of the micro-batches are divided by.
+        divisor: Divisor of the losses of the micro-batches.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ _ATTEMPTS = ("ran", "unfinished", "stale", "stopped", "drafted")
 class NextRound:
     """Draws the next round in the background: the round itself, or drafts of its completions.
 
-    What is drawn follows from the weights at its begin and from seeds, not from timing. `wait`
-    ends the rollout in the background; before it, the pool must not be read.
+    The weights at its beginning and seeds decide what is drawn, timing does not. `wait` ends the
+    rollout in the background; do not read the pool before.
 
     Args:
         runner: Draws rounds and holds the pool.
@@ -41,7 +41,7 @@ class NextRound:
         self._drafts: Following | None = None
         self._drawn: DrawnRound | None = None
         self._beside: dict[str, float] = {}
-        """What the rollout in the background has measured."""
+        """Metrics of the rollout in the background."""
         self._metrics: dict[str, float] = {}
 
     def begin(

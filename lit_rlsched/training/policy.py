@@ -131,7 +131,7 @@ def _naming(model: str) -> Iterator[None]:
 
 
 def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, float]]:
-    """Yield the rates of all that is random in train mode, with their names and configs.
+    """Yield the rates of all noise in train mode, with their names and configs.
 
     Dropout of layers, tokens and paths, and jitter of a router; models hold many as plain numbers.
     """

@@ -59,7 +59,7 @@ class Round:
         return Round, (self.number, self.version, self.groups, None, self.metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What training on the round needs."""
+        """The state that training on the round needs."""
         lost = self.lost
         if self.accumulated:
             divisor = self.accumulated[0].divisor

@@ -31,7 +31,7 @@ def measure(
 ) -> dict[str, float]:
     """Compute all metrics of a round that was just drawn and of its optimizer steps.
 
-    `planned` are the groups that the round was to decode, `names` those of the reward functions.
+    `planned` are the groups that the round was to decode, `names` the reward functions' names.
     """
     assert round.trace is not None, "a resumed round has its metrics"
     all_steps = [update.step(round, i) for i in range(update.num_steps)]
@@ -110,7 +110,7 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
     """Metrics of the rollout: counters that are deterministic, then seconds.
 
     `steps_over_lower_bound` compares with the minimum number of decode steps over all orders of the
-    same lengths on as many slots. With a memory budget these are the most slots that were in use.
+    same lengths on as many slots. With a memory budget, the largest number of slots in use counts.
     A length is a number of tokens or, with draft tokens, of the steps in which a completion ran.
     """
     lengths = trace.row_steps if trace.total("proposed") else trace.drawn
@@ -220,10 +220,10 @@ MOST = 8
 
 
 def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -> dict[str, float]:
-    """Estimate the divergence of what the engine drew from the policy of the same version.
+    """Estimate the divergence of the engine's draws from the policy of the same version.
 
-    Over the tokens of the newest version in completions that older ones began: the policy has these
-    weights now, and only the engine's cache differs.
+    It covers the tokens of the newest version in completions that older versions began. The policy
+    has these weights now, and only the engine's cache differs.
 
     Returns:
         `in_flight/cache_kl`, in nats per token (`exp(d) - 1 - d` with `d = p - q`, k3), if there

@@ -60,7 +60,7 @@ class RoundSettings:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a round is drawn with."""
+    """Engine, weights, rule and hooks that draw a round."""
 
     session: RolloutSession
     policy: nn.Module
@@ -90,7 +90,7 @@ class TrainingRounds:
         self._blamed: set[str] = set()
 
     def draw(self, how: Drawing) -> tuple[Round, Counter[str]]:
-        """Draw the next round, assign its advantages, and settle what is left of it.
+        """Draw the next round, assign its advantages, and settle the rest of it.
 
         A round that was drawn ahead is not drawn again. The returned counters are `num_tokens`,
         `num_completions`, `dropped/*` ...

@@ -44,7 +44,7 @@ class Update:
     forward_context: ForwardContext
     team: Team = field(default_factory=Team)
     stale: bool = False
-    """Whether rounds are drawn by an earlier policy than the one that they train."""
+    """Whether rounds are drawn under an earlier policy version than the one that they train."""
 
     @property
     def off_policy(self) -> bool:
@@ -120,7 +120,7 @@ class Update:
         return step
 
     def accumulate_again(self, round: Round, taken: int) -> None:
-        """Compute the gradients again that a resumed round has lost, each rank its share.
+        """Recompute the gradients that a resumed round has lost, each rank its share.
 
         Nothing is lost if a step of the round is `taken`, or if the learner takes the whole update.
         """

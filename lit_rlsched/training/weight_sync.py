@@ -62,7 +62,7 @@ class PolicyReader:
 
     @property
     def tasks(self) -> dict[str, Callable[..., Any]]:
-        """What the ranks that follow do when the leader reads."""
+        """The part of the other ranks when the leader reads."""
         return {
             "not_finite": self._not_finite,
             "weights": self._weights,
@@ -257,7 +257,7 @@ def tolerance(trainer: torch.dtype, engine: torch.dtype, device: torch.device) -
 
 
 def allowed_gap(engine: RolloutEngine, spec: EngineSpec) -> float:
-    """Mean difference of `REDRAWN` tokens or more beyond which the weights are others."""
+    """Mean difference of `REDRAWN` or more tokens above which the weights count as wrong."""
     return SLACK * tolerance(spec.dtype, engine.cache_dtype(spec), spec.device)
 
 

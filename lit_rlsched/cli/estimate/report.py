@@ -95,7 +95,7 @@ def _draft_tokens(ledger: Ledger) -> list[str]:
 
 
 def _cluster(ledger: Ledger) -> list[str]:
-    """Say what a Ray cluster must have; nothing without `RayEngine`."""
+    """Say which resources a Ray cluster must have; nothing without `RayEngine`."""
     run, engines = ledger.run, ledger.run.settings.engine.engines
     first, held = engines[0], ledger.engine(ledger.slots)
     if not isinstance(first, RayEngine):

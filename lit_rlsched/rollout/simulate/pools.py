@@ -28,11 +28,12 @@ def recommend_slots(
 ) -> int:
     """Number of slots with which a pool idles no more than `bubble_ratio`.
 
-    In `partial` mode with `fifo` this is the largest such number: more slots never make a pool end
-    later, so a number of slots that idles too much rules out all smaller numbers that would idle
-    too much in as many steps. Otherwise more slots may also end later, and bisection finds a number
-    that keeps to the target while one more slot does not. At most as many slots as completions are
-    considered. See `docs/explanation/sorted_rl.md` for a number that is safe for any pool.
+    In `partial` mode with `fifo` this is the largest such number: more slots never lengthen a pool,
+    so if `n` slots are idle too much, we can skip every smaller number that would still be idle too
+    much in the same number of steps. Otherwise more slots may also end later, and bisection finds a
+    number that keeps to the target while one more slot does not. At most as many slots as
+    completions are considered. See `docs/explanation/sorted_rl.md` for a number that is safe for
+    any pool.
 
     Args:
         lengths: Tokens of each completion in the order of the pool, from a schedule that trains on

@@ -1,4 +1,4 @@
-"""What checkpoints hold of the policy, and the checks before they are loaded."""
+"""The policy in checkpoints, and the checks before they are loaded."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class PolicyCheckpoints(LightningModule):
     _sharing: Sharing
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remove the base of adapters, and add what a checkpoint of weights does not say."""
+        """Remove the base of adapters, and add facts that weights do not show."""
         assert self.model is not None
         checkpoint["shared_prefix"] = self._sharing.works
         base = base_model(self.model).named_parameters()
@@ -50,7 +50,7 @@ class PolicyCheckpoints(LightningModule):
         self._sharing.works = checkpoint.get("shared_prefix")
 
     def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Check what a checkpoint holds of the policy and its optimizer.
+        """Check the policy's weights and optimizer state in a checkpoint.
 
         Raises:
             ValueError: If names or shapes of the weights differ, or if a fit is to resume from a

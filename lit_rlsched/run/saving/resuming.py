@@ -1,4 +1,4 @@
-"""What a run may resume from: checks of a checkpoint's contents against this run.
+"""Checks of a checkpoint's contents against the run that resumes from it.
 
 Each check raises a `CheckpointError` or `ValueError` that names both values and a fix.
 """
@@ -131,7 +131,7 @@ def complete(
     decode: Callable[[Sequence[int]], str],
     keeps_drafts: bool,
 ) -> None:
-    """Add what a checkpoint does not hold, and drop drafts that the resumed run cannot use."""
+    """Add the texts that a checkpoint does not hold, and drop drafts that the run cannot use."""
     for completion in completions:
         if not keeps_drafts:
             completion.draft = None

@@ -30,7 +30,7 @@ _OTHERS = ("pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Refuses everything but what describes a folder."""
+    """Refuses all classes except those that describe a folder."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" in _OTHERS:
