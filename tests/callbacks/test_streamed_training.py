@@ -160,7 +160,7 @@ def test_with_every_scheduler(fit, exact_model, callbacks, delay, request):
         trained = fit(module, [*callbacks(), *more], EXACT, **{**RAGGED, **wider}, **rewards)
         modules.append(trained[1])
     assert any(stream.parts)
-    assert not early or trained[2].counters["dropped/stopped"] > 0
+    assert not early or trained[2].run.counters["dropped/stopped"] > 0
     check_same(modules[1], modules[0])
 
 

@@ -97,6 +97,7 @@ def test_the_whole_gold_scores_and_no_number_in_it_does(answer: str, wrap: str) 
     assert score(rf"so it is \boxed{{{answer}}}", gold) == 1
     numbers = {*re.findall(r"\d+(?:\.\d+)?", answer), *re.findall(r"\d", answer)} - {answer}
     assume(not re.fullmatch(rf"y = ({'|'.join(numbers)})", answer))  # a variable is left out
+    assume(answer != "2!")  # is 2
     assert not [number for number in numbers if score(rf"\boxed{{{number}}}", gold)]
 
 
