@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_rlsched.export import Dtype, check_arguments, export_state
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
-from lit_rlsched.run.saving.export import Dtype, check_arguments, export_state
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.wandb_runs import log_artifact
 
@@ -29,7 +29,7 @@ class ExportModel(Callback):
 
     Args:
         adapter: Write the LoRA adapters as a PEFT folder instead of merging them into the base.
-        dtype: Of the weights; see `lit_rlsched.run.saving.export.export`.
+        dtype: Of the weights; see `lit_rlsched.export.export`.
         push_to_hub: Name of a repository on the Hub for the best model, or for the last one if
             there is no best.
 

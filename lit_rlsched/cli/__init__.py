@@ -1,5 +1,5 @@
 """The command line `lit-rlsched`.
 
-Imports `types`, `settings`, `text`, `processes`, `engines`, `data`, `training`, `run`, `callbacks`,
-`datamodule`, `module`.
+Imports `types`, `settings`, `text`, `processes`, `engines`, `data`, `training`, `run`, `export`,
+`callbacks`, `datamodule`, `module`.
 """
