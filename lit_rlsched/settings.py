@@ -136,23 +136,14 @@ def is_refusal(error: Exception) -> bool:
     return package in _PACKAGES and operation == dis.opmap["RAISE_VARARGS"]
 
 
-def _read_trl_names() -> dict[str, list[list[str]]]:
+@functools.cache
+def trl_names() -> dict[str, list[list[str]]]:
+    """TRL's names, ours (empty: no counterpart) and a remark, by the headings of the page."""
     rows: dict[str, list[list[str]]] = {}
     with Path(__file__).with_name("trl_names.csv").open(encoding="utf-8", newline="") as file:
         for heading, *row in [*csv.reader(file)][1:]:
             rows.setdefault(heading, []).append(row)
     return rows
-
-
-TRL_NAMES = _read_trl_names()
-"""TRL's names, ours (empty: no counterpart) and a remark, by the headings of the page."""
-
-_ROWS = {
-    name: (ours.split(", ") if ours else [], remark)
-    for rows in TRL_NAMES.values()
-    for names, ours, remark in rows
-    for name in names.split(", ")
-}
 
 
 def counterpart(name: str, written: Callable[[str], str]) -> str:
@@ -162,9 +153,11 @@ def counterpart(name: str, written: Callable[[str], str]) -> str:
         name: Name that somebody gave.
         written: How to write a setting such as `data.train_data`.
     """
-    if name not in _ROWS:
+    rows = (row for rows in trl_names().values() for row in rows)
+    row = next((row for row in rows if name in row[0].split(", ")), None)
+    if row is None:
         return ""
-    ours, remark = _ROWS[name]
+    ours, remark = row[1].split(", ") if row[1] else [], row[2]
     if len(both := [one for one in ours if one.endswith(f".{name}")]) == 1:
         ours = both
     remark = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)", "", remark)  # links of the page
@@ -182,7 +175,7 @@ def suggestion(name: str, known: Iterable[str], written: Callable[[str], str]) -
 
 def trl_as_markdown(title: str) -> str:
     """Return the table of one heading of the page."""
-    rows = TRL_NAMES[title]
+    rows = trl_names()[title]
     code = [
         [", ".join(f"`{n}`" for n in cell.split(", ") if n) for cell in row[:2]] for row in rows
     ]

@@ -1,6 +1,7 @@
 """What each file of the package imports of the package, read from the code."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def place(module: str) -> str:
     return module.partition(".")[0]
 
 
+@functools.cache
 def imports(module: str, types: bool = True) -> set[str]:
     """Modules that a module imports, also inside of functions.
 

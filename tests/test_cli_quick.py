@@ -18,7 +18,7 @@ from lit_rlsched.cli.errors import OnlyInFiles
 from lit_rlsched.cli.help import GROUPS
 from lit_rlsched.cli.quick import FLAGS, Check, Unclear, answer
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.settings import TRL_NAMES, RemembersInit
+from lit_rlsched.settings import RemembersInit, trl_names
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["fit", "validate", "test", "predict", "estimate", "export", "compare"]
@@ -204,7 +204,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path, monkeypatch, text: str, message:
     assert message in said("fit", "-c", "a.yaml")
 
 
-NAMES = [name for row in chain(*TRL_NAMES.values()) for name in row[0].split(", ")]
+NAMES = [name for row in chain(*trl_names().values()) for name in row[0].split(", ")]
 
 
 @pytest.mark.parametrize("name", NAMES)

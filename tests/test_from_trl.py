@@ -16,7 +16,7 @@ from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.settings import TRL_NAMES, constructor_arguments, trl_as_markdown
+from lit_rlsched.settings import constructor_arguments, trl_as_markdown, trl_names
 
 TEXT = (Path(__file__).parents[1] / "docs/tutorials/from_trl.md").read_text()
 PAGE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)  # without its code
@@ -64,7 +64,7 @@ def settings() -> dict[str, inspect.Parameter]:
     }
 
 
-@pytest.mark.parametrize("title", TRL_NAMES)
+@pytest.mark.parametrize("title", trl_names())
 def test_the_tables_are_those_of_the_code(title: str) -> None:
     assert table(title) == trl_as_markdown(title)
 
@@ -72,13 +72,13 @@ def test_the_tables_are_those_of_the_code(title: str) -> None:
 def test_every_name_of_trl_is_on_the_page_once() -> None:
     theirs = listed(*CURRENT)
     assert sorted(theirs) == sorted(THEIRS)
-    assert [*TRL_NAMES] == [*CURRENT, "Names of earlier versions"]
+    assert [*trl_names()] == [*CURRENT, "Names of earlier versions"]
     assert not THEIRS & {*listed("Names of earlier versions")}
 
 
-@pytest.mark.parametrize("name", listed(*TRL_NAMES))
+@pytest.mark.parametrize("name", listed(*trl_names()))
 def test_a_wrong_name_is_answered_with_ours_or_with_why_there_is_none(name: str) -> None:
-    (row,) = (row for title in TRL_NAMES for row in rows(title) if name in names(row[0]))
+    (row,) = (row for title in trl_names() for row in rows(title) if name in names(row[0]))
     ours = {one.rpartition(".")[2] for one in names(row[1])} if len(row) > 2 else set()
     tried = 0
     for cls, args in MADE.items():

@@ -63,19 +63,23 @@ class RolloutCallback(RemembersInit, Callback):
         """
 
 
+def find_run(trainer: Trainer) -> TrainingRun | None:
+    """Return the run of the Trainer's `RolloutDataModule`, if it has one."""
+    run = getattr(getattr(trainer, "datamodule", None), "run", None)
+    return run if isinstance(run, TrainingRun) else None
+
+
 def run_of(trainer: Trainer, callback: Callback) -> TrainingRun:
     """Return the run of the Trainer's `RolloutDataModule`.
 
     Raises:
         MisconfigurationException: there is no such data module.
     """
-    datamodule = getattr(trainer, "datamodule", None)
-    run = getattr(datamodule, "run", None)
-    if not isinstance(run, TrainingRun):
+    if (run := find_run(trainer)) is None:
+        kind = type(getattr(trainer, "datamodule", None)).__name__
         raise MisconfigurationException(
-            f"`{type(callback).__name__}` needs rollouts, but the data module is a "
-            f"`{type(datamodule).__name__}`. Fit with `datamodule=RolloutDataModule(...)`, or "
-            "remove the callback."
+            f"`{type(callback).__name__}` needs rollouts, but the data module is a `{kind}`. "
+            "Fit with `datamodule=RolloutDataModule(...)`, or remove the callback."
         )
     return run
 
@@ -98,5 +102,6 @@ def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, Ru
             "but one. A configuration with `callbacks+:` adds to the callbacks of the earlier ones."
         )
     run = run_of(trainer, callback)
-    check_pairs(run.facts.callbacks)
-    return run.schedule, run.facts
+    facts = run.facts
+    check_pairs(facts.callbacks)
+    return run.schedule, facts

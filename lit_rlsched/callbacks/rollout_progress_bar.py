@@ -10,10 +10,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, find_run
 from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.run.trainer import is_partial_check
-from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.text import duration, percent
 from lit_rlsched.training.round import Round
@@ -168,8 +167,8 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Say what is started before anything else is shown; it may take minutes."""
         super().setup(trainer, pl_module, stage)
-        run = getattr(getattr(trainer, "datamodule", None), "run", None)
-        if isinstance(run, TrainingRun) and self.is_enabled and trainer.is_global_zero:
+        run = find_run(trainer)
+        if run is not None and self.is_enabled and trainer.is_global_zero:
             print(f"Loading the model and starting {run.settings.engine.name} ...", flush=True)
 
     def on_evaluation_progress(

@@ -198,7 +198,7 @@ class EvaluationSteps(LightningModule):
     test_step = validation_step
 
     def predict_step(self, item: Evaluated, batch_idx: int) -> list[dict[str, Any]]:
-        """Return a row for each completion of a prompt; see `predictions.prediction_rows`."""
+        """Return a row for each completion of a prompt; see `prediction_rows`."""
         names = self.trainer.datamodule.run.settings.rewards.names  # type: ignore[attr-defined]
         return prediction_rows(item, names)
 

@@ -16,7 +16,7 @@ from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
 from lit_rlsched.data.stream import RowStream, StreamSource
-from lit_rlsched.ranks import Team
+from lit_rlsched.ranks import DistributedTeam, Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
@@ -193,8 +193,6 @@ class TrainingRun:
             engine = in_own_process(self.settings.engine)
             self.settings = replace(self.settings, engine=engine)
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
-            from lit_rlsched.ranks import DistributedTeam
-
             self.team = DistributedTeam()
             check_same_ranks(self.team.all_gather({"version": __version__, **self._same}))
             stop_together(trainer)

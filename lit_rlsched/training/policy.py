@@ -138,9 +138,12 @@ def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, flo
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             yield from noise(value)
-        elif (config.model_type, name) == _TOLERANCE:
-            continue
-        elif type(value) in (int, float) and value and _NOISE.search(name):
+        elif (
+            type(value) in (int, float)
+            and value
+            and _NOISE.search(name)
+            and (config.model_type, name) != _TOLERANCE
+        ):
             yield config, name, value
 
 
