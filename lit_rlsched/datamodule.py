@@ -192,7 +192,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         """Read the data sets that `stage` needs.
 
         Raises:
-            MisconfigurationException: the Trainer's strategy is not supported, or the data set of
+            UsageError: the Trainer's strategy is not supported, or the data set of
                 `stage` is missing.
         """
         assert self.trainer is not None

@@ -18,6 +18,7 @@ from lit_rlsched.run.saving.model_card import model_card
 from lit_rlsched.run.saving.resuming import check_same_weights
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.saving.sharded_checkpoints import is_sharded_checkpoint
+from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.training.lora import (
     adapter_config,
     add_lora,
@@ -73,14 +74,14 @@ def export(
 
     Raises:
         CheckpointError: the file is not a readable checkpoint of this package.
-        ImportError: the checkpoint has LoRA adapters, and peft is missing.
-        RuntimeError: the upload failed; the folder stays.
-        ValueError: an argument is wrong, or base model or tokenizer cannot be found.
+        UsageError: the checkpoint has LoRA adapters, and peft is missing.
+        RunFailed: the upload failed; the folder stays.
+        UsageError: an argument is wrong, or base model or tokenizer cannot be found.
     """
     check_arguments(dtype, push_to_hub)
     folder = Path(out).resolve()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ValueError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
+        raise UsageError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
     path = find_checkpoint(ckpt_path)
     checkpoint = read_checkpoint(path, optimizers=False)
     return export_state(
@@ -122,7 +123,7 @@ def export_state(
             "own, call `save_pretrained` of the model in it."
         )
     if adapter and not settings["lora_rank"]:
-        raise ValueError(
+        raise UsageError(
             f"`adapter=True`: the run of `{source}` trained all weights (`lora_rank=0`), so there "
             "are no adapters. Leave `adapter` out."
         )
@@ -158,28 +159,28 @@ def export_state(
 def check_arguments(dtype: str, push_to_hub: str | None) -> None:
     """Refuse a dtype or the name of a repository that cannot be."""
     if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+        raise UsageError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
     try:
         if push_to_hub is not None:
             validate_repo_id(push_to_hub)
     except HFValidationError as error:
-        raise ValueError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+        raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
 
 
 def find_checkpoint(ckpt_path: str) -> Path:
     """Return the file that `ckpt_path` of `export` means.
 
     Raises:
-        ValueError: there is none.
+        UsageError: there is none.
     """
     path = Path("runs" if ckpt_path == "last" else ckpt_path)
     if not path.exists():
-        raise ValueError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
+        raise UsageError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
     if path.is_file() or is_sharded_checkpoint(path):
         return path
     newest = newest_checkpoint(path, resumable=False)
     if newest is None:
-        raise ValueError(
+        raise UsageError(
             f"`ckpt_path={ckpt_path}`: there is no readable checkpoint in `{path.absolute()}`. "
             "Name the file of one."
         )
@@ -299,7 +300,7 @@ def _upload(folder: Path, name: str) -> None:
             repo_id=repository, folder_path=folder, commit_message="Upload by lit_rlsched"
         )
     except Exception as error:  # errors of the Hub and of its HTTP client share no other base
-        raise RuntimeError(
+        raise RunFailed(
             f"`push_to_hub={name}` failed, but `{folder}` is complete. Upload it with "
             f"`hf upload {name} {folder}`. ({type(error).__name__}: {error})"
         ) from error

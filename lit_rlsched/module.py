@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.settings import check_choice
+from lit_rlsched.settings import UsageError, check_choice
 from lit_rlsched.training.advantages import (
     batch_normalized,
     group_relative,
@@ -34,7 +34,7 @@ class GRPOModule(PolicyModule):
         **kwargs: See `PolicyModule`.
 
     Raises:
-        ValueError: If an argument is out of range, or two contradict each other.
+        UsageError: If an argument is out of range, or two contradict each other.
 
     Example::
 
@@ -54,9 +54,9 @@ class GRPOModule(PolicyModule):
         check_choice("GRPOModule", "scale_rewards", scale_rewards, ("group", "batch", "none"))
         super().__init__(model, **kwargs)
         if advantage not in ("group", "reinforce++"):
-            raise ValueError(f"`{advantage=}` is unknown. Use 'group' or 'reinforce++'.")
+            raise UsageError(f"`{advantage=}` is unknown. Use 'group' or 'reinforce++'.")
         if advantage == "reinforce++" and scale_rewards != "group":
-            raise ValueError(
+            raise UsageError(
                 f"`{scale_rewards=}` has no effect on `advantage='reinforce++'`, which divides by "
                 "the standard deviation of the update. Leave it out."
             )

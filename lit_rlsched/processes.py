@@ -1,6 +1,6 @@
 """Child processes that end with their parent.
 
-Only the standard library is imported: reward workers start without anything else.
+Little is imported, because each reward worker starts with it.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
+
+from lit_rlsched.settings import UsageError
 
 
 class ChildProcess:
@@ -188,17 +190,17 @@ def require_posix(part: str) -> None:
     """Refuse Windows; `part` is the subject of the message's sentence.
 
     Raises:
-        RuntimeError: this is Windows.
+        UsageError: this is Windows.
     """
     if sys.platform == "win32":
-        raise RuntimeError(f"{part} cannot run on Windows. Use Linux, macOS or WSL 2.")
+        raise UsageError(f"{part} cannot run on Windows. Use Linux, macOS or WSL 2.")
 
 
 def require_linux(part: str, instead: str) -> None:
     """Refuse every system but Linux; `instead` is a sentence that says what to do.
 
     Raises:
-        RuntimeError: this is not Linux.
+        UsageError: this is not Linux.
     """
     if sys.platform != "linux":
-        raise RuntimeError(f"{part} runs on Linux only, and this is `{sys.platform}`. {instead}")
+        raise UsageError(f"{part} runs on Linux only, and this is `{sys.platform}`. {instead}")

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lit_rlsched.settings import RunFailed
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -172,7 +174,7 @@ class TeamWatch:
 _END, _FAIL, _CALL, _SHARE = "end", "fail", "call", "share"
 
 
-class RankFailed(RuntimeError):
+class RankFailed(RunFailed):
     """Another rank has failed, so this one ends too."""
 
 

@@ -1,7 +1,6 @@
-"""Checks of single settings, arguments that are remembered, and wrong settings told from bugs."""
+"""Checks of single settings, the error for what a user can mend, and remembered arguments."""
 
 import csv
-import dis
 import functools
 import inspect
 import math
@@ -10,6 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any
+
+
+class UsageError(ValueError):
+    """Something that the user can mend: the message names it, its value and what to do.
+
+    The command line prints the message alone. Any other exception is a bug and keeps its traceback.
+    """
+
+
+class RunFailed(UsageError, RuntimeError):
+    """An engine, a reward worker or another part failed, and the message says what to do."""
 
 
 def check_finite(settings: Mapping[str, Any], besides: Collection[str] = ()) -> None:
@@ -21,7 +31,7 @@ def check_finite(settings: Mapping[str, Any], besides: Collection[str] = ()) -> 
     """
     for name, value in settings.items():
         if name not in besides and not _finite(value):
-            raise ValueError(
+            raise UsageError(
                 f"`{name}={value!r}` must be finite: use a number, or leave `{name}` out for the "
                 "default."
             )
@@ -39,27 +49,27 @@ def check_count(owner: str, name: str, value: object, least: int, why: str = "")
     """
     if type(value) is not int or value < least:
         message = f"`{owner}({name}={value!r})`: must be a whole number, {least} or more. {why}"
-        raise ValueError(message.rstrip())
+        raise UsageError(message.rstrip())
 
 
 def check_range(owner: str, name: str, value: object, inside: bool, allowed: str) -> None:
     """Refuse a value that is not `inside` the range that `allowed` says in words."""
     if not inside:
-        raise ValueError(f"`{owner}({name}={value!r})`: use {allowed}.")
+        raise UsageError(f"`{owner}({name}={value!r})`: use {allowed}.")
 
 
 def check_choice(owner: str, name: str, value: object, choices: Collection[str]) -> None:
     """Refuse a value that is not one of `choices`; for `owner` and `name` see `check_count`."""
     if value not in choices:
         known = ", ".join(map(repr, choices))
-        raise ValueError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")
+        raise UsageError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")
 
 
 def check_name(owner: str, name: str, value: object, why: str) -> None:
     """Refuse an object in place of a name; for `owner` and `name` see `check_count`."""
     if not isinstance(value, str):
         kind = type(value).__name__
-        raise ValueError(f"`{owner}({name}=...)` is a `{kind}` object: give a string. {why}")
+        raise UsageError(f"`{owner}({name}=...)` is a `{kind}` object: give a string. {why}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -93,47 +103,19 @@ def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ())
         besides: Others that are refused.
 
     Raises:
-        ValueError: names the argument.
+        UsageError: names the argument.
     """
     if wrong := [name for name in (*_NOT_FOR_TEMPLATES, *besides) if name in given]:
-        raise ValueError(
+        raise UsageError(
             f"`chat_template_kwargs` has `{wrong[0]}`, which is set already: prompts become token "
             "ids, which are neither cut nor padded. Leave it out."
         )
     if all(map(given.get, ENDS)):
-        raise ValueError(
+        raise UsageError(
             f"`chat_template_kwargs` has {' and '.join(f'`{name}`' for name in ENDS)}: either the "
             "last message is continued, or a new one begins. Leave one of them out. Without both, "
             "a last message of the assistant is continued."
         )
-
-
-_REFUSALS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
-_LIGHTNING_REFUSAL = "MisconfigurationException"  # by name: an engine's process has no Lightning
-_PACKAGES = ("lit_rlsched", "lightning", "jsonargparse")
-
-
-class RunFailed(RuntimeError):
-    """A failure in the middle of a run that its message explains: no traceback is printed."""
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether an error tells the user what to change.
-
-    It does if a `raise` statement in this package, Lightning or jsonargparse raised it. Errors from
-    Python, torch or vLLM, failed assertions and errors from the user's own code are bugs.
-    """
-    if hasattr(error, "refusal"):  # it comes from an engine's process, which has decided
-        return bool(error.refusal)
-    known = isinstance(error, _REFUSALS) or type(error).__name__ == _LIGHTNING_REFUSAL
-    last = error.__traceback__
-    if not known or isinstance(error, NotImplementedError) or last is None:
-        return False
-    while last.tb_next is not None:
-        last = last.tb_next
-    package = str(last.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-    operation = last.tb_frame.f_code.co_code[last.tb_lasti]
-    return package in _PACKAGES and operation == dis.opmap["RAISE_VARARGS"]
 
 
 @functools.cache
@@ -215,7 +197,7 @@ class KnownArguments:
     constructor's frame.
 
     Raises:
-        TypeError: an argument does not exist; says which one was meant, or what TRL's is here.
+        UsageError: an argument does not exist; says which one was meant, or what TRL's is here.
     """
 
     __signature__ = _ConstructorSignature()
@@ -224,12 +206,12 @@ class KnownArguments:
         known, open_ended = constructor_arguments(cls)
         if not open_ended:
             for name in (name for name in kwargs if name not in known):
-                raise TypeError(
+                raise UsageError(
                     f"`{cls.__name__}({name}=...)`: there is no such argument."
                     + suggestion(name, known, functools.partial(_written, cls.__name__, known))
                 )
             if args and not known:  # `object` lets them pass where there is a `__new__`
-                raise TypeError(f"`{cls.__name__}()` takes no arguments.")
+                raise UsageError(f"`{cls.__name__}()` takes no arguments.")
         return super().__new__(cls)
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lit_rlsched.settings import UsageError
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,12 +66,12 @@ def parse_bytes(size: str | int, setting: str) -> int:
         setting: Name of the setting, for the error.
 
     Raises:
-        ValueError: it is not a positive size.
+        UsageError: it is not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper(), 0) if match else 0
     if not match or float(match[1]) * unit < 1:
-        raise ValueError(f"`{setting}={size!r}`: expected a size such as '2GiB' or '512MB'.")
+        raise UsageError(f"`{setting}={size!r}`: expected a size such as '2GiB' or '512MB'.")
     return int(float(match[1]) * unit)
 
 
@@ -85,11 +87,11 @@ def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
     """Bytes of key-value cache per token, in all layers of a model with plain attention.
 
     Raises:
-        ValueError: the model has no attention.
+        UsageError: the model has no attention.
     """
     text = config.get_text_config()
     if not (heads := getattr(text, "num_attention_heads", None)):
-        raise ValueError(
+        raise UsageError(
             f"`model`: a {text.model_type!r} model has recurrent layers alone, and engines and "
             "their slots are sized by a key-value cache, which it has not. Train a model with "
             "attention."

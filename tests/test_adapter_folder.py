@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.export import export
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import load_policy, load_tokenizer
 
@@ -141,7 +142,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("lora", "settings", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_would_be_lost_is_refused(lora, settings, said, adapter, tiny_model_untied):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UsageError, match=said):
         configured(adapter(tiny_model_untied, **lora), **settings)
 
 
@@ -158,20 +159,20 @@ def edit(folder, **changes):
 
 def test_a_folder_that_is_not_whole_is_refused(adapter, tiny_model, exact_model, tmp_path):
     edit(folder := adapter(tiny_model), base_model_name_or_path=str(tmp_path / "gone"))
-    with pytest.raises(ValueError, match=r"has `base_model_name_or_path=.*no such folder.* moved"):
+    with pytest.raises(UsageError, match=r"has `base_model_name_or_path=.*no such folder.* moved"):
         load_policy(folder)
     edit(folder, base_model_name_or_path=tiny_model, r=2)
-    with pytest.raises(ValueError, match="do not fit its config and base"):
+    with pytest.raises(UsageError, match="do not fit its config and base"):
         load_policy(folder)
     edit(folder, r=4, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="missing or left over, the first is"):
+    with pytest.raises(UsageError, match="missing or left over, the first is"):
         load_policy(folder)
     edit(folder, peft_type="IA3")
-    with pytest.raises(ValueError, match=r"has the type .*IA3.*, and only LoRA"):
+    with pytest.raises(UsageError, match=r"has the type .*IA3.*, and only LoRA"):
         load_policy(folder)
     edit(folder, peft_type="LORA")
     shutil.copy(Path(exact_model, "model.safetensors"), folder)
-    with pytest.raises(ValueError, match="holds a model and an adapter"):
+    with pytest.raises(UsageError, match="holds a model and an adapter"):
         load_policy(folder)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from lit_rlsched import callbacks
 from lit_rlsched.run.schedule import CHANGED, REFUSED, check_pairs, class_names, pairs_as_markdown
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
@@ -26,7 +27,7 @@ def test_pairs(pair):
     names = {*pair, "RoundCheckpoint"}
     if pair in CHANGED:
         return check_pairs(names)
-    with pytest.raises(ValueError, match="`{}` with `{}`: .*".format(*pair)):
+    with pytest.raises(UsageError, match="`{}` with `{}`: .*".format(*pair)):
         check_pairs(names)
     check_pairs(names - {pair[0]})
 
@@ -39,7 +40,7 @@ def test_a_callback_that_inherits_from_another_counts_as_one():
     class Mine(callbacks.SortedBatching):
         pass
 
-    with pytest.raises(ValueError, match="`DynamicSampling` with `SortedBatching`"):
+    with pytest.raises(UsageError, match="`DynamicSampling` with `SortedBatching`"):
         check_pairs(class_names([Mine(), callbacks.DynamicSampling()]))
 
 

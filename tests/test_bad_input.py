@@ -29,6 +29,7 @@ from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_guest import check_head_size
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.rewards.functions import reasoning_gym_reward
+from lit_rlsched.settings import UsageError
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ from lit_rlsched.rewards.functions import reasoning_gym_reward
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_data_that_cannot_work(fit, settings, message):
-    with pytest.raises((ValueError, OSError), match=message):
+    with pytest.raises(UsageError, match=message):
         fit(**settings)
 
 
@@ -102,7 +103,7 @@ def test_data_that_cannot_work(fit, settings, message):
 )
 def test_a_file_of_another_kind_is_named_with_the_line(tmp_path, raw, message):
     (tmp_path / "prompts.jsonl").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl`, " + message):
+    with pytest.raises(UsageError, match=r"prompts\.jsonl`, " + message):
         load_rows(tmp_path / "prompts.jsonl")
 
 
@@ -110,7 +111,7 @@ def test_a_list_in_latin_1_is_named_with_the_line(tmp_path):
     (tmp_path / "prompts.json").write_bytes(
         '[{"prompt": "1"},\n{"prompt": "\u00e9"}]'.encode("latin-1")
     )
-    with pytest.raises(ValueError, match=r"prompts\.json`, line 2 is not UTF-8"):
+    with pytest.raises(UsageError, match=r"prompts\.json`, line 2 is not UTF-8"):
         load_rows(tmp_path / "prompts.json")
 
 
@@ -137,7 +138,7 @@ def test_a_token_that_the_model_has_no_embedding_for(fit, sums, tiny_model, tmp_
     )
     if stage == "stream":
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
-        with pytest.raises(ValueError, match=rf"row 4 of pass 0 .*cannot be tokenised: it {token}"):
+        with pytest.raises(UsageError, match=rf"row 4 of pass 0 .*cannot be tokenised: it {token}"):
             fit(**data | {"train_data": stream, "shuffle": False}, trainer={"max_epochs": 3})
         return
     with pytest.raises(
@@ -151,7 +152,7 @@ def test_a_token_that_the_model_has_no_embedding_for(fit, sums, tiny_model, tmp_
 
 
 def test_heads_that_vllm_has_not_on_cpu():
-    with pytest.raises(ValueError, match=r"heads have a size of 48, .*32, 64.*TransformersEngine"):
+    with pytest.raises(UsageError, match=r"heads have a size of 48, .*32, 64.*TransformersEngine"):
         check_head_size(SimpleNamespace(head_dim=None, hidden_size=96, num_attention_heads=2))
     check_head_size(SimpleNamespace(head_dim=64))
 
@@ -161,7 +162,7 @@ def test_two_prompts_of_one_uid(fit):
         {"prompt": f"{i}+1=", "answer": "1", "uid": "same" if i in (2, 5) else str(i)}
         for i in range(8)
     ]
-    with pytest.raises(ValueError, match=r"Rows 2 and 5 have the same `uid` 'same'"):
+    with pytest.raises(UsageError, match=r"Rows 2 and 5 have the same `uid` 'same'"):
         fit(train_data=rows)
 
 
@@ -173,13 +174,13 @@ def test_the_same_prompt_twice_is_kept_once_and_said(fit, sums):
 
 def test_a_prompt_longer_than_the_context_is_named_and_never_cut(fit, sums):
     rows = [*sums[:8], {"prompt": "7" * 500, "answer": "7", "uid": "endless"}]
-    with pytest.raises(ValueError, match=r"endless.*500.*488"):
+    with pytest.raises(UsageError, match=r"endless.*500.*488"):
         fit(train_data=rows)
 
 
 @pytest.mark.parametrize("model", ["./no/such/model", "/no/such/model", "no/such"])
 def test_a_model_that_is_not_there(fit, model):
-    with pytest.raises(ValueError, match=model):
+    with pytest.raises(UsageError, match=model):
         fit(GRPOModule(model))
 
 
@@ -264,18 +265,18 @@ def test_a_model_that_is_not_there(fit, model):
     ],
 )
 def test_settings_that_cannot_work(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         make()
 
 
 def test_a_budget_smaller_than_one_completion(fit):
-    with pytest.raises(ValueError, match="less than one completion may take"):
+    with pytest.raises(UsageError, match="less than one completion may take"):
         fit(callbacks=[MicroGroupSampling(memory_budget="1KiB")])
 
 
 @pytest.mark.parametrize("order", ["shortest_first", "longest_first", "planned"])
 def test_an_order_without_predictions(fit, order):
-    with pytest.raises(ValueError, match=f"order='{order}'.*`LengthPrediction"):
+    with pytest.raises(UsageError, match=f"order='{order}'.*`LengthPrediction"):
         fit(callbacks=[MicroGroupSampling(slots=2, order=order)])
 
 
@@ -316,7 +317,7 @@ def test_an_order_without_predictions(fit, order):
     ),
 )
 def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(callbacks=[SortedBatching(**batching)], **settings)
 
 
@@ -351,13 +352,13 @@ def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
     ],
 )
 def test_sampling_that_cannot_work(fit, callbacks, settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(callbacks=callbacks, **settings)
 
 
 def test_uninformative_prompts_where_there_are_none(fit, tiny_model):
     module = GRPOModule(tiny_model, advantage="reinforce++")
-    with pytest.raises(ValueError, match=r"`DynamicSampling` with .*`advantage='reinforce\+\+'`"):
+    with pytest.raises(UsageError, match=r"`DynamicSampling` with .*`advantage='reinforce\+\+'`"):
         fit(module, [DynamicSampling()])
 
 
@@ -368,7 +369,7 @@ def test_two_callbacks_that_select(fit):
     for callbacks in ([DownSampling(2), Mine(3)], [DynamicSampling(), DynamicSampling()]):
         names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
         message = f"2 callbacks that decide which .*: {names}.*Remove all but one"
-        with pytest.raises(MisconfigurationException, match=message):
+        with pytest.raises(UsageError, match=message):
             fit(callbacks=callbacks)
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `DownSampling"):
         fit(callbacks=[DownSampling(2), DownSampling(3)])  # Lightning's own
@@ -377,7 +378,7 @@ def test_two_callbacks_that_select(fit):
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"engine": SimulatedEngine()}])
 def test_a_ratio_to_log_probs_that_are_not_there(fit, tiny_model, settings):
     module = GRPOModule(tiny_model, old_logprobs="engine")
-    with pytest.raises(ValueError, match=r"`old_logprobs='engine'` with `(top_p|SimulatedEngine)"):
+    with pytest.raises(UsageError, match=r"`old_logprobs='engine'` with `(top_p|SimulatedEngine)"):
         fit(module, **settings)
 
 
@@ -398,24 +399,24 @@ def test_two_callbacks_that_end_rounds(fit):
 
 
 def test_a_probe_as_long_as_a_completion(fit):
-    with pytest.raises(ValueError, match=r"probe_tokens=24.*max_completion_length=24"):
+    with pytest.raises(UsageError, match=r"probe_tokens=24.*max_completion_length=24"):
         fit(callbacks=[LengthPrediction(probe_tokens=24)])
 
 
 def test_slots_that_engines_cannot_share(fit):
-    with pytest.raises(ValueError, match=r"`MicroGroupSampling\(slots=7\)` .* Use 6 slots"):
+    with pytest.raises(UsageError, match=r"`MicroGroupSampling\(slots=7\)` .* Use 6 slots"):
         fit(callbacks=[MicroGroupSampling(slots=7)], num_engines=3)
 
 
 def test_two_numbers_of_engines(fit):
     pool = EnginePool([SimulatedEngine(), SimulatedEngine()])
-    with pytest.raises(ValueError, match=r"`num_engines=3` with `engine=EnginePool\(...\)`"):
+    with pytest.raises(UsageError, match=r"`num_engines=3` with `engine=EnginePool\(...\)`"):
         fit(engine=pool, num_engines=3)
 
 
 def test_more_slots_than_the_engine_has_room_for(fit):
     engine = SimulatedEngine(kv_capacity=100)
-    with pytest.raises(ValueError, match=r"slots=8.*`slots=3`.*`memory_budget`"):
+    with pytest.raises(UsageError, match=r"slots=8.*`slots=3`.*`memory_budget`"):
         fit(callbacks=[MicroGroupSampling(slots=8)], engine=engine, verify_sync=False)
 
 
@@ -423,13 +424,13 @@ def test_more_slots_than_the_engine_has_room_for(fit):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_more_slots_than_vllm_has_room_for(fit):
     engine = VLLMEngine(kv_cache_gib=5 * 32 * 512 / 2**30)  # 4 blocks and one that vLLM keeps
-    with pytest.raises(ValueError, match=r"slots=8.*Use `slots=4`"):
+    with pytest.raises(UsageError, match=r"slots=8.*Use `slots=4`"):
         fit(callbacks=[MicroGroupSampling(slots=8)], engine=engine)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_budget_that_vllms_own_block_breaks(fit):
-    with pytest.raises(ValueError, match="budget"):
+    with pytest.raises(UsageError, match="budget"):
         fit(callbacks=[MicroGroupSampling(memory_budget=32 * 512)], engine=VLLMEngine())
 
 
@@ -444,19 +445,19 @@ def test_a_callback_without_rollouts(tiny_policy):
             pass
 
     trainer = Trainer(logger=False, callbacks=[MicroGroupSampling(2)], accelerator="cpu")
-    with pytest.raises(MisconfigurationException, match="Fit with `datamodule=RolloutDataModule"):
+    with pytest.raises(UsageError, match="Fit with `datamodule=RolloutDataModule"):
         trainer.fit(Plain(), train_dataloaders=[1, 2])
 
 
 def test_accumulation_of_a_module_that_does_it_itself(fit):
-    with pytest.raises(MisconfigurationException, match="Remove `MicroBatchAccumulation`"):
+    with pytest.raises(UsageError, match="Remove `MicroBatchAccumulation`"):
         fit(callbacks=[MicroBatchAccumulation()])
 
 
 def test_several_processes(sums, digits):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
     data.trainer = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
-    with pytest.raises(MisconfigurationException, match=r"FSDPStrategy.*2 processes.*ddp"):
+    with pytest.raises(UsageError, match=r"FSDPStrategy.*2 processes.*ddp"):
         data.setup("fit")
 
 
@@ -472,7 +473,7 @@ def test_a_checkpoint_of_another_configuration(fit, tmp_path, change, message):
         callbacks=[ModelCheckpoint(tmp_path / "c", save_last=True)],
         trainer={"enable_checkpointing": True, "max_epochs": 1},
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(ckpt_path=tmp_path / "c" / "last.ckpt", **change)
 
 
@@ -482,9 +483,9 @@ def test_a_checkpoint_of_other_data_or_another_model(fit, tmp_path, sums, tiny_m
         trainer={"enable_checkpointing": True, "max_epochs": 1},
     )
     last = tmp_path / "c" / "last.ckpt"
-    with pytest.raises(ValueError, match=r"data set|prompts"):
+    with pytest.raises(UsageError, match=r"data set|prompts"):
         fit(ckpt_path=last, train_data=sums[:40])
-    with pytest.raises(ValueError, match="of another configuration"):
+    with pytest.raises(UsageError, match="of another configuration"):
         fit(GRPOModule(tiny_model, lora_rank=2), ckpt_path=last)
 
 

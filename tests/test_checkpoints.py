@@ -31,6 +31,7 @@ from lit_rlsched.run.saving.checkpoints import (
 from lit_rlsched.run.saving.resuming import FORMAT, check_format
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint, replace_folder
+from lit_rlsched.settings import UsageError
 
 OLD = Path(__file__).with_name("checkpoints") / "format_0.ckpt"
 """Written before formats had numbers, in the middle of the second of `old_settings`' rounds."""
@@ -300,7 +301,7 @@ def test_what_is_no_checkpoint_is_refused(tiny_model, tmp_path):
             load(tmp_path / path)
         message = str(raised.value)
         assert f"`{tmp_path / path}` {why}" in message and "\n" not in message
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError):
         load(tmp_path / "nowhere.ckpt")
 
 
@@ -360,7 +361,7 @@ def test_a_checkpoint_of_another_module_is_refused(fit, tmp_path, exact_model):
     trainer = Trainer(max_steps=1, logger=False, accelerator="cpu", default_root_dir=tmp_path)
     trainer.fit(Other(), torch.ones(2, 1))
     trainer.save_checkpoint(tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="of another configuration"):
+    with pytest.raises(UsageError, match="of another configuration"):
         fit(ckpt_path=tmp_path / "other.ckpt")
 
 
@@ -480,14 +481,14 @@ def test_what_is_drawn_already_fixes_rewards_and_lengths(version, fit, tmp_path,
         contents = torch.load(path)
         del contents["RolloutDataModule"]["reward_funcs"]
         save(contents, path)
-    with pytest.raises(ValueError, match=r"`max_completion_length=24`.*`max_completion_length=16`"):
+    with pytest.raises(UsageError, match=r"`max_completion_length=24`.*`max_completion_length=16`"):
         fit(ckpt_path=path, max_completion_length=16, **small)
     with pytest.raises(
         ValueError, match=r"`reward_funcs=.*this run has `reward_funcs=\['digits', "
     ):
         fit(ckpt_path=path, reward_funcs=[digits, other], **small)
     if version == "new":
-        with pytest.raises(ValueError, match=r"`reward_funcs=\['digits'\]`.*\['other'\]"):
+        with pytest.raises(UsageError, match=r"`reward_funcs=\['digits'\]`.*\['other'\]"):
             fit(ckpt_path=path, reward_funcs=[other], **small)
     trainer, *_ = fit(ckpt_path=path, max_completion_length=30, **small)
     assert trainer.global_step == 4

@@ -7,6 +7,7 @@ import pytest
 
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -64,7 +65,7 @@ def test_a_reward_function():
         while len(scores) < 2 and rewards.wait(60):
             scores |= {job.job_id: job.scores for job in rewards.poll()}
         assert scores == {"1+1= 2 ": [1.0], "3": [0.0]}
-        with pytest.raises(ValueError, match="`ends_with_answer` refuses the row `a`: `answer` is"):
+        with pytest.raises(UsageError, match="`ends_with_answer` refuses the row `a`: `answer` is"):
             rewards.check_rows([("a", {"answer": ""})])
 
 

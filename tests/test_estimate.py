@@ -18,6 +18,7 @@ from lit_rlsched.cli.estimate.run import fake_batch
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
 from lit_rlsched.engines.spec import EngineSpec, Sizes
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.logprobs import CHUNK_BYTES
 from lit_rlsched.training.optimizers import make_adamw
 from lit_rlsched.training.precision import to_like
@@ -354,22 +355,22 @@ def test_no_weights_are_needed_nor_allocated(plan, tmp_path, tiny_model):
 
 
 def test_a_model_without_tokenizer_or_config_is_refused(plan, tmp_path):
-    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
+    with pytest.raises(UsageError, match=r"the folder has no config\.json"):
         ledger(plan(str(tmp_path)))
     Qwen3Config(num_hidden_layers=1, hidden_size=64, vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"--data\.tokenizer"):
+    with pytest.raises(UsageError, match=r"--data\.tokenizer"):
         ledger(plan(str(tmp_path)))
 
 
 def test_what_fit_refuses_is_refused(plan):
-    with pytest.raises(ValueError, match="`micro_batch_tokens=50`"):
+    with pytest.raises(UsageError, match="`micro_batch_tokens=50`"):
         ledger(plan(micro_batch_tokens=50))
-    with pytest.raises(ValueError, match="`num_generations=1`"):
+    with pytest.raises(UsageError, match="`num_generations=1`"):
         ledger(plan(num_generations=1))
-    with pytest.raises(ValueError, match="kv_cache_gib"):
+    with pytest.raises(UsageError, match="kv_cache_gib"):
         ledger(plan(engine=VLLMEngine(kv_cache_gib=1e-5)))
     slots = [MicroGroupSampling(slots=16)]
-    with pytest.raises(ValueError, match="slots=16"):
+    with pytest.raises(UsageError, match="slots=16"):
         ledger(plan(engine=VLLMEngine(kv_cache_gib=4e-4), callbacks=slots))
 
 

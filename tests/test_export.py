@@ -21,6 +21,7 @@ from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
 from lit_rlsched.cli.main import main
 from lit_rlsched.export import export, export_state
 from lit_rlsched.run.saving.checkpoints import read_checkpoint
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import named_weights
 from lit_rlsched.training.precision import to_like
 
@@ -206,7 +207,7 @@ def test_a_checkpoint_with_too_few_adapters_is_refused(tiny_model, saved):
     contents = torch.load(path := saved(GRPOModule(tiny_model, lora_rank=4)))
     contents["state_dict"].popitem()
     torch.save(contents, path)
-    with pytest.raises(ValueError, match="1 weights differ"):
+    with pytest.raises(UsageError, match="1 weights differ"):
         GRPOModule.load_from_checkpoint(path)
 
 
@@ -256,7 +257,7 @@ def test_refusals(tiny_model, saved, tmp_path, capsys):
 
 def test_a_base_model_of_another_shape_is_refused(exact_model, tiny_model, saved, tmp_path):
     path = saved(GRPOModule(tiny_model))
-    with pytest.raises(ValueError, match=r"weights differ.*Name the base model of the run"):
+    with pytest.raises(UsageError, match=r"weights differ.*Name the base model of the run"):
         export(path, str(tmp_path / "out"), model=exact_model)
     assert not (tmp_path / "out").exists()
 
@@ -329,7 +330,7 @@ def test_killed_while_it_replaces_a_folder(tiny_model, saved, tmp_path):
             export(path, str(out))
         else:
             assert load(out) and (out / "old").exists() == (place != "removal")
-            with pytest.raises(ValueError, match="is not an empty folder"):
+            with pytest.raises(UsageError, match="is not an empty folder"):
                 export(path, str(out))
             export_state(read_checkpoint(path), out, source=Path(path))
         assert load(out) and not (out / "old").exists()

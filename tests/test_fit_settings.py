@@ -8,12 +8,12 @@ import torch
 from lightning import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plain_module import Plain, vector
 from torch.utils.data import DataLoader
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState, RolloutCallback
+from lit_rlsched.settings import UsageError
 
 TWO_STEPS = {"micro_batch_tokens": 64, "steps_per_round": 2}
 
@@ -169,9 +169,9 @@ def test_a_limit_is_in_optimizer_steps_and_what_it_cuts_is_counted(
 def test_a_limit_that_leaves_nothing_or_a_fixed_accumulation_is_refused(fit, tiny_model, automatic):
     module = Plain(tiny_model) if automatic else None
     message = r"`Trainer\(limit_train_batches=0.4\)` leaves nothing: a round has 2 .* Use 0.5 or"
-    with pytest.raises(MisconfigurationException, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(module, trainer={"limit_train_batches": 0.4}, steps_per_round=2)
-    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches"):
+    with pytest.raises(UsageError, match=r"accumulate_grad_batches"):
         fit(module, trainer={"accumulate_grad_batches": 4}, steps_per_round=2)
 
 
@@ -187,7 +187,7 @@ def test_a_limit_that_leaves_nothing_or_a_fixed_accumulation_is_refused(fit, tin
 def test_what_the_module_does_itself_is_named(fit, tiny_model, given, said):
     module, ((name, value),) = GRPOModule(tiny_model), given.items()
     message = rf"`Trainer\({name}={value!r}\)`: .*{said}"
-    with pytest.raises(MisconfigurationException, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(module, trainer=given)
     assert module.model is None, "before anything was loaded"
 
@@ -206,13 +206,13 @@ def test_a_loader_in_place_of_the_data_module(fit, tiny_model, method, loader, d
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     for given in ([1, 2], LightningDataModule(), DataLoader([1, 2]), None):
         name = "datamodule" if isinstance(given, LightningDataModule) else loader
-        with pytest.raises(MisconfigurationException, match=message):
+        with pytest.raises(UsageError, match=message):
             getattr(trainer, method)(GRPOModule(tiny_model), **{name: given})
 
 
 def test_a_loader_for_a_trainer_that_has_had_a_data_module(fit, tiny_model):
     trainer, module, _ = fit(trainer={"max_epochs": 1})
-    with pytest.raises(MisconfigurationException, match="`GRPOModule` takes completions, which a"):
+    with pytest.raises(UsageError, match="`GRPOModule` takes completions, which a"):
         trainer.predict(module, dataloaders=[1, 2])
 
 

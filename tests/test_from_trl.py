@@ -16,7 +16,7 @@ from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.rewards.functions import countdown_reward
-from lit_rlsched.settings import constructor_arguments, trl_as_markdown, trl_names
+from lit_rlsched.settings import UsageError, constructor_arguments, trl_as_markdown, trl_names
 
 TEXT = (Path(__file__).parents[1] / "docs/tutorials/from_trl.md").read_text()
 PAGE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)  # without its code
@@ -85,7 +85,7 @@ def test_a_wrong_name_is_answered_with_ours_or_with_why_there_is_none(name: str)
         if name in constructor_arguments(cls)[0]:
             continue
         tried += 1
-        with pytest.raises(TypeError, match=rf"^`{cls.__name__}\({name}=...\)`: ") as refused:
+        with pytest.raises(UsageError, match=rf"^`{cls.__name__}\({name}=...\)`: ") as refused:
             cls(*args, **{name: 1})
         said = str(refused.value)
         assert f"TRL's `{name}` " in said
@@ -108,15 +108,15 @@ MADE = {
 
 
 def test_a_setting_of_the_same_class_has_no_owner_and_another_has() -> None:
-    with pytest.raises(TypeError, match="TRL's `eval_dataset` is `val_data` here"):
+    with pytest.raises(UsageError, match="TRL's `eval_dataset` is `val_data` here"):
         RolloutDataModule(*MADE[RolloutDataModule], eval_dataset=[])
-    with pytest.raises(TypeError, match=r"is `GRPOModule\(gradient_clip_val=...\)` here\."):
+    with pytest.raises(UsageError, match=r"is `GRPOModule\(gradient_clip_val=...\)` here\."):
         RolloutDataModule(*MADE[RolloutDataModule], max_grad_norm=1.0)
-    with pytest.raises(TypeError, match=r"is `RLOOModule\(normalize_advantages=...\)` here"):
+    with pytest.raises(UsageError, match=r"is `RLOOModule\(normalize_advantages=...\)` here"):
         GRPOModule("model", normalize_advantages=True)
-    with pytest.raises(TypeError, match=r"such argument\. Did you mean `learning_rate`"):
+    with pytest.raises(UsageError, match=r"such argument\. Did you mean `learning_rate`"):
         GRPOModule("model", learn_rate=1e-5)
-    with pytest.raises(TypeError, match=r"`TransformersEngine\(\)` takes no arguments"):
+    with pytest.raises(UsageError, match=r"`TransformersEngine\(\)` takes no arguments"):
         TransformersEngine(8)
 
 
@@ -128,7 +128,7 @@ def test_a_class_of_the_user_may_take_any_name_and_passes_on_the_others() -> Non
 
     mine = Mine("model", args=3, beta=0.5)
     assert mine.args == 3 and mine.hparams.beta == 0.5
-    with pytest.raises(TypeError, match="max_grad_norm"):
+    with pytest.raises(UsageError, match="max_grad_norm"):
         Mine("model", args=3, max_grad_norm=1.0)
 
     class Other(RolloutDataModule):
@@ -173,7 +173,7 @@ def test_forms_of_trl() -> None:
     ],
 )
 def test_forms_that_are_refused_say_why(make, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UsageError, match=said):
         make()
 
 

@@ -18,6 +18,7 @@ from lit_rlsched.engines.gpu_setup import (
     warn_of_missing_tools,
     warn_of_unseen_gpu,
 )
+from lit_rlsched.settings import UsageError
 
 
 @pytest.mark.parametrize(
@@ -74,12 +75,12 @@ def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
     monkeypatch.setattr(torch.version, "cuda", None)
     warn_of_unseen_gpu("cpu")
     assert not recwarn, "a CPU build was installed on purpose"
-    with pytest.raises(ValueError, match=r"`trainer\.accelerator=gpu`: .*it is a CPU build"):
+    with pytest.raises(UsageError, match=r"`trainer\.accelerator=gpu`: .*it is a CPU build"):
         refuse_unseen_gpu("gpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.warns(UserWarning, match=r"run is on the CPU\. .*needs driver 580 or newer"):
         warn_of_unseen_gpu("cpu")
-    with pytest.raises(ValueError, match=r"needs driver 580 or newer.* Update the driver"):
+    with pytest.raises(UsageError, match=r"needs driver 580 or newer.* Update the driver"):
         refuse_unseen_gpu("cuda")
 
 

@@ -11,12 +11,12 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plain_module import Plain, vector
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.run.checks import REFUSED_CALLBACKS, check_trainer
+from lit_rlsched.settings import UsageError
 
 MADE: dict[str, Any] = {
     "BatchSizeFinder": {},
@@ -47,14 +47,14 @@ def test_every_callback_is_tried_or_refused():
 def test_what_is_refused_has_its_reason(fit, tiny_model, name, automatic):
     given = getattr(callbacks, name)(**MADE[name])
     module = Plain(tiny_model) if automatic else GRPOModule(tiny_model)
-    with pytest.raises(MisconfigurationException, match=f"^`{name}`: "):
+    with pytest.raises(UsageError, match=f"^`{name}`: "):
         fit(module, [given])
     assert automatic or module.model is None, "before anything was loaded"
 
     class Own(type(given)):
         pass
 
-    with pytest.raises(MisconfigurationException, match=r"^`Own`: "):
+    with pytest.raises(UsageError, match=r"^`Own`: "):
         fit(Plain(tiny_model) if automatic else None, [Own(**MADE[name])])
 
 
@@ -62,12 +62,12 @@ def test_what_is_refused_has_its_reason(fit, tiny_model, name, automatic):
 def test_the_tuner_is_refused(tiny_model, digits, sums, method):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
     tuner = Tuner(Trainer(accelerator="cpu", logger=False, enable_progress_bar=False))
-    with pytest.raises(MisconfigurationException, match=rf"`Tuner.{method}`"):
+    with pytest.raises(UsageError, match=rf"`Tuner.{method}`"):
         getattr(tuner, method)(GRPOModule(tiny_model), datamodule=data)
 
 
 def test_what_a_backbone_is_not(fit):
-    with pytest.raises(MisconfigurationException, match=r"`GRPOModule` has none\. Add"):
+    with pytest.raises(UsageError, match=r"`GRPOModule` has none\. Add"):
         fit(callbacks=[callbacks.BackboneFinetuning()])
 
 
@@ -77,7 +77,7 @@ def test_sharded_weights_are_not_averaged(name):
     trainer = Trainer(
         accelerator="cpu", strategy="fsdp2", devices=2, logger=False, callbacks=[made]
     )
-    with pytest.raises(MisconfigurationException, match=f"`{name}`: it averages whole weights"):
+    with pytest.raises(UsageError, match=f"`{name}`: it averages whole weights"):
         check_trainer(trainer)
 
 

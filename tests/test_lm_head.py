@@ -10,6 +10,7 @@ from character_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training import lm_head
 from lit_rlsched.training.logprobs import (
     completion_logprobs,
@@ -88,7 +89,7 @@ def encoder():
 
 @pytest.mark.parametrize("make", [encoder, lambda: make_family("cpmant")])
 def test_a_model_that_looks_ahead_is_refused(make, input_ids):
-    with pytest.raises(ValueError, match=r"looks ahead: the log-probs .* `is_decoder=True`"):
+    with pytest.raises(UsageError, match=r"looks ahead: the log-probs .* `is_decoder=True`"):
         completion_logprobs(make(), input_ids, PROMPTS, COMPLETIONS)
 
 
@@ -96,7 +97,7 @@ def test_prompt_learning_is_refused(input_ids):
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(make_family("gpt2"), config)
-    with pytest.raises(ValueError, match=r"shape \[1, 14, 128\] for 11 tokens.*use LoRA"):
+    with pytest.raises(UsageError, match=r"shape \[1, 14, 128\] for 11 tokens.*use LoRA"):
         completion_logprobs(model, input_ids[:1], PROMPTS[:1], torch.tensor([9]))
 
 

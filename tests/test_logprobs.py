@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_rlsched.cli.estimate.live import LiveBytes
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training import logprobs
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 
@@ -223,9 +224,9 @@ def test_completion_mask() -> None:
 
 def test_refusals(input_ids: Tensor) -> None:
     model, lengths = make_model("Llama"), COMPLETION_LENGTHS
-    with pytest.raises(ValueError, match="Put the BOS or EOS token in front"):
+    with pytest.raises(UsageError, match="Put the BOS or EOS token in front"):
         completion_logprobs(model, input_ids, PROMPT_LENGTHS - 1, lengths)
-    with pytest.raises(ValueError, match=r"reaches 12, past the 11 columns"):
+    with pytest.raises(UsageError, match=r"reaches 12, past the 11 columns"):
         completion_logprobs(model, input_ids, PROMPT_LENGTHS + 3, lengths)
-    with pytest.raises(ValueError, match="`LlamaModel` has no LM head"):
+    with pytest.raises(UsageError, match="`LlamaModel` has no LM head"):
         completion_logprobs(model.model, input_ids, PROMPT_LENGTHS, lengths)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from loss_batches import every_loss, extra
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.losses import (
     check_loss_settings,
     policy_loss,
@@ -35,9 +36,9 @@ from lit_rlsched.training.losses import (
 )
 def test_refused_settings(settings: dict[str, Any], message: str) -> None:
     settings = {"loss_type": "dapo", **settings}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         check_loss_settings(**settings)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
 
 
@@ -49,7 +50,7 @@ def test_refused_settings(settings: dict[str, Any], message: str) -> None:
     ],
 )
 def test_missing_arguments(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
 
 

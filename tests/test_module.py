@@ -3,12 +3,12 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy, named_weights
 
@@ -177,7 +177,7 @@ def test_the_policy_is_found_and_only_one_is_trained(tiny_policy):
     two = Two()
     assert find_policy(two) is tiny_policy
     two.other = AutoModelForCausalLM.from_config(tiny_policy.config)
-    with pytest.raises(ValueError, match="holds 2 trainable"):
+    with pytest.raises(UsageError, match="holds 2 trainable"):
         find_policy(two)
     two.other.requires_grad_(False)
     assert find_policy(two) is tiny_policy
@@ -191,7 +191,7 @@ def test_the_trainers_own_clipping_is_refused_with_the_way_out(fit):
 def test_a_compiled_module_is_refused(tiny_model, sums, digits):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine(), prompts_per_round=1)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(MisconfigurationException, match="Give the Trainer the module itself"):
+    with pytest.raises(UsageError, match="Give the Trainer the module itself"):
         trainer.fit(torch.compile(GRPOModule(tiny_model)), data)
 
 
@@ -204,7 +204,7 @@ TIED = {
 
 @pytest.mark.parametrize(("settings", "said"), TIED.values(), ids=TIED)
 def test_layers_that_cannot_have_adapters_are_refused(settings, said, tiny_model):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UsageError, match=said):
         GRPOModule(tiny_model, lora_rank=4, **settings).configure_model()
 
 

@@ -10,6 +10,7 @@ from plain_module import Plain
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.cli.estimate.live import LiveBytes
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.optimizers import is_fused, keep_step, make_adamw
 
 RETURNED = {
@@ -88,7 +89,7 @@ def test_what_would_not_train_is_refused_before_a_round(fit, tiny_model, returne
         def on_round_start(self, plan: Any) -> None:
             raise AssertionError("a round was drawn")
 
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UsageError, match=said):
         fit(Returns(tiny_model))
 
 
@@ -197,5 +198,5 @@ def test_it_is_the_default_on_a_gpu():
 
 
 def test_another_name_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="`optim='adamw_8bit'` is unknown"):
+    with pytest.raises(UsageError, match="`optim='adamw_8bit'` is unknown"):
         GRPOModule(tiny_model, optim="adamw_8bit")

@@ -12,6 +12,7 @@ from lit_rlsched.engines import ProcessEngine, RayEngine, SimulatedEngine, VLLME
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.run.saving.run_folder import occupy
+from lit_rlsched.settings import UsageError
 
 UNIX = {"fcntl", "grp", "pwd", "resource", "termios"}
 PACKAGE = Path(lit_rlsched.__file__).parent
@@ -51,22 +52,22 @@ def test_windows_is_refused_by_the_command_line(windows, capsys):
 
 def test_windows_is_refused_by_each_part_when_it_starts(windows, one, tmp_path):
     spec = EngineSpec("none", 1, 8, (1,))
-    with pytest.raises(RuntimeError, match="The reward workers cannot run on Windows"):
+    with pytest.raises(UsageError, match="The reward workers cannot run on Windows"):
         RewardScheduler([one]).start()
-    with pytest.raises(RuntimeError, match="`ProcessEngine` cannot run on Windows"):
+    with pytest.raises(UsageError, match="`ProcessEngine` cannot run on Windows"):
         ProcessEngine(SimulatedEngine()).start(spec)
-    with pytest.raises(RuntimeError, match="`RayEngine` cannot run on Windows"):
+    with pytest.raises(UsageError, match="`RayEngine` cannot run on Windows"):
         RayEngine(SimulatedEngine()).start(spec)
-    with pytest.raises(RuntimeError, match=r"`VLLMEngine` runs on Linux only, .* `win32`"):
+    with pytest.raises(UsageError, match=r"`VLLMEngine` runs on Linux only, .* `win32`"):
         VLLMEngine().start(spec)
-    with pytest.raises(RuntimeError, match="The lock of a run's folder cannot run on Windows"):
+    with pytest.raises(UsageError, match="The lock of a run's folder cannot run on Windows"):
         occupy(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_macos_has_no_vllm(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(RuntimeError, match=r"`darwin`\. Choose .*engine=TransformersEngine"):
+    with pytest.raises(UsageError, match=r"`darwin`\. Choose .*engine=TransformersEngine"):
         VLLMEngine().start(EngineSpec("none", 1, 8, (1,)))
 
 

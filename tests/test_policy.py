@@ -15,6 +15,7 @@ from vllm_contract import requirement
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import context_length, load_policy
 
 
@@ -28,7 +29,7 @@ def test_loading_onto_a_gpu_needs_accelerate(monkeypatch, tiny_model):
     on_a_gpu(monkeypatch)
     assert load_policy(tiny_model).device.type == "cpu"
     monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
-    with pytest.raises(ImportError, match="needs accelerate to load a model onto a GPU: pip inst"):
+    with pytest.raises(UsageError, match="needs accelerate to load a model onto a GPU: pip inst"):
         load_policy(tiny_model)
 
 
@@ -105,7 +106,7 @@ FILES = {
 def test_what_is_no_model_is_refused(files, model, said, tmp_path):
     for name in files:
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UsageError, match=said):
         load_policy(str(tmp_path / model))
 
 
@@ -122,7 +123,7 @@ def test_what_is_no_model_is_refused(files, model, said, tmp_path):
 def test_quantised_weights_are_refused(quantized, tiny_model, tmp_path):
     config = json.loads(Path(tiny_model, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-    with pytest.raises(ValueError, match="quantised.*" + quantized["quant_method"]):
+    with pytest.raises(UsageError, match="quantised.*" + quantized["quant_method"]):
         GRPOModule(str(tmp_path), lora_rank=4).configure_model()
 
 
@@ -154,7 +155,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("family", "said"), REFUSED.items(), ids=REFUSED)
 def test_a_model_that_the_engine_cannot_decode_is_refused(family, said, fit, tmp_path):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UsageError, match=said):
         train(family, tmp_path, fit, TransformersEngine())
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import add_lora, base_model
 from lit_rlsched.training.policy import load_policy, named_weights
 from lit_rlsched.training.precision import (
@@ -154,7 +155,7 @@ def test_who_trains_in_half_precision_is_told_of_one_that_does_not():
 
 
 def test_a_module_of_ones_own_is_told_of_rounded_tables(fit, tiny_model):
-    with pytest.raises(ValueError, match=r"`model.rotary_emb.inv_freq` of `Qwen3ForCausalLM` was"):
+    with pytest.raises(UsageError, match=r"`model.rotary_emb.inv_freq` of `Qwen3ForCausalLM` was"):
         fit(Plain(tiny_model), trainer={"precision": "bf16-true"})
 
     class Kept(KeepsFloat32, Plain):
@@ -262,10 +263,10 @@ def test_every_precision_is_one_of_an_engine_or_is_refused():
         if precision not in refused:
             check_precision(plugin)
             continue
-        with pytest.raises(ValueError, match=f"`precision={precision}` trains in a precision that"):
+        with pytest.raises(UsageError, match=f"`precision={precision}` trains in a precision that"):
             check_precision(plugin)
     quantises = object.__new__(BitsandbytesPrecision)  # which bitsandbytes would make
-    with pytest.raises(ValueError, match="`BitsandbytesPrecision` trains in a precision that no"):
+    with pytest.raises(UsageError, match="`BitsandbytesPrecision` trains in a precision that no"):
         check_precision(quantises)
 
 
@@ -306,9 +307,9 @@ def test_an_engine_of_its_own_decodes_in_float64_where_the_trainer_does(fit, exa
 
 
 def test_vllm_has_no_float64(fit, tiny_model):
-    with pytest.raises(ValueError, match=r"`precision: 64-true` with `VLLMEngine`: vLLM computes"):
+    with pytest.raises(UsageError, match=r"`precision: 64-true` with `VLLMEngine`: vLLM computes"):
         fit(engine=VLLMEngine(), trainer={"precision": "64-true"})
-    with pytest.raises(ValueError, match=r"`VLLMEngine\(dtype='float64'\)` is unknown"):
+    with pytest.raises(UsageError, match=r"`VLLMEngine\(dtype='float64'\)` is unknown"):
         VLLMEngine(dtype="float64")
 
 

@@ -10,6 +10,7 @@ from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import CompletionWriter
 from lit_rlsched.cli.main import main
 from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,7 +76,7 @@ def test_a_second_time_without_the_columns_of_rewards(tmp_path, tiny_model, digi
 
 
 def test_another_ending_is_refused():
-    with pytest.raises(ValueError, match=r"CompletionWriter\(path='x.csv'\)`: use a name in"):
+    with pytest.raises(UsageError, match=r"CompletionWriter\(path='x.csv'\)`: use a name in"):
         CompletionWriter("x.csv")
 
 

@@ -29,6 +29,7 @@ from lit_rlsched.run.saving.run_folder import (
     occupy,
     remove_unused,
 )
+from lit_rlsched.settings import UsageError
 
 HOLD = """
 import sys
@@ -151,7 +152,7 @@ def test_a_folder_with_another_run_is_refused():
     assert cli_folder.choose_folder(config(**given), "fit") == Path("old")
     save(Path("old/checkpoints/a.ckpt"))
     assert holds_run(Path("old"))
-    with pytest.raises(ValueError, match=r"default_root_dir=old` already holds a run.*--ckpt_path"):
+    with pytest.raises(UsageError, match=r"default_root_dir=old` already holds a run.*--ckpt_path"):
         cli_folder.choose_folder(config(**given), "fit")
     settings = config(**given, ckpt_path="last")
     cli_folder.choose_folder(settings, "fit")
@@ -191,7 +192,7 @@ def test_a_named_checkpoint_goes_on_in_its_own_folder():
 
 
 def test_validation_of_a_run_that_is_not_there():
-    with pytest.raises(ValueError, match="there is no checkpoint in `runs/quick"):
+    with pytest.raises(UsageError, match="there is no checkpoint in `runs/quick"):
         cli_folder.choose_folder(config(ckpt_path="last"), "validate")
 
 

@@ -12,6 +12,7 @@ from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.settings import UsageError
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -71,7 +72,7 @@ def test_the_settings_that_matter_are_among_them() -> None:
 def test_what_is_not_finite_is_refused_by_name(kind: type, name: str, value: Any) -> None:
     if name == "reward_weights":
         value = [float("nan")]
-    with pytest.raises(ValueError, match=rf"\b{name}=.*(nan|inf)"):
+    with pytest.raises(UsageError, match=rf"\b{name}=.*(nan|inf)"):
         kind(**NEEDED.get(kind, {}) | {name: value})
 
 

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_rlsched import GRPOModule, RLOOModule
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training import lm_head, shared_prefix
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.lora import base_model
@@ -461,7 +462,7 @@ def test_what_cannot_share_is_refused_where_sharing_was_asked_for(
     model = make_model("Mistral", torch.float32, sliding_window=32)
     model.save_pretrained(tmp_path / "window")
     transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "window")
-    with pytest.raises(ValueError, match=r"`MistralForCausalLM` cannot share a prompt.*32 tokens"):
+    with pytest.raises(UsageError, match=r"`MistralForCausalLM` cannot share a prompt.*32 tokens"):
         fit(GRPOModule(str(tmp_path / "window"), shared_prefix=True))
     module = GRPOModule(str(tmp_path / "window"))
     module.configure_model()

@@ -1,5 +1,6 @@
 import pytest
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import format_bytes, parse_bytes
 
 
@@ -13,7 +14,7 @@ def test_sizes_that_people_write():
 
 @pytest.mark.parametrize("size", ["", "GiB", "2 potatoes", "-1", "0", "0.1B", "1,5 GB"])
 def test_what_is_no_size(size):
-    with pytest.raises(ValueError, match=f"`memory={size!r}`: expected a size such as"):
+    with pytest.raises(UsageError, match=f"`memory={size!r}`: expected a size such as"):
         parse_bytes(size, "memory")
 
 

@@ -7,6 +7,7 @@ from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
 
 
@@ -29,7 +30,7 @@ class AdaptiveTimeouts(RolloutCallback):
         maximum: Upper bound in seconds.
 
     Raises:
-        ValueError: an argument is out of range.
+        UsageError: an argument is out of range.
 
     Example::
 
@@ -46,9 +47,9 @@ class AdaptiveTimeouts(RolloutCallback):
         ):
             if not isinstance(value, int | float) or not least <= value < math.inf:
                 fix = "1 or more" if least else "a number of seconds"
-                raise ValueError(f"`AdaptiveTimeouts({name}={value!r})`: use {fix}.")
+                raise UsageError(f"`AdaptiveTimeouts({name}={value!r})`: use {fix}.")
         if not 0 < minimum <= maximum:
-            raise ValueError(
+            raise UsageError(
                 f"`AdaptiveTimeouts({minimum=}, {maximum=})`: `minimum` must be above 0 and at "
                 "most `maximum`. Lower `minimum`, or raise `maximum`."
             )

@@ -3,7 +3,6 @@
 from typing import Any, get_args
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks.rollout_callback import (
     RolloutCallback,
@@ -15,6 +14,7 @@ from lit_rlsched.run.checks import check_decodes_by_itself, check_logprobs, warn
 from lit_rlsched.run.schedule import RunFacts
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.streamed_training import Streaming
+from lit_rlsched.settings import UsageError
 
 
 class AheadRollout(RolloutCallback):
@@ -36,9 +36,9 @@ class AheadRollout(RolloutCallback):
             and a copy of the trainable weights. `importance` trains on completions as they are.
 
     Raises:
-        ValueError: `correction` is neither, or drafts cannot be verified because the engine's
+        UsageError: `correction` is neither, or drafts cannot be verified because the engine's
             log-probs are not those of the policy.
-        MisconfigurationException: the engine is in the trainer's process, or another callback
+        UsageError: the engine is in the trainer's process, or another callback
             cannot work with this one.
 
     Example::
@@ -51,7 +51,7 @@ class AheadRollout(RolloutCallback):
 
     def __init__(self, correction: Correction = "verify") -> None:
         if correction not in get_args(Correction):
-            raise ValueError(
+            raise UsageError(
                 f"`AheadRollout({correction=})`: must be one of {', '.join(get_args(Correction))}."
             )
         self.correction = correction
@@ -89,7 +89,7 @@ class AheadRollout(RolloutCallback):
 
     def _check_importance(self, who: str, run: RunFacts) -> None:
         if "StreamedTraining" in run.callbacks:
-            raise MisconfigurationException(
+            raise UsageError(
                 f"{who} with `StreamedTraining`: a round is drawn before the update that it would "
                 "be part of begins. Use `correction='verify'`, or remove one of them."
             )

@@ -9,6 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lit_rlsched.callbacks.rollout_callback import run_of
+from lit_rlsched.settings import UsageError
 
 
 class CompletionWriter(BasePredictionWriter):
@@ -24,7 +25,7 @@ class CompletionWriter(BasePredictionWriter):
             `predictions.jsonl` in the Trainer's `default_root_dir`.
 
     Raises:
-        ValueError: the suffix is unknown.
+        UsageError: the suffix is unknown.
 
     Example::
 
@@ -35,7 +36,7 @@ class CompletionWriter(BasePredictionWriter):
     def __init__(self, path: str | None = None) -> None:
         super().__init__("batch")
         if path is not None and Path(path).suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f"`CompletionWriter({path=})`: use a name in .jsonl or .parquet.")
+            raise UsageError(f"`CompletionWriter({path=})`: use a name in .jsonl or .parquet.")
         self.path = path
         self.num_completions = 0
         """Number of completions written."""
@@ -50,7 +51,7 @@ class CompletionWriter(BasePredictionWriter):
         """Reset the writer.
 
         Raises:
-            MisconfigurationException: there is no `RolloutDataModule`.
+            UsageError: there is no `RolloutDataModule`.
         """
         if stage == "predict":
             run_of(trainer, self)

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
-from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.settings import UsageError, check_choice, check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import Selection
 
@@ -44,7 +44,7 @@ class DownSampling(RolloutCallback):
             (`down_sampling/finished_over_drawn_length`). 0 never pauses `early_stop`.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another one.
+        UsageError: an argument is out of range, or contradicts another one.
 
     Example::
 
@@ -86,12 +86,12 @@ class DownSampling(RolloutCallback):
         schedule, run = rollout_schedule(trainer, self)
         drawn = run.settings.num_generations
         if self.keep > drawn:
-            raise ValueError(
+            raise UsageError(
                 f"`DownSampling(keep={self.keep})` of `num_generations={drawn}`: there are fewer. "
                 f"Use {drawn} or less, or more `num_generations`."
             )
         if self.early_stop and self.keep == drawn:
-            raise ValueError(
+            raise UsageError(
                 f"`DownSampling(early_stop=True, keep={self.keep})` of `num_generations={drawn}`: "
                 "every completion is needed. Keep fewer, or leave `early_stop` out."
             )

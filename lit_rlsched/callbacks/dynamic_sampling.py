@@ -3,7 +3,7 @@
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
-from lit_rlsched.settings import check_count
+from lit_rlsched.settings import UsageError, check_count
 
 
 class DynamicSampling(RolloutCallback):
@@ -24,7 +24,7 @@ class DynamicSampling(RolloutCallback):
             (verl's name for it).
 
     Raises:
-        ValueError: the bound is less than 2 or needs more prompts than `train_data` has, or the
+        UsageError: the bound is less than 2 or needs more prompts than `train_data` has, or the
             module's advantages are not relative to the prompt's other completions.
 
     Example::
@@ -50,7 +50,7 @@ class DynamicSampling(RolloutCallback):
         """Put the bound into the schedule."""
         schedule, run = rollout_schedule(trainer, self)
         if stage == "fit" and not run.learner.needs_group:
-            raise ValueError(
+            raise UsageError(
                 "`DynamicSampling` with `advantage='reinforce++'`: rewards are compared over the "
                 "whole update there, so prompts whose rewards are all equal are useful too. Leave "
                 "one of the two out."

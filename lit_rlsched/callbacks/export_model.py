@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_rlsched.export import Dtype, check_arguments, export_state
@@ -15,6 +14,7 @@ from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.wandb_runs import log_artifact
+from lit_rlsched.settings import UsageError
 
 
 class ExportModel(Callback):
@@ -34,7 +34,7 @@ class ExportModel(Callback):
             there is no best.
 
     Raises:
-        ValueError: an argument is wrong.
+        UsageError: an argument is wrong.
 
     Example::
 
@@ -53,12 +53,12 @@ class ExportModel(Callback):
         """Refuse a module that cannot be exported.
 
         Raises:
-            MisconfigurationException: the module is not a `GRPOModule` or `RLOOModule`.
+            UsageError: the module is not a `GRPOModule` or `RLOOModule`.
         """
         if stage != "fit":
             return
         if not isinstance(pl_module, PolicyModule):
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`ExportModel` exports `GRPOModule` and `RLOOModule`, not "
                 f"`{type(pl_module).__name__}`. Call `save_pretrained` of the model in it instead."
             )
@@ -67,10 +67,10 @@ class ExportModel(Callback):
         """Refuse `adapter=True` without adapters, which `model` may bring.
 
         Raises:
-            MisconfigurationException: there are none.
+            UsageError: there are none.
         """
         if self.adapter and not pl_module.hparams["lora_rank"]:
-            raise MisconfigurationException(
+            raise UsageError(
                 "`ExportModel(adapter=True)`: the run trains all weights (`lora_rank=0`), so there "
                 "are no adapters. Leave `adapter` out, or set `lora_rank`."
             )

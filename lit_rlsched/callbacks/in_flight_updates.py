@@ -3,7 +3,6 @@
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.rollout_callback import rollout_schedule, run_of
@@ -16,7 +15,7 @@ from lit_rlsched.scheduling.in_flight_updates import (
     TooOld,
     WindowedRound,
 )
-from lit_rlsched.settings import check_count
+from lit_rlsched.settings import UsageError, check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.round_metrics import cache_divergence
 
@@ -57,8 +56,8 @@ class InFlightUpdates(AheadRollout):
             same, bit for bit.
 
     Raises:
-        ValueError: an argument is out of range, or `replay` has no traces.
-        MisconfigurationException: the engine is in the trainer's process, it cannot `keep` its
+        UsageError: an argument is out of range, or `replay` has no traces.
+        UsageError: the engine is in the trainer's process, it cannot `keep` its
             cache, or another callback cannot work with this one.
 
     Example::
@@ -97,7 +96,7 @@ class InFlightUpdates(AheadRollout):
         schedule, run = rollout_schedule(trainer, self)
         given, engine = run.settings, run.settings.engine
         if self.settings.cache == "keep" and not engine.keeps_cache:
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`{OWNER}(cache='keep')`: `{engine.name}` cannot go on with what older "
                 "weights have cached, or would give it to other requests. Use `cache='recompute'`."
             )

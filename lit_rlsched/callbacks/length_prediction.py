@@ -8,7 +8,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_sche
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.settings import check_count
+from lit_rlsched.settings import UsageError, check_count
 
 
 class LengthPrediction(RolloutCallback):
@@ -32,7 +32,7 @@ class LengthPrediction(RolloutCallback):
             completions of a round decode at once.
 
     Raises:
-        ValueError: `predictor` is not a `LengthPredictor`, its state cannot be saved in a
+        UsageError: `predictor` is not a `LengthPredictor`, its state cannot be saved in a
             checkpoint, or `probe_tokens` is negative or not below `max_completion_length`.
 
     Example::
@@ -46,7 +46,7 @@ class LengthPrediction(RolloutCallback):
         self, predictor: LengthPredictor | None = None, probe_tokens: int | None = None
     ) -> None:
         if predictor is not None and not isinstance(predictor, LengthPredictor):
-            raise ValueError(
+            raise UsageError(
                 f"`LengthPrediction(predictor={predictor!r})` is no `LengthPredictor`. Give an "
                 "instance, such as `PromptHistory()`, or one of your own class that inherits from "
                 "`lit_rlsched.scheduling.length_prediction.LengthPredictor`."

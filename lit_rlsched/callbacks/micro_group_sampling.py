@@ -7,7 +7,7 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
-from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.settings import UsageError, check_choice, check_count
 from lit_rlsched.text import format_bytes, parse_bytes
 
 
@@ -36,7 +36,7 @@ class MicroGroupSampling(RolloutCallback):
             `shortest_first` (default where rounds end early) or `planned`.
 
     Raises:
-        ValueError: an argument is out of range, or two contradict each other.
+        UsageError: an argument is out of range, or two contradict each other.
 
     Example::
 
@@ -53,7 +53,7 @@ class MicroGroupSampling(RolloutCallback):
         order: Order | None = None,
     ) -> None:
         if (slots is None) == (memory_budget is None):
-            raise ValueError(
+            raise UsageError(
                 f"`MicroGroupSampling(slots={slots}, memory_budget={memory_budget})`: give exactly "
                 "one of the two."
             )
@@ -63,7 +63,7 @@ class MicroGroupSampling(RolloutCallback):
         if order is not None:
             check_choice("MicroGroupSampling", "order", order, get_args(Order))
         if refill == "rounds" and order in ("planned", "least_attained"):
-            raise ValueError(
+            raise UsageError(
                 f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order needs slots "
                 "that are refilled one by one. Use `refill='continuous'`, or "
                 "`order='longest_first'`, which sorts the micro groups."

@@ -43,7 +43,7 @@ class ParallelismPlanner(RolloutCallback):
 
     Raises:
         ValueError: a size is not a power of two, or `minimum` is above `maximum`.
-        MisconfigurationException: the engine cannot split its model, or not that far; its own size
+        UsageError: the engine cannot split its model, or not that far; its own size
             is out of bounds; or `MicroGroupSampling` rules out preemptions.
 
     Example::

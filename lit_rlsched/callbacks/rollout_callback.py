@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.run.schedule import RunFacts, Schedule, check_pairs
 from lit_rlsched.run.training_run import TrainingRun
-from lit_rlsched.settings import RemembersInit
+from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Completion, Group
 
 if TYPE_CHECKING:
@@ -73,11 +72,11 @@ def run_of(trainer: Trainer, callback: Callback) -> TrainingRun:
     """Return the run of the Trainer's `RolloutDataModule`.
 
     Raises:
-        MisconfigurationException: there is no such data module.
+        UsageError: there is no such data module.
     """
     if (run := find_run(trainer)) is None:
         kind = type(getattr(trainer, "datamodule", None)).__name__
-        raise MisconfigurationException(
+        raise UsageError(
             f"`{type(callback).__name__}` needs rollouts, but the data module is a `{kind}`. "
             "Fit with `datamodule=RolloutDataModule(...)`, or remove the callback."
         )
@@ -88,16 +87,16 @@ def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, Ru
     """Return the run's schedule, for a callback to set a field of it, and facts about the run.
 
     Raises:
-        MisconfigurationException: there is no `RolloutDataModule`, or another callback decides the
+        UsageError: there is no `RolloutDataModule`, or another callback decides the
             same.
-        ValueError: two callbacks of the Trainer do not work together.
+        UsageError: two callbacks of the Trainer do not work together.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     setting = getattr(callback, "sets", None)
     alike = [c for c in callbacks if setting and getattr(c, "sets", None) == setting]
     if len(alike) > 1:
         names = " and ".join(f"`{type(c).__name__}`" for c in alike)
-        raise MisconfigurationException(
+        raise UsageError(
             f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. Remove all "
             "but one. A configuration with `callbacks+:` adds to the callbacks of the earlier ones."
         )

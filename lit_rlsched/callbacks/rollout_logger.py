@@ -226,7 +226,7 @@ class RolloutLogger(RolloutCallback):
 
         Raises:
             FolderInUse: another process uses the run's folder.
-            MisconfigurationException: there is no `RolloutDataModule`.
+            UsageError: there is no `RolloutDataModule`.
         """
         if stage == "fit":
             run_of(trainer, self)

@@ -14,6 +14,7 @@ from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import settle_progress
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
+from lit_rlsched.settings import UsageError
 
 
 class RoundCheckpoint(Checkpoint):
@@ -31,7 +32,7 @@ class RoundCheckpoint(Checkpoint):
         keep: Number of checkpoints to keep.
 
     Raises:
-        ValueError: a number is out of range.
+        UsageError: a number is out of range.
 
     Example::
 
@@ -43,9 +44,9 @@ class RoundCheckpoint(Checkpoint):
 
     def __init__(self, dirpath: str | None = None, max_share: float = 0.02, keep: int = 2) -> None:
         if not 0 < max_share <= 1:
-            raise ValueError(f"`RoundCheckpoint(max_share={max_share})`: use 0 < max_share <= 1.")
+            raise UsageError(f"`RoundCheckpoint(max_share={max_share})`: use 0 < max_share <= 1.")
         if keep < 1:
-            raise ValueError(f"`RoundCheckpoint(keep={keep})`: must be 1 or more.")
+            raise UsageError(f"`RoundCheckpoint(keep={keep})`: must be 1 or more.")
         self.dirpath = dirpath
         self.max_share = max_share
         self.keep = keep
@@ -60,7 +61,7 @@ class RoundCheckpoint(Checkpoint):
         """Start the clock.
 
         Raises:
-            MisconfigurationException: there is no `RolloutDataModule`.
+            UsageError: there is no `RolloutDataModule`.
         """
         if stage == "fit":
             run_of(trainer, self)

@@ -6,6 +6,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_sche
 from lit_rlsched.run.checks import check_logprobs, warn_of_correction
 from lit_rlsched.run.schedule import RunFacts
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
+from lit_rlsched.settings import UsageError
 
 
 class SortedBatching(RolloutCallback):
@@ -41,7 +42,7 @@ class SortedBatching(RolloutCallback):
             others still count as useful in `rollout/useful_token_share`.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts the module or the data module.
+        UsageError: an argument is out of range, or contradicts the module or the data module.
 
     Example::
 
@@ -83,7 +84,7 @@ class SortedBatching(RolloutCallback):
         given = run.settings
         rule = self.settings.rule(given.prompts_per_round, given.num_generations, unit)
         if given.steps_per_round > 1:
-            raise ValueError(
+            raise UsageError(
                 f"`steps_per_round={given.steps_per_round}` with `SortedBatching`: each of its "
                 "rounds is one update. Use `steps_per_round=1` and `SortedBatching("
                 f"update_prompts={max(1, rule.update_prompts // given.steps_per_round)})`."
@@ -102,7 +103,7 @@ class SortedBatching(RolloutCallback):
         check_logprobs("`SortedBatching(mode='partial')`", given.engine, given.sampling)
         steps, most = given.num_iterations, self.settings.max_staleness
         if most is not None and most < steps:
-            raise ValueError(
+            raise UsageError(
                 f"`SortedBatching(max_staleness={most})` with `num_iterations={steps}`: a round "
                 "takes that many optimizer steps, so no completion could be resumed. Use "
                 f"{steps} or more, or `mode='on_policy'`."

@@ -1,11 +1,11 @@
 """Speculation that changes nothing: fewer decode steps, the very same tokens."""
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
 
 ROUNDS = 10
@@ -35,9 +35,9 @@ class Speculation(RolloutCallback):
             it raises or returns wrongly is counted in `speculation/drafter_failures`.
 
     Raises:
-        ValueError: an argument is out of range, `drafter` cannot be imported, or the run uses
+        UsageError: an argument is out of range, `drafter` cannot be imported, or the run uses
             `min_p` or completions that are too short.
-        MisconfigurationException: the engine does not verify draft tokens.
+        UsageError: the engine does not verify draft tokens.
 
     Example::
 
@@ -61,17 +61,17 @@ class Speculation(RolloutCallback):
         given, engine = run.settings, run.settings.engine
         longest, tokens = given.sampling.max_completion_length, self.settings.tokens
         if not engine.speculates:
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`Speculation`: `{engine.name}` does not verify draft tokens. Remove the "
                 "callback, or use `VLLMEngine` or `TransformersEngine`."
             )
         if tokens >= longest:
-            raise ValueError(
+            raise UsageError(
                 f"`Speculation({tokens=})` with `max_completion_length={longest}`: no draft can be "
                 f"that long. Use at most {longest - 1}, such as the default, 4."
             )
         if given.sampling.min_p > 0:
-            raise ValueError(
+            raise UsageError(
                 f"`Speculation` with `min_p={given.sampling.min_p}`: vLLM draws no draft tokens "
                 "with it. Use `top_p`, or remove the callback."
             )

@@ -1,12 +1,12 @@
 """RollPacker's stream trainer: gradients are computed while the rollout is still running."""
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.run.checks import check_decodes_by_itself
 from lit_rlsched.run.schedule import RunFacts
 from lit_rlsched.scheduling.streamed_training import Streaming
+from lit_rlsched.settings import UsageError
 
 
 def streaming_obstacle(pl_module: LightningModule, run: RunFacts) -> str | None:
@@ -41,8 +41,8 @@ class StreamedTraining(RolloutCallback):
             computed.
 
     Raises:
-        ValueError: `start` is out of range.
-        MisconfigurationException: the engine is in the trainer's process, a round is divided over
+        UsageError: `start` is out of range.
+        UsageError: the engine is in the trainer's process, a round is divided over
             several optimizer steps, the module optimizes automatically, or advantages or loss need
             the whole update.
 
@@ -56,7 +56,7 @@ class StreamedTraining(RolloutCallback):
 
     def __init__(self, start: float = 0.2) -> None:
         if not isinstance(start, int | float) or not 0 <= start < 1:
-            raise ValueError(
+            raise UsageError(
                 f"`StreamedTraining({start=})`: must be 0 or more and below 1, a share of the "
                 "update's prompts."
             )
@@ -73,5 +73,5 @@ class StreamedTraining(RolloutCallback):
         schedule, run = rollout_schedule(trainer, self)
         check_decodes_by_itself("`StreamedTraining`", run.settings.engine)
         if (why := streaming_obstacle(pl_module, run)) is not None:
-            raise MisconfigurationException(f"`StreamedTraining`: {why}.")
+            raise UsageError(f"`StreamedTraining`: {why}.")
         schedule.streaming = Streaming(self.start)

@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
 from lit_rlsched.run.checks import check_logprobs
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
-from lit_rlsched.settings import check_count
+from lit_rlsched.settings import UsageError, check_count
 
 
 class TailBatching(RolloutCallback):
@@ -44,7 +44,7 @@ class TailBatching(RolloutCallback):
             `prompt_ratio` is above 2). Implies `reuse_drafts`.
 
     Raises:
-        ValueError: an argument is out of range, the data holds too few prompts, or drafts cannot be
+        UsageError: an argument is out of range, the data holds too few prompts, or drafts cannot be
             verified because the engine's log-probs are not those of the policy.
 
     Example::
@@ -110,7 +110,7 @@ class TailBatching(RolloutCallback):
 
 def _check_ratio(name: str, value: float) -> None:
     if not isinstance(value, int | float) or not 1 <= value < math.inf:
-        raise ValueError(
+        raise UsageError(
             f"`TailBatching({name}={value!r})`: must be 1 (no race) or more, such as 1.25."
         )
 
@@ -118,9 +118,9 @@ def _check_ratio(name: str, value: float) -> None:
 def _check_shares(per_domain: dict[str, float]) -> None:
     shares = per_domain.values()
     if not all(isinstance(share, int | float) and share > 0 for share in shares):
-        raise ValueError(f"`TailBatching({per_domain=})`: each share must be above 0.")
+        raise UsageError(f"`TailBatching({per_domain=})`: each share must be above 0.")
     if not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise ValueError(
+        raise UsageError(
             f"`TailBatching({per_domain=})`: shares must add up to 1, but add up to "
             f"{sum(shares):g}."
         )

@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lit_rlsched.cli.quick import Refusal
 from lit_rlsched.cli.wording import plain, refused_by_class
-from lit_rlsched.settings import RunFailed, is_refusal
+from lit_rlsched.settings import UsageError
 
 
 class Parser(LightningArgumentParser):
@@ -65,11 +66,11 @@ def command_of(parser: argparse.ArgumentParser) -> str:
 
 @contextmanager
 def refusals(debug: bool, run: Any) -> Iterator[None]:
-    """Print one message instead of a traceback when a setting is wrong; a bug keeps its traceback.
+    """Print one message for what the user can mend; any other error keeps its traceback.
 
     Args:
         debug: Whether to print the traceback as well.
-        run: Object with `begun` (whether the first round has started) and `command`.
+        run: Object with the `command` that runs, such as `lit-rlsched fit`.
 
     Raises:
         Refusal: a setting is wrong.
@@ -77,15 +78,22 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
     try:
         try:
             yield
-        except Exception as error:
-            if not (isinstance(error, RunFailed) or (is_refusal(error) and not run.begun)):
-                raise
+        except (UsageError, MisconfigurationException) as error:
             raise Refusal(refused_by_class(str(error)), run.command) from error
     except Refusal as refusal:
         if debug:
             traceback.print_exception(refusal.__cause__ or refusal)
         refusal.show("" if debug else ", `--debug` shows the traceback")
         raise
+
+
+@contextmanager
+def of_lightning() -> Iterator[None]:
+    """Turn errors of Lightning's constructors, which check settings, into a `UsageError`."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise UsageError(str(error)) from error
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from lit_rlsched.run.saving.run_folder import (
     remove_unused,
 )
 from lit_rlsched.run.wandb_runs import log_artifact, saved_ids
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import without_secrets
 
 _OF_RANKS = "LIT_RLSCHED_FOLDER"
@@ -77,7 +78,7 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
 
     Raises:
         FolderInUse: another process uses the folder.
-        ValueError: the folder holds another run, or `ckpt_path` names no checkpoint.
+        UsageError: the folder holds another run, or `ckpt_path` names no checkpoint.
     """
     if config.ckpt_path == "best":
         _refuse_best(config)
@@ -107,14 +108,14 @@ def _follow(config: Namespace) -> Path:
     Processes that Lightning starts inherit it. Under torchrun and SLURM all start at once.
 
     Raises:
-        ValueError: rank 0 cannot tell which folder it chooses.
+        UsageError: rank 0 cannot tell which folder it chooses.
     """
     if _OF_RANKS in os.environ:
         folder, config.ckpt_path = json.loads(os.environ[_OF_RANKS])
         return Path(folder)
     given = config.trainer.default_root_dir
     if given is None:
-        raise ValueError(
+        raise UsageError(
             "`trainer.default_root_dir` is missing: processes that torchrun or SLURM starts do not "
             "see which folder the first of them chooses. Name one for each run."
         )
@@ -150,7 +151,7 @@ def _refuse_best(config: Namespace) -> None:
         folders.append(Path(config.trainer.default_root_dir) / "checkpoints")
     files = sorted({str(f) for folder in folders for f in folder.glob("*.ckpt")})
     found = f"These exist: {', '.join(files)}" if files else "No callback has saved one yet"
-    raise ValueError(
+    raise UsageError(
         "`--ckpt_path=best`: only the process that trains knows which checkpoint is the best. Give "
         f"the file of a checkpoint, or `last`. {found}."
     )
@@ -169,7 +170,7 @@ def _fit(config: Namespace, root: Path) -> Path:
         config.ckpt_path = _last(folder, config)
         return folder  # without a checkpoint, the run starts again in the same folder
     if path is None and not _was_requeued(folder) and holds_run(folder):
-        raise ValueError(
+        raise UsageError(
             f"`trainer.default_root_dir={folder}` already holds a run. Resume that one with "
             "`--ckpt_path last`, name another folder, or leave `default_root_dir` out so that each "
             "run gets a new folder."
@@ -183,7 +184,7 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
         trained = Path(given) if given is not None else newest_folder(root)
         config.ckpt_path = trained and _last(trained, config, resumes=False)
         if config.ckpt_path is None:
-            raise ValueError(
+            raise UsageError(
                 f"`ckpt_path=last`: there is no checkpoint in `{trained or root}`. Name one with "
                 "`--ckpt_path FILE`."
             )

@@ -24,7 +24,6 @@ from lit_rlsched import engines
 from lit_rlsched.callbacks import (
     CompletionWriter,
     RNGState,
-    RolloutCallback,
     RolloutLogger,
     RolloutProgressBar,
     RoundCheckpoint,
@@ -35,6 +34,7 @@ from lit_rlsched.cli.errors import (
     OnlyInFiles,
     Parser,
     command_of,
+    of_lightning,
     plain_warnings,
     refusals,
 )
@@ -49,6 +49,7 @@ from lit_rlsched.processes import require_posix
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.interrupts import listening
 from lit_rlsched.run.saving.checkpoints import with_atomic_io
+from lit_rlsched.settings import UsageError
 
 # The package imports its classes on first use; the parser finds imported classes by short name.
 for _name in engines.__all__:
@@ -113,7 +114,7 @@ class RolloutTrainer(Trainer):
                 `trainer.accelerator`.
         """
         if not isinstance(model, PolicyModule):
-            raise ValueError(
+            raise UsageError(
                 f"`model={type(model).__name__}`: the passes of your own module are not known, so "
                 "their memory cannot be estimated. Use `GRPOModule` or `RLOOModule`."
             )
@@ -124,7 +125,7 @@ class RolloutTrainer(Trainer):
 class RolloutCLI(LightningCLI):
     """Lightning's command line with this package's defaults, callbacks and run folders."""
 
-    def __init__(self, run: "_RunStatus", **kwargs: Any) -> None:
+    def __init__(self, run: "_Running", **kwargs: Any) -> None:
         self._run = run
         super().__init__(LightningModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
 
@@ -194,9 +195,7 @@ class RolloutCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         given = config["callbacks"] or []
-        given = given if isinstance(given, list) else [given]
-        config["callbacks"] = [self._run, *given]  # first, so that it sees a round before others
-        given = [*given, *callbacks]
+        given = [*(given if isinstance(given, list) else [given]), *callbacks]
 
         def lacks(kind: type[Callback]) -> bool:
             return not any(isinstance(callback, kind) for callback in given)
@@ -218,7 +217,8 @@ class RolloutCLI(LightningCLI):
         config["plugins"] = with_atomic_io(config["plugins"])
         refuse_unseen_gpu(config["accelerator"])
         refuse_missing_gpus(config["accelerator"], config["devices"])
-        self.trainer = super()._instantiate_trainer(config, callbacks)
+        with of_lightning():
+            self.trainer = super()._instantiate_trainer(config, callbacks)
         check_trainer(self.trainer)  # before the Trainer starts other processes
         for callback in self._callbacks(SaveConfig):
             callback.config = self._given
@@ -276,16 +276,10 @@ class RolloutCLI(LightningCLI):
         return (callback for callback in callbacks if isinstance(callback, kind))
 
 
-class _RunStatus(RolloutCallback):
-    """What an error message has to know about the run."""
+class _Running:
+    """The command that runs, for error messages."""
 
-    def __init__(self) -> None:
-        self.command = "lit-rlsched"
-        self.begun = False
-        """Whether a round has started: later errors need not be about the configuration."""
-
-    def on_round_start(self, *_: Any) -> None:
-        self.begun = True
+    command = "lit-rlsched"
 
 
 def main(args: ArgsType = None) -> None:
@@ -296,7 +290,7 @@ def main(args: ArgsType = None) -> None:
     """
     sys.path.insert(0, os.getcwd())  # finds reward functions in modules of the working directory
     keep_heap()
-    run, given = _RunStatus(), sys.argv[1:] if args is None else args
+    run, given = _Running(), sys.argv[1:] if args is None else args
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
         require_posix("`lit-rlsched`")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_rlsched.settings import check_template_kwargs
+from lit_rlsched.settings import UsageError, check_template_kwargs
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 """Columns that decide the tokens of a prompt."""
@@ -18,7 +18,7 @@ def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
     Arrow gives a message every key that another one has, with the value None.
 
     Raises:
-        ValueError: the messages are not usable; the text begins with a verb, for a row's name.
+        UsageError: the messages are not usable; the text begins with a verb, for a row's name.
     """
     prompt = row["prompt"]
     if isinstance(prompt, str):
@@ -30,13 +30,13 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = without_none(message)
     content = known.get("content")
     if not isinstance(role := known.get("role"), str) or not role:
-        raise ValueError(
+        raise UsageError(
             f"has a message {number} without a `role`: {str(message)[:80]!r}. Chat messages are "
             "dicts with `role` and `content`."
         )
     if content is None:
         if not any(known.get(name) for name in _INSTEAD_OF_CONTENT):
-            raise ValueError(
+            raise UsageError(
                 f"has a message {number} ({role}) without a content. Chat messages are dicts with "
                 "`role` and `content`: drop the message, or fill it."
             )
@@ -44,7 +44,7 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
         content = "".join(_text_of(part, number, role) for part in content)
     elif not isinstance(content, str):
-        raise ValueError(
+        raise UsageError(
             f"has a message {number} ({role}) whose `content` is a {type(content).__name__}. Make "
             "it a string (`json.dumps` of an object), or a list of text parts."
         )
@@ -56,7 +56,7 @@ def _text_of(part: Any, number: int, role: str) -> str:
     kind, text = known.get("type", "text"), known.get("text")
     if kind != "text" or not isinstance(text, str):
         what = f"the part `{kind}`" if kind != "text" else f"a part without a text ({part!s:.40})"
-        raise ValueError(
+        raise UsageError(
             f"has {what} in the content of message {number} ({role}). Training is on text alone: "
             'leave the row out, or make it {"type": "text", "text": ...}.'
         )
@@ -84,7 +84,7 @@ def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> d
         settings: Arguments for all rows.
 
     Raises:
-        ValueError: a column is not usable.
+        UsageError: a column is not usable.
     """
     given = {**settings, **(_column(row, "chat_template_kwargs", Mapping, "a dict") or {})}
     check_template_kwargs(given)
@@ -106,7 +106,7 @@ def _column(row: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"Its column `{name}` is not JSON: {error}.") from None
+            raise UsageError(f"Its column `{name}` is not JSON: {error}.") from None
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"Its column `{name}` is a {type(value).__name__}. Make it {what}.")
+        raise UsageError(f"Its column `{name}` is a {type(value).__name__}. Make it {what}.")
     return without_none(value)

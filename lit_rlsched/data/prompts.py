@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches, unknown_token
-from lit_rlsched.settings import ENDS
+from lit_rlsched.settings import ENDS, UsageError
 from lit_rlsched.types import Prompt
 
 _FORMAT = "tokens-2"
@@ -174,10 +174,10 @@ def tokenize(
         embeddings: Number of the model's embeddings, if prompts are checked for them.
 
     Raises:
-        ValueError: a prompt and its completion do not fit into the context, or a row is unusable.
+        UsageError: a prompt and its completion do not fit into the context, or a row is unusable.
     """
     if max_completion_length >= context:
-        raise ValueError(
+        raise UsageError(
             f"`max_completion_length={max_completion_length}` leaves no room for a prompt in the "
             f"model's context of {context} tokens. Use a smaller one."
         )
@@ -192,7 +192,7 @@ def tokenize(
                 embeddings=embeddings,
             )
         except ValueError as error:
-            raise ValueError(f"`{name}_data`: {error}") from error
+            raise UsageError(f"`{name}_data`: {error}") from error
     train = sets.pop("train", None)
     if train is not None and "val" in sets and (shared := sets["val"].also_in(train)):
         rank_zero_warn(
@@ -232,7 +232,7 @@ def make_prompts(
         embeddings: Number of the model's embeddings, if prompts are checked for them.
 
     Raises:
-        ValueError: two rows have the same uid, or a prompt cannot be tokenised, is too long, has no
+        UsageError: two rows have the same uid, or a prompt cannot be tokenised, is too long, has no
             tokens, or one that the model has no embedding for.
     """
     table = rows if isinstance(rows, RowTable) else load_rows(rows)
@@ -311,13 +311,13 @@ def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:
     numbers, lengths = prompts.numbers, prompts.lengths
     if (empty := np.flatnonzero(lengths == 0)).size:
         prompt = prompts[int(empty[0])]
-        raise ValueError(
+        raise UsageError(
             f"The prompt of row {numbers[empty[0]]} (uid {prompt.uid}) has no tokens: "
             f"{str(prompt.text)[:80]!r}. Drop or fill the row."
         )
     if (long := np.flatnonzero(lengths > max_prompt_length)).size:
         prompt = prompts[int(long[0])]
-        raise ValueError(
+        raise UsageError(
             f"The prompt of row {numbers[long[0]]} (uid {prompt.uid}) has "
             f"{len(prompt.token_ids)} tokens, but the model's context less "
             f"`max_completion_length` is {max_prompt_length}. "
@@ -333,4 +333,4 @@ def _check_known(
     for at in np.flatnonzero(largest.to_numpy()[prompts.numbers] >= embeddings).tolist():
         prompt = prompts[at]
         if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
-            raise ValueError(f"The prompt of row {prompts.numbers[at]} (uid {prompt.uid}) {why}")
+            raise UsageError(f"The prompt of row {prompts.numbers[at]} (uid {prompt.uid}) {why}")

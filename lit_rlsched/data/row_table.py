@@ -18,6 +18,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from lit_rlsched.data.messages import PROMPT_COLUMNS, normalized
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import stable_hash
 
 
@@ -232,14 +233,14 @@ class RowTable(Sequence[Row]):
             The numbers of the rows with different uids, and of those that equal an earlier row.
 
         Raises:
-            ValueError: two rows have the same explicit `uid`.
+            UsageError: two rows have the same explicit `uid`.
         """
         first, numbers = _first(self.uids), np.arange(len(self))
         repeated = np.flatnonzero(first != numbers)
         given = self._table["given"].to_numpy()
         if (wrong := repeated[given[repeated] | given[first[repeated]]]).size:
             number = int(wrong[0])
-            raise ValueError(
+            raise UsageError(
                 f"Rows {first[number]} and {number} have the same `uid` "
                 f"{self.uids[number].as_py()!r}. A uid names one prompt: make them different, or "
                 "leave the column out."
@@ -299,7 +300,7 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
     One prompt with two answers is two prompts, and a row's uid does not depend on other rows.
 
     Raises:
-        ValueError: the row has no stable name.
+        UsageError: the row has no stable name.
     """
     if (given := row.get("uid")) is not None:
         return str(given)
@@ -307,12 +308,12 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
     try:
         return f"{stable_hash(_ENCODER.encode(columns)):016x}"
     except _LooksDifferent as error:
-        raise ValueError(
+        raise UsageError(
             f"Row {number} has a {error} in its columns, which looks different in every run, so "
             "that no stable name can be made from the row. Add a column `uid`."
         ) from None
     except TypeError as error:
-        raise ValueError(
+        raise UsageError(
             f"Row {number}: no stable name can be made from its columns ({error}). "
             "Add a column `uid`, or make every key of its dicts a string."
         ) from None

@@ -13,6 +13,7 @@ import pyarrow as pa
 from lit_rlsched.data.messages import normalized
 from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
+from lit_rlsched.settings import UsageError
 
 # Not `dict[str, Any]`: jsonargparse (4.53) would turn the answer "2" of a row in a config into 2.
 Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
@@ -47,13 +48,13 @@ def load_rows(spec: Rows | Any) -> RowTable:
         spec: See `Rows`. Of a `DatasetDict`, saved or not, the split `train` is read.
 
     Raises:
-        ValueError: a row is not usable; the message names the data set, the row and the column.
+        UsageError: a row is not usable; the message names the data set, the row and the column.
     """
     if isinstance(spec, str | Path):
         return _read(str(spec))
     spec = _one_split(spec, type(spec).__name__)
     if is_stream(spec):
-        raise TypeError(
+        raise UsageError(
             "`load_rows` reads data sets of known size, and this is a stream (`IterableDataset`). "
             "`train_data` may be one. For held-out data take some of its rows: "
             "`datasets.Dataset.from_list(list(stream.take(200)))`."
@@ -66,7 +67,7 @@ def load_rows(spec: Rows | Any) -> RowTable:
         return _of_list(spec, "rows")
     if hasattr(spec, "with_format") and hasattr(spec, "to_list"):
         return _of_dataset(spec, type(spec).__name__)
-    raise TypeError(
+    raise UsageError(
         f"Cannot read prompts from a {type(spec).__name__}. Use a path to a .jsonl, .json or "
         ".parquet file, a folder of `datasets.save_to_disk`, a hub name, a `datasets.Dataset`, "
         "a list of dicts, or a task such as `Countdown`."
@@ -99,7 +100,7 @@ def _read(spec: str) -> RowTable:
         return _of_dataset(_open_folder(path), spec)
     if path.suffix in (".jsonl", ".json", ".parquet"):
         if not path.is_file():
-            raise FileNotFoundError(f"There is no file `{path}` to read prompts from.")
+            raise UsageError(f"There is no file `{path}` to read prompts from.")
         if path.suffix == ".json":
             return _of_list(_read_json(path), spec)
         with path.open("rb") as file:
@@ -111,7 +112,7 @@ def _read(spec: str) -> RowTable:
         return RowTable(mapped(key, lambda: _of_tables(_read_parquet(path), spec)), key)
     if path.exists() or path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
         problem = "has a format that cannot be read" if path.exists() else "does not exist"
-        raise ValueError(
+        raise UsageError(
             f"`{spec}` {problem}. Use a .jsonl, .json or .parquet file, a folder of "
             "`datasets.save_to_disk`, or the name of a data set on the Hugging Face hub."
         )
@@ -215,7 +216,7 @@ def _of_lines(path: Path) -> Iterator[pa.RecordBatch]:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{at(number)} is not JSON: {error}.") from None
+                raise UsageError(f"{at(number)} is not JSON: {error}.") from None
             texts.append(line)
             rows[-1] = check_row(rows[-1], number, at)
             if len(rows) == BATCH:
@@ -256,11 +257,11 @@ def _read_json(path: Path) -> list[Row]:
     try:
         rows = json.loads(_decode(path.read_bytes(), path))
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise UsageError(
             f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
         ) from None
     if not isinstance(rows, list):
-        raise ValueError(f"`{path}` holds a {type(rows).__name__}. It must hold a list of rows.")
+        raise UsageError(f"`{path}` holds a {type(rows).__name__}. It must hold a list of rows.")
     return rows
 
 
@@ -268,7 +269,7 @@ def _open_folder(path: Path) -> Any:
     import datasets
 
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        raise ValueError(
+        raise UsageError(
             f"`{path}` is a folder, but not one that `datasets.save_to_disk` wrote. "
             "Give the path of a file in it."
         )
@@ -280,7 +281,7 @@ def _one_split(data: Any, name: str) -> Any:
     if type(data).__name__ not in ("DatasetDict", "IterableDatasetDict"):
         return data
     if "train" not in data:
-        raise ValueError(
+        raise UsageError(
             f"`{name}` has no split `train`, only {sorted(data)}. Give one split: "
             "`data['test']`, or its folder."
         )
@@ -291,12 +292,12 @@ def _decode(raw: bytes, path: Path, line: int = 1) -> str:
     """Decode UTF-8, without a byte order mark; `line` is the number of the first line in `raw`."""
     if line == 1 and raw[:2] in _OTHER_FORMATS:
         what, fix = _OTHER_FORMATS[raw[:2]]
-        raise ValueError(f"`{path}`, line 1: the file {what}, not UTF-8. {fix}")
+        raise UsageError(f"`{path}`, line 1: the file {what}, not UTF-8. {fix}")
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         number = line + raw.count(b"\n", 0, error.start)
-        raise ValueError(
+        raise UsageError(
             f"`{path}`, line {number} is not UTF-8 (byte 0x{raw[error.start]:02x}). If the file is "
             "Latin-1, convert it: `iconv -f LATIN1 -t UTF-8`."
         ) from None
@@ -304,7 +305,7 @@ def _decode(raw: bytes, path: Path, line: int = 1) -> str:
 
 def _check_some(number: int, name: str) -> None:
     if not number:
-        raise ValueError(f"The data set `{name}` is empty.")
+        raise UsageError(f"The data set `{name}` is empty.")
 
 
 def _checked(rows: Sequence[Any], name: str, first: int = 0) -> list[Row]:
@@ -323,21 +324,21 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
         at: Says where a row is.
 
     Raises:
-        ValueError: the row is not usable.
+        UsageError: the row is not usable.
     """
     text = row.get("prompt") if type(row) is dict else None
     plain = type(text) is str and text and text.isascii() and not text.isspace()
     if plain and _MEDIA.isdisjoint(row):
         return row  # most rows: the checks below take four times as long
     if not isinstance(row, Mapping):
-        raise ValueError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
+        raise UsageError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
     if "prompt" not in row:
-        raise ValueError(
+        raise UsageError(
             f"{at(number)} has no column `prompt`; its columns are "
             f"{sorted(map(str, row))}. Rename the one that holds the prompt."
         )
     if media := [name for name in sorted(_MEDIA & row.keys()) if not _is_empty(row[name])]:
-        raise ValueError(
+        raise UsageError(
             f"{at(number)} has `{media[0]}`, and training is on text alone: the model would answer "
             "without it. Leave such rows out. If the prompt does not need it, remove the column, "
             "or rename it if a reward function does."
@@ -345,24 +346,24 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
     prompt = row["prompt"]
     chat = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt)
     if not isinstance(prompt, str) and not chat:
-        raise ValueError(
+        raise UsageError(
             f"{at(number)} has a `prompt` that is neither a string nor chat messages, a "
             f"list of dicts with `role` and `content`: {str(prompt)[:80]!r}."
         )
     try:
         row = normalized(row)
     except ValueError as error:
-        raise ValueError(f"{at(number)} {error}") from None
+        raise UsageError(f"{at(number)} {error}") from None
     if isinstance(prompt, str):
         contents = [prompt.strip() and prompt]
     else:
         contents = [message["content"] for message in row["prompt"]]
     if not any(contents):
-        raise ValueError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
+        raise UsageError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
     for content in contents:
         # no tokenizer takes half of a surrogate pair, such as JSON's "\ud83d"
         if not content.isascii() and (found := _SURROGATE.search(content)) is not None:
-            raise ValueError(
+            raise UsageError(
                 f"{at(number)} has half of a surrogate pair in its `prompt` "
                 f"({found[0]!a} at character {found.start()}), which is not a character. Repair "
                 "or drop the row."

@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lit_rlsched.data.row_table import UidIndex, fingerprint
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt, stable_hash
 
 
@@ -74,10 +75,10 @@ class PromptSource:
             besides: Uids of prompts to skip.
 
         Raises:
-            ValueError: there are fewer than `n` such prompts.
+            UsageError: there are fewer than `n` such prompts.
         """
         if not 0 <= n <= len(self) - len(besides):
-            raise ValueError(
+            raise UsageError(
                 f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most once, "
                 f"and there are {len(self)}. Use {len(self)} or less, or a larger data set."
             )
@@ -124,10 +125,10 @@ class PromptSource:
         """Restore a position.
 
         Raises:
-            ValueError: the position belongs to other prompts or to another order of them.
+            UsageError: the position belongs to other prompts or to another order of them.
         """
         if state["fingerprint"] != self._fingerprint:
-            raise ValueError(
+            raise UsageError(
                 f"The checkpoint was made with another data set ({state['fingerprint']}) than this "
                 f"one ({self._fingerprint}). Resume with the same prompts in the same order, or "
                 "start a new run from the weights alone."
@@ -141,11 +142,11 @@ def check_same_order(state: Mapping[str, Any], seed: int, shuffle: bool) -> None
     """Refuse a position in prompts that come in another order.
 
     Raises:
-        ValueError: names the setting, both values and the fix.
+        UsageError: names the setting, both values and the fix.
     """
     for name, ours in (("seed", seed), ("shuffle", shuffle)):
         if state[name] != ours:
-            raise ValueError(
+            raise UsageError(
                 f"The checkpoint was made with `{name}={state[name]}`, this run has `{name}="
                 f"{ours}`: the order of the prompts would change within a pass. "
                 f"Resume with `{name}={state[name]}`."
@@ -187,7 +188,7 @@ class DomainSource:
         """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`.
 
         Raises:
-            ValueError: there are fewer than `n` such prompts.
+            UsageError: there are fewer than `n` such prompts.
         """
         return self.sources[domain].draw(n, self._of(besides, domain))
 
@@ -206,11 +207,11 @@ class DomainSource:
         """Restore the position in each domain.
 
         Raises:
-            ValueError: the positions belong to other prompts or to other domains.
+            UsageError: the positions belong to other prompts or to other domains.
         """
         saved = dict(state["domains"]) if "domains" in state else {None: state}
         if saved.keys() != self.sources.keys():
-            raise ValueError(
+            raise UsageError(
                 f"The checkpoint was made with prompts of {_names(saved)}, this run draws from "
                 f"{_names(self.sources)}. Resume with the `per_domain` it was made with, or start "
                 "a new run from the weights alone."

@@ -9,6 +9,7 @@ from typing import Any
 from lit_rlsched.data.row_table import Row, other_columns, row_uid
 from lit_rlsched.data.rows import check_row, is_json
 from lit_rlsched.data.source import Draw, check_same_order
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Prompt
 
 BUFFER = 1000
@@ -21,10 +22,10 @@ def check_streams(has_domains: bool) -> None:
     """Refuse a schedule that needs to know all training prompts.
 
     Raises:
-        ValueError: names the setting and a fix.
+        UsageError: names the setting and a fix.
     """
     if has_domains:
-        raise ValueError(
+        raise UsageError(
             "`TailBatching(per_domain=...)` draws from each domain, and `train_data` is a stream, "
             "whose prompts are not known before they are read. Leave `per_domain` out, or give a "
             "data set that is no stream."
@@ -114,7 +115,7 @@ class StreamSource:
     def _prompt(self, uid: str, row: Row) -> Prompt:
         at = self._at(self.offset - 1)
         if not is_json(row):
-            raise ValueError(
+            raise UsageError(
                 f"{at} has values that JSON cannot hold, so that no checkpoint could keep the row. "
                 "Convert them (`stream.map(...)`) or remove their column."
             )
@@ -122,13 +123,13 @@ class StreamSource:
         try:
             self._check(uid, columns)
         except ValueError as error:
-            raise ValueError(f"{at}: {error}") from None
+            raise UsageError(f"{at}: {error}") from None
         try:
             token_ids = self._tokenize(row)
         except Exception as error:
-            raise ValueError(f"{at} (uid {uid}) cannot be tokenised: {error}") from error
+            raise UsageError(f"{at} (uid {uid}) cannot be tokenised: {error}") from error
         if not 0 < len(token_ids) <= self.max_prompt_length:
-            raise ValueError(
+            raise UsageError(
                 f"{at} (uid {uid}) has a prompt of {len(token_ids)} tokens. A prompt of a stream "
                 f"may have 1 to {self.max_prompt_length}: the smaller of `micro_batch_tokens` and "
                 "the model's context, less `max_completion_length`. Prompts are never cut: leave "
@@ -153,7 +154,7 @@ class StreamSource:
             domain: Always `None`.
 
         Raises:
-            ValueError: a whole pass has fewer than `n` such prompts, or a row is not usable.
+            UsageError: a whole pass has fewer than `n` such prompts, or a row is not usable.
         """
         drawn: list[Draw] = []
         taken, waiting = {*besides}, self._deferred
@@ -176,7 +177,7 @@ class StreamSource:
                 continue
             ends += 1
             if ends == 2:
-                raise ValueError(
+                raise UsageError(
                     f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most "
                     f"once, and a pass over the stream has {self.offset} rows. Use "
                     f"{self.offset} or less, or a larger data set."
@@ -203,11 +204,11 @@ class StreamSource:
         """Restore a position by reading the pass up to it.
 
         Raises:
-            ValueError: the position belongs to other data or to another order.
+            UsageError: the position belongs to other data or to another order.
         """
         fix = "Resume with the same data, or start a new run from the weights alone."
         if not str(state.get("fingerprint")).startswith("a stream, "):
-            raise ValueError(
+            raise UsageError(
                 f"The checkpoint was made with a data set, and `train_data` is a stream. {fix}"
             )
         check_same_order(state, self.seed, self.shuffle)
@@ -216,7 +217,7 @@ class StreamSource:
             if self._next() is None:
                 break
         if self.state_dict()["fingerprint"] != state["fingerprint"]:
-            raise ValueError(
+            raise UsageError(
                 f"The checkpoint was made with another stream ({state['fingerprint']}) than this "
                 f"one ({self.state_dict()['fingerprint']}). {fix}"
             )

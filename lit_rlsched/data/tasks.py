@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from lit_rlsched.settings import RemembersInit, check_finite
+from lit_rlsched.settings import RemembersInit, UsageError, check_finite
 from lit_rlsched.types import stable_hash
 
 Split = Literal["train", "heldout"]
@@ -57,7 +57,7 @@ class Countdown(PromptTask):
         _check_size(size, split)
         check_finite({"numbers": numbers})
         if not numbers or min(numbers) < 2 or min(numbers.values()) <= 0:
-            raise ValueError(
+            raise UsageError(
                 f"`numbers={numbers}` must give sizes of 2 or more a share above 0, "
                 f"e.g. {COUNTDOWN_MIX}."
             )
@@ -77,7 +77,7 @@ class Countdown(PromptTask):
             rows += self._rows_of(size, quota)
             del shares[size]
         if len(rows) < self.size:
-            raise ValueError(
+            raise UsageError(
                 f"`Countdown(split={self.split!r}, size={self.size})`: found only {len(rows)} "
                 f"different prompts. Use a smaller `size`, or a larger `max_value` or `max_target`."
             )
@@ -146,7 +146,7 @@ class ReasoningGym(PromptTask):
     ) -> None:
         _check_size(size, split)
         if clash := {"size", "seed"} & (config or {}).keys():
-            raise ValueError(
+            raise UsageError(
                 f"`config` sets {sorted(clash)}. Set `size` and `seed` of `ReasoningGym` instead."
             )
         self.name = name
@@ -171,7 +171,7 @@ class ReasoningGym(PromptTask):
             if _split_of(self.name, question) == self.split and question not in rows:
                 rows[question] = _row(self.name, question, entry, self.instructions)
         if len(rows) < self.size:
-            raise ValueError(
+            raise UsageError(
                 f"`ReasoningGym({self.name!r}, split={self.split!r}, size={self.size})`: found "
                 f"only {len(rows)} different questions. Use a smaller `size`, or a wider `config`."
             )
@@ -217,7 +217,7 @@ class HubDataset(PromptTask):
         if data.column_names is None:  # a stream whose columns are not known before it is read
             data = data._resolve_features()
         if self.prompt_column not in data.column_names:
-            raise ValueError(
+            raise UsageError(
                 f"`{self.name}` has no column `{self.prompt_column}`; its columns are "
                 f"{sorted(data.column_names)}. Set `prompt_column` of `HubDataset`."
             )
@@ -227,7 +227,7 @@ class HubDataset(PromptTask):
             return data
         kind = getattr(data.features["prompt"], "dtype", "list")
         if kind not in ("string", "large_string"):
-            raise ValueError(
+            raise UsageError(
                 f"`HubDataset(instructions=...)`: the column `{self.prompt_column}` of "
                 f"`{self.name}` holds chat messages, not strings. Leave `instructions` out."
             )
@@ -264,6 +264,6 @@ def _split_of(*problem: object) -> Split:
 
 def _check_size(size: int, split: str) -> None:
     if size < 1:
-        raise ValueError(f"`size={size}` must be 1 or more.")
+        raise UsageError(f"`size={size}` must be 1 or more.")
     if split not in ("train", "heldout"):
-        raise ValueError(f"`split={split!r}` is unknown. Use 'train' or 'heldout'.")
+        raise UsageError(f"`split={split!r}` is unknown. Use 'train' or 'heldout'.")

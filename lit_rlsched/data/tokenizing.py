@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from lit_rlsched.data.messages import template_arguments
 from lit_rlsched.data.row_table import BATCH, Row, RowTable
-from lit_rlsched.settings import check_template_kwargs
+from lit_rlsched.settings import UsageError, check_template_kwargs
 
 _MOST_THREADS = 16
 """More would wait for Python's lock."""
@@ -62,7 +62,7 @@ class PromptTokenizer:
             rows: Normalized rows; only `PROMPT_COLUMNS` are read.
 
         Raises:
-            ValueError: the tokenizer has no chat template for chat messages, or a row has arguments
+            UsageError: the tokenizer has no chat template for chat messages, or a row has arguments
                 that are not for one.
         """
         prompts = [row["prompt"] for row in rows]
@@ -93,7 +93,7 @@ class PromptTokenizer:
             if not given.get("chat_template") and not getattr(
                 self._tokenizer, "chat_template", None
             ):
-                raise ValueError(
+                raise UsageError(
                     "The prompts are chat messages, but the tokenizer has no chat template. Use "
                     "prompts that are strings, or an instruction-tuned model."
                 )
@@ -167,7 +167,7 @@ def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.Reco
     The batches are made in threads: the tokenizer's Rust part releases Python's lock.
 
     Raises:
-        ValueError: a prompt cannot be tokenised; the message has the row's number.
+        UsageError: a prompt cannot be tokenised; the message has the row's number.
     """
     bar = tqdm(  # from two seconds on, in a terminal only
         total=len(rows), desc="Tokenizing prompts", delay=2, leave=False, disable=None
@@ -215,7 +215,7 @@ def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.Re
             try:
                 tokenize([row])
             except Exception as error:
-                raise ValueError(
+                raise UsageError(
                     f"The prompt of row {number} cannot be tokenised: {error} "
                     f"The prompt is {str(row['prompt'])[:80]!r}."
                 ) from error

@@ -19,7 +19,6 @@ from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import die_with, hide_environment
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.settings import is_refusal
 
 
 class Inbox(Protocol):
@@ -89,7 +88,7 @@ class Server:
             getattr(self, name)(*arguments)
         except Exception as error:
             self._ahead = 0
-            failure = _pickled(error), traceback.format_exc(), is_refusal(error)
+            failure = _pickled(error), traceback.format_exc()
             self._send(failure, raised=True)
         return True
 

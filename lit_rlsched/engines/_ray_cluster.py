@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.processes import passed
+from lit_rlsched.settings import RunFailed, UsageError
 
 MIN_VERSION = (2, 59)
 """The first version whose local clusters ask for a token, so that other users cannot run code."""
@@ -36,9 +37,9 @@ class Reservation:
         timeout: Maximum seconds to wait for the cluster, and then for the resources.
 
     Raises:
-        ImportError: Ray is missing or too old.
-        ConnectionError: the cluster does not answer, or does not accept this process.
-        RuntimeError: the cluster does not have the resources.
+        UsageError: Ray is missing or too old.
+        UsageError: the cluster does not answer, or does not accept this process.
+        RunFailed: the cluster does not have the resources.
     """
 
     def __init__(self, engines: int, bundle: Mapping[str, float], timeout: float) -> None:
@@ -52,7 +53,7 @@ class Reservation:
         if not self.group.wait(timeout):
             why = missing(self.bundle, engines)
             self._remove()
-            raise RuntimeError(
+            raise RunFailed(
                 f"`RayEngine`: the Ray cluster has no room for {engines} x {_say(self.bundle)} "
                 f"after {timeout:g} s: {why}. Start Ray on more nodes, or change `num_engines`, "
                 "`tensor_parallel_size` or `RayEngine(resources=...)`."
@@ -93,8 +94,8 @@ def connect(cpus: float, timeout: float) -> bool:
         timeout: Maximum seconds to wait until the cluster of `RAY_ADDRESS` answers.
 
     Raises:
-        ImportError: Ray is missing or too old.
-        ConnectionError: the cluster does not answer, or does not accept this process.
+        UsageError: Ray is missing or too old.
+        UsageError: the cluster does not answer, or does not accept this process.
     """
     global _own
     ray = _import_ray()
@@ -112,7 +113,7 @@ def connect(cpus: float, timeout: float) -> bool:
             try:
                 ray.init(logging_level=logging.WARNING)  # it finds the address in the same places
             except Exception as error:
-                raise ConnectionError(
+                raise UsageError(
                     f"`RayEngine`: the Ray cluster at {address} does not accept the trainer: "
                     f"{_reason(error)}. Run the trainer on a node of the cluster, with the "
                     "cluster's versions of Ray and Python and, if it asks for a token, with "
@@ -159,14 +160,14 @@ def _wait_for(address: str, said: str, timeout: float) -> None:
         timeout: Maximum seconds to wait.
 
     Raises:
-        ConnectionError: it does not answer.
-        ValueError: the address is none.
+        UsageError: it does not answer.
+        UsageError: the address is none.
     """
     if address == "auto":  # Ray looks for a cluster on this node
         return
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()) or "/" in host:
-        raise ValueError(
+        raise UsageError(
             f"{said}: expected `HOST:PORT`, the address that `ray start --head` prints, or `local`."
         )
     end = time.monotonic() + timeout
@@ -178,7 +179,7 @@ def _wait_for(address: str, said: str, timeout: float) -> None:
                 time.sleep(1.0)
                 continue
             waited = f" after {timeout:g} s" if timeout else ""
-            raise ConnectionError(
+            raise UsageError(
                 f"{said}, and no Ray cluster answers there{waited} ({error}). Start it with `ray "
                 "start --head`, or set `RAY_ADDRESS=local`: then the run starts one of its own."
             ) from error
@@ -215,11 +216,11 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError(
+        raise UsageError(
             "`RayEngine` needs Ray: pip install 'lit-rlsched[ray]', on every node."
         ) from error
     if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_VERSION:
-        raise ImportError(
+        raise UsageError(
             f"`RayEngine` needs Ray {'.'.join(map(str, MIN_VERSION))} or newer, and version "
             f"{ray.__version__} is installed: pip install -U 'lit-rlsched[ray]', on every node."
         )

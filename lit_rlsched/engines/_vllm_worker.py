@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lit_rlsched.processes import hide_environment
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, stable_hash
 
 NOISE = "lit_rlsched_noise"
@@ -120,7 +121,7 @@ def prepare(worker: Any) -> bool:
     if not by_position:
         batch = getattr(runner, "input_batch", None)
         if not hasattr(batch, "generators"):
-            raise RuntimeError(
+            raise UsageError(
                 f"`VLLMEngine` does not know vLLM's model runner `{type(runner).__name__}`. "
                 "Install a version of vLLM that lit_rlsched allows."
             )
@@ -204,7 +205,7 @@ def load_adapters(worker: Any, adapters: Iterable[tuple[str, Tensor]]) -> None:
     vLLM reads adapters from a folder in peft's format, so they are written to a temporary one.
 
     Raises:
-        ValueError: An adapter is of a layer without a slot, and would have no effect.
+        UsageError: An adapter is of a layer without a slot, and would have no effect.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in adapters}
     rank = max(len(a) for name, a in tensors.items() if name.endswith("lora_A.weight"))
@@ -216,7 +217,7 @@ def load_adapters(worker: Any, adapters: Iterable[tuple[str, Tensor]]) -> None:
         worker.add_lora(lora_request(folder))
     slot = worker.model_runner.lora_manager._adapter_manager
     if lost := sorted(slot.get_adapter(ADAPTER).loras.keys() - slot.modules.keys()):
-        raise ValueError(
+        raise UsageError(
             f"`VLLMEngine(enable_lora=True)`: vLLM's model has no LoRA slot for {len(lost)} layers "
             f"with adapters, of which the first is `{lost[0]}`. Leave `enable_lora` out: adapters "
             "are then merged."

@@ -10,7 +10,7 @@ from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
-from lit_rlsched.settings import RemembersInit
+from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RolloutEngine(RemembersInit, ABC):
         """Estimate `kv_capacity` from the footprint; `None`: no limit.
 
         Raises:
-            ValueError: the cache cannot hold one prompt with its completion.
+            UsageError: the cache cannot hold one prompt with its completion.
         """
         return None
 
@@ -113,7 +113,7 @@ class RolloutEngine(RemembersInit, ABC):
         """Claim devices for `engines` before they start; they are equal, and this is the first.
 
         Raises:
-            ValueError: there are not enough.
+            UsageError: there are not enough.
         """
         if spec.device is not None:
             check_devices(spec, self.tensor_parallel_size)
@@ -131,7 +131,7 @@ class RolloutEngine(RemembersInit, ABC):
         """Take all of these requests, or none.
 
         Raises:
-            ValueError: a request does not fit the context, its id is already in use, or there are
+            UsageError: a request does not fit the context, its id is already in use, or there are
                 more than `slots` requests; the message names the request.
         """
 
@@ -216,20 +216,20 @@ def check_requests(
     """Check all requests of a `submit` call before the engine takes any.
 
     Raises:
-        ValueError: see `RolloutEngine.submit`.
+        UsageError: see `RolloutEngine.submit`.
     """
     if len(live_ids) + len(requests) > spec.slots:
         first = requests[max(spec.slots - len(live_ids), 0)].id
-        raise ValueError(
+        raise UsageError(
             f"request {first!r} has no free slot: {len(live_ids)} running and {len(requests)} "
             f"submitted, but slots={spec.slots}"
         )
     seen: set[str] = set()
     for request in requests:
         if request.id in live_ids or request.id in seen:
-            raise ValueError(f"request {request.id!r} is already in the engine")
+            raise UsageError(f"request {request.id!r} is already in the engine")
         if why := _misfit(spec, request, vocab_size):
-            raise ValueError(f"request {request.id!r} {why}")
+            raise UsageError(f"request {request.id!r} {why}")
         seen.add(request.id)
 
 

@@ -17,6 +17,7 @@ from lit_rlsched.engines.spec import EngineBroken, EngineDied
 from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.scheduling.time_limits import AnswerTimeouts, RunningClock
 from lit_rlsched.scheduling.trace import Step
+from lit_rlsched.settings import UsageError
 
 TIMED = (
     "start",
@@ -93,12 +94,12 @@ def pickled_engine(engine: RolloutEngine) -> bytes:
     """Pickle an engine for its process.
 
     Raises:
-        TypeError: the engine cannot be pickled.
+        UsageError: the engine cannot be pickled.
     """
     try:
         return cloudpickle.dumps(engine)
     except Exception as error:
-        raise TypeError(
+        raise UsageError(
             f"`{type(engine).__name__}` cannot be sent to another process: {error}. Let it open "
             "what cannot be pickled in `start`."
         ) from error
@@ -320,9 +321,9 @@ class Child:
             self.kill()
 
 
-def unpickled(error: tuple[bytes, str, bool], name: str) -> BaseException:
-    """Return an exception of an engine's process, with its traceback there and `refusal`."""
-    pickled, text, refusal = error
+def unpickled(error: tuple[bytes, str], name: str) -> BaseException:
+    """Return an exception of an engine's process, with its traceback there."""
+    pickled, text = error
     try:
         raised: BaseException = pickle.loads(pickled)
     except Exception:
@@ -331,5 +332,4 @@ def unpickled(error: tuple[bytes, str, bool], name: str) -> BaseException:
             f"The process of {name} raised an exception that cannot be pickled: {last_line}"
         )
     raised.add_note(f"In the process of {name}:\n{text}")
-    raised.refusal = refusal  # type: ignore[attr-defined]  # for `is_refusal`
     return raised

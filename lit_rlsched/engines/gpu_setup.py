@@ -12,6 +12,8 @@ import sysconfig
 import warnings
 from pathlib import Path
 
+from lit_rlsched.settings import UsageError
+
 CUDA = 13
 """CUDA version of the wheels of `vllm>=0.27.1,<0.33` and of the PyTorch that they pin."""
 DRIVERS = {12: 525, 13: 580}
@@ -72,17 +74,17 @@ def refuse_unseen_gpu(accelerator: object) -> None:
     """Refuse to run on a GPU that PyTorch does not see, with the reason, which Lightning omits.
 
     Raises:
-        ValueError: `accelerator` asks for a GPU, and PyTorch sees none although there is one.
+        UsageError: `accelerator` asks for a GPU, and PyTorch sees none although there is one.
     """
     if accelerator in ("gpu", "cuda") and (why := unseen_gpu()):
-        raise ValueError(f"`trainer.accelerator={accelerator}`: {why}")
+        raise UsageError(f"`trainer.accelerator={accelerator}`: {why}")
 
 
 def refuse_missing_gpus(accelerator: object, devices: object) -> None:
     """Refuse more GPUs than this machine has; Lightning's message does not name the setting.
 
     Raises:
-        ValueError: `devices` asks for a GPU that is not there.
+        UsageError: `devices` asks for a GPU that is not there.
     """
     import torch
 
@@ -94,7 +96,7 @@ def refuse_missing_gpus(accelerator: object, devices: object) -> None:
     else:
         wanted = int(named) if named.isdigit() else 0
     if wanted > there:
-        raise ValueError(
+        raise UsageError(
             f"`trainer.devices={devices}`: this machine has {there} GPU{'s' * (there > 1)}. Use "
             f"{there} or less, or `auto` for all."
         )

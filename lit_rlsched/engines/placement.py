@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.settings import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ def check_devices(spec: EngineSpec, tensor_parallel_size: int) -> None:
     """Refuse more engines than the node has GPUs for.
 
     Raises:
-        ValueError: names the setting, its value and the largest value that works.
+        UsageError: names the setting, its value and the largest value that works.
     """
     if spec.device.type != "cuda":
         return
@@ -64,7 +65,7 @@ def check_devices(spec: EngineSpec, tensor_parallel_size: int) -> None:
         each = f" of {tensor_parallel_size} GPUs each" if tensor_parallel_size > 1 else ""
         trainers = f", of which the trainer has {spec.first_gpu}" if spec.first_gpu else ""
         most = (gpus - spec.first_gpu) // tensor_parallel_size
-        raise ValueError(
+        raise UsageError(
             f"`num_engines={spec.engines}`: an engine{each} needs GPUs of its own, and this node "
             f"has {gpus}{trainers}. "
             + (f"Use {most} or less." if most > 0 else "Leave `weight_transfer='nccl'` out.")

@@ -11,6 +11,7 @@ from lit_rlsched.engines.placement import num_devices
 from lit_rlsched.engines.pool_worker import PoolWorker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ class EnginePool(RolloutEngine):
         engines: Engines that were not started yet, all with the same settings.
 
     Raises:
-        ValueError: there is no engine; in `start`: the slots cannot be divided equally, or there
+        UsageError: there is no engine; in `start`: the slots cannot be divided equally, or there
             are fewer GPUs than engines.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         if not engines:
-            raise ValueError("`EnginePool(engines=[])`: give at least one engine.")
+            raise UsageError("`EnginePool(engines=[])`: give at least one engine.")
         self._engines = tuple(engines)
         first = self._engines[0]
         self.kv_block, self.kv_capacity = first.kv_block, first.kv_capacity
@@ -54,7 +55,7 @@ class EnginePool(RolloutEngine):
         from lit_rlsched.engines.process_engine import ProcessEngine
 
         if isinstance(engine, EnginePool):
-            raise ValueError(
+            raise UsageError(
                 f"`{num_engines=}` with `engine=EnginePool(...)`, which has "
                 f"{len(engine.engines)} engines already. Leave one of the two out."
             )
@@ -127,7 +128,7 @@ class EnginePool(RolloutEngine):
 
     def start(self, spec: EngineSpec) -> None:
         if spec.slots % len(self._engines):
-            raise ValueError(
+            raise UsageError(
                 f"`EngineSpec(slots={spec.slots})`: must be a multiple of the number of engines, "
                 f"{len(self._engines)}."
             )

@@ -24,6 +24,7 @@ from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.time_limits import AnswerTimeouts
+from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.types import Event, Request
 
 MAX_DEATHS = 3
@@ -55,9 +56,9 @@ class ProcessEngine(RolloutEngine):
             own, one after those of the trainer's ranks. Neither has run on a GPU.
 
     Raises:
-        ValueError: the engine cannot receive weights in this way; in `start`: the run is not on
+        UsageError: the engine cannot receive weights in this way; in `start`: the run is not on
             GPUs; in the first `sync_weights`: the GPUs do not suit.
-        RuntimeError: on Windows, or if the process keeps dying. Exceptions of the engine are raised
+        RunFailed: on Windows, or if the process keeps dying. Exceptions of the engine are raised
             as they are.
 
     Example::
@@ -81,7 +82,7 @@ class ProcessEngine(RolloutEngine):
         if isinstance(engine, ProcessEngine):
             name = type(self).__name__
             inner = type(engine).__name__
-            raise ValueError(f"`{name}(engine={inner}(...))`: one process is enough.")
+            raise UsageError(f"`{name}(engine={inner}(...))`: one process is enough.")
         check_transfer(weight_transfer, engine, type(self).__name__)
         self.engine = engine
         self.weight_transfer = engine.weight_transfer = weight_transfer
@@ -300,7 +301,7 @@ class ProcessEngine(RolloutEngine):
         """The engine's process.
 
         Raises:
-            RuntimeError: the engine is closed or was not started.
+            RunFailed: the engine is closed or was not started.
         """
         if self._child is None:
             raise RuntimeError(CLOSED)
@@ -310,13 +311,13 @@ class ProcessEngine(RolloutEngine):
         """Replace the process; the new one gets the weights of the last sync.
 
         Raises:
-            RuntimeError: the process has died too often, or its weights cannot be read again.
+            RunFailed: the process has died too often, or its weights cannot be read again.
         """
         how = self.child.kill()
         name = self.numbered_name
         if self._irreplaceable:
             self.close()
-            raise RuntimeError(
+            raise RunFailed(
                 f"The process of {name} {how} while the policy was trained, which has other "
                 f"weights now, and `weight_transfer={self.weight_transfer!r}` keeps no copy. "
                 "Resume from the last checkpoint, or leave `weight_transfer` out."
@@ -326,7 +327,7 @@ class ProcessEngine(RolloutEngine):
             self._deaths += 1
             if self._deaths >= MAX_DEATHS:
                 self.close()
-                raise RuntimeError(
+                raise RunFailed(
                     f"The process of {name} {how}, {self._deaths} times in a row. If it was killed "
                     "from outside, memory may have run out: give the key-value cache less."
                 ) from cause

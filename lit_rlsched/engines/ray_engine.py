@@ -25,6 +25,7 @@ from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Footprint, Sizes
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.processes import require_posix
+from lit_rlsched.settings import RunFailed, UsageError
 
 UNREAD = 4
 """Number of objects with answers that the actor may be ahead of the trainer."""
@@ -63,9 +64,9 @@ class RayEngine(ProcessEngine):
             `ProcessEngine`. With `nccl` the cluster must leave the trainer's GPU out.
 
     Raises:
-        ImportError: in `start`: Ray is missing or too old.
-        ConnectionError: in `start`: the cluster does not answer, or does not accept the trainer.
-        RuntimeError: in `start`: the cluster does not have the resources, a node has another
+        UsageError: in `start`: Ray is missing or too old.
+        UsageError: in `start`: the cluster does not answer, or does not accept the trainer.
+        RunFailed: in `start`: the cluster does not have the resources, a node has another
             version of this package, or an actor does not start within 5 minutes; later as
             `ProcessEngine`.
 
@@ -91,14 +92,14 @@ class RayEngine(ProcessEngine):
         self.timeout = timeout
         for name, amount in self.resources.items():
             if name == "GPU":
-                raise ValueError(
+                raise UsageError(
                     f"`RayEngine(resources={resources})`: leave `GPU` out, it is the engine's "
                     "`tensor_parallel_size`."
                 )
             if not (math.isfinite(amount) and amount > 0):
-                raise ValueError(f"`RayEngine(resources={resources})`: must be above 0.")
+                raise UsageError(f"`RayEngine(resources={resources})`: must be above 0.")
         if not (math.isfinite(timeout) and timeout > 0):
-            raise ValueError(f"`RayEngine({timeout=})`: must be above 0.")
+            raise UsageError(f"`RayEngine({timeout=})`: must be above 0.")
         self._reservation: Reservation | None = None
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
@@ -115,9 +116,9 @@ class RayEngine(ProcessEngine):
         """Reserve a bundle of resources for each of the engines.
 
         Raises:
-            ImportError: Ray is missing or too old.
-            ConnectionError: the cluster does not answer, or does not accept this process.
-            RuntimeError: the cluster does not have the resources.
+            UsageError: Ray is missing or too old.
+            UsageError: the cluster does not answer, or does not accept this process.
+            RunFailed: the cluster does not have the resources.
         """
         require_posix("`RayEngine`")
         for engine in engines:
@@ -268,14 +269,14 @@ class ActorLink:
         """Wait until the actor runs, and refuse another version of the package.
 
         Raises:
-            RuntimeError: the node has another version.
+            RunFailed: the node has another version.
         """
         if self._hello is None:
             return
         version, self._node, self.pid = self._first_answer()
         self._hello = None
         if version != __version__:
-            raise RuntimeError(
+            raise RunFailed(
                 f"`RayEngine`: {self._placed_on()} has "
                 f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the trainer "
                 f"{__version__}. Install the same version on every node."
@@ -287,7 +288,7 @@ class ActorLink:
         """Wait until the actor runs, and create it again where it was on a node that is lost.
 
         Raises:
-            RuntimeError: it does not run after a while.
+            RunFailed: it does not run after a while.
         """
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -296,7 +297,7 @@ class ActorLink:
             try:
                 return _get(self._hello, timeout=STARTUP)
             except GetTimeoutError:
-                raise RuntimeError(
+                raise RunFailed(
                     f"`RayEngine`: an actor on {self._placed_on()} does not start within "
                     f"{STARTUP:g} s. Ray's logs on that node (`/tmp/ray/session_latest/logs`) say "
                     "why."

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from lit_rlsched.settings import UsageError
+
 _RELATIVE = ("mpt",)
 """Kinds of models that take no positions and need none: only distances count."""
 
@@ -95,7 +97,7 @@ def check_full_attention(policy: Any, max_model_len: int) -> None:
     """Refuse a model with layers other than full attention.
 
     Raises:
-        ValueError: a layer has a sliding window, is recurrent or of another kind.
+        UsageError: a layer has a sliding window, is recurrent or of another kind.
     """
     config = policy.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -107,14 +109,14 @@ def check_full_attention(policy: Any, max_model_len: int) -> None:
         kinds.discard("sliding_attention")  # the window never slides
     others = kinds - {"full_attention"}
     if others or getattr(policy, "_is_stateful", False):
-        raise ValueError(
+        raise UsageError(
             f"`TransformersEngine` cannot decode {config.model_type!r}: it has layers without full "
             f"attention ({', '.join(sorted(others)) or 'recurrent'}). Use `VLLMEngine`."
         )
     model = getattr(policy, "get_base_model", lambda: policy)()  # inside a PEFT wrapper
     told = "position_ids" in inspect.signature(model.forward).parameters
     if config.model_type not in _RELATIVE and (not told or getattr(config, "alibi", False)):
-        raise ValueError(
+        raise UsageError(
             f"`TransformersEngine` cannot decode {config.model_type!r}: it counts its positions "
             "itself and takes no `position_ids`, and completions of a batch are at different ones. "
             "Use `VLLMEngine`."

@@ -14,6 +14,7 @@ from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
 PREFILL_TOKENS = 16_384
@@ -32,7 +33,7 @@ class TransformersEngine(RolloutEngine):
     limits memory by the number of slots.
 
     Raises:
-        ValueError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
+        UsageError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
     """
 
     version = 0
@@ -63,7 +64,7 @@ class TransformersEngine(RolloutEngine):
         parameter = next(policy.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         if self._device.type == "mps":
-            raise ValueError(
+            raise UsageError(
                 "TransformersEngine samples in float64, which MPS devices do not support. Train "
                 "with `Trainer(accelerator='cpu')`."
             )

@@ -27,7 +27,7 @@ from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
-from lit_rlsched.settings import check_choice, check_finite
+from lit_rlsched.settings import UsageError, check_choice, check_finite
 from lit_rlsched.types import Event, Request
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -73,7 +73,7 @@ class VLLMEngine(RolloutEngine):
             new value of the attribute takes effect at the next `start`.
 
     Raises:
-        ValueError: `tensor_parallel_size` is not a positive integer, `dtype` is unknown, or
+        UsageError: `tensor_parallel_size` is not a positive integer, `dtype` is unknown, or
             `engine_kwargs` has an argument that is not accepted; in `start`: `engine_kwargs` allow
             fewer requests than there are slots, vLLM has not the Trainer's precision, the cache
             cannot hold one full context, or there are fewer CPU cores than worker processes.
@@ -99,7 +99,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         check_finite(locals())
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
-            raise ValueError(
+            raise UsageError(
                 f"`VLLMEngine({tensor_parallel_size=})`: must be a whole number, 1 or more."
             )
         if dtype is not None:
@@ -146,7 +146,7 @@ class VLLMEngine(RolloutEngine):
         """Build the engine from the checkpoint of the policy.
 
         Raises:
-            ImportError: vLLM is not installed.
+            UsageError: vLLM is not installed.
         """
         self._vllm = vllm = guest.import_vllm()
         self._lora_request: Any = None  # the base model, until the first sync

@@ -29,6 +29,7 @@ from lit_rlsched.engines.weights import (
     WeightsStore,
     gpu_of,
 )
+from lit_rlsched.settings import UsageError
 
 Placed = Sequence[tuple[HasChild, list[str]]]
 """Engines, and the UUIDs of the GPUs that each is on."""
@@ -69,7 +70,7 @@ class WeightTransfer(WeightsStore):
         engines: The engines, which may not have started yet.
 
     Raises:
-        ValueError: the engines do not run on GPUs.
+        UsageError: the engines do not run on GPUs.
     """
 
     backend: str
@@ -78,7 +79,7 @@ class WeightTransfer(WeightsStore):
         self._engines, self._device = engines, spec.device
         self._setting = f"`{type(engines[0]).__name__}(weight_transfer={self.backend!r})`"
         if spec.device.type != "cuda":
-            raise ValueError(
+            raise UsageError(
                 f"{self._setting}: the run is on {spec.device.type}, and this sends weights from "
                 "GPU to GPU. Leave `weight_transfer` out."
             )
@@ -94,10 +95,10 @@ class WeightTransfer(WeightsStore):
         """Send the weights to all engines.
 
         Raises:
-            TypeError: the weights cannot be read a second time, should an engine be replaced.
+            UsageError: the weights cannot be read a second time, should an engine be replaced.
         """
         if not isinstance(named_tensors, WeightSource):
-            raise TypeError(f"{self._setting}: weights must come from a `WeightSource`.")
+            raise UsageError(f"{self._setting}: weights must come from a `WeightSource`.")
         assert dtype is not None
         for engine in self._engines:
             engine.forget_weights()  # one that is replaced meanwhile gets the new ones
@@ -110,7 +111,7 @@ class WeightTransfer(WeightsStore):
 
         Raises:
             RuntimeError: an engine keeps dying.
-            ValueError: the engines' GPUs do not suit this backend.
+            UsageError: the engines' GPUs do not suit this backend.
         """
         with self._lock, self._on_device():
             while True:
@@ -205,7 +206,7 @@ class IPCTransfer(WeightTransfer):
     def _pass_on(self, bucket: PackedWeights, gpus: Placed, first: bool) -> None:
         for engine, own in gpus:
             if missing := [gpu for gpu in own if gpu not in bucket.handles]:
-                raise ValueError(
+                raise UsageError(
                     f"{self._setting}: no rank of the trainer is on {missing[0]}, the GPU of "
                     f"{engine.numbered_name}. Train on as many `devices` as there are GPUs of "
                     "engines, or use `weight_transfer='nccl'` with engines on GPUs of their own."
@@ -235,7 +236,7 @@ class NCCLTransfer(WeightTransfer):
         own = gpu_of(self._device)
         for engine, theirs in gpus:
             if own in theirs:
-                raise ValueError(
+                raise UsageError(
                     f"{self._setting}: {engine.numbered_name} is on {own}, the trainer's own GPU, "
                     f"and NCCL takes each GPU once. {engine.gpus_advice}, or use "
                     "`weight_transfer='ipc'`."
@@ -283,20 +284,20 @@ def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> No
         owner: Name of the class whose setting it is.
 
     Raises:
-        ValueError: names the setting, its value and what to do.
+        UsageError: names the setting, its value and what to do.
     """
     if setting is None:
         return
     said = f"`{owner}(weight_transfer={setting!r})`"
     if setting not in TRANSFERS:
-        raise ValueError(f"{said}: must be one of {', '.join(map(repr, TRANSFERS))}, or left out.")
+        raise UsageError(f"{said}: must be one of {', '.join(map(repr, TRANSFERS))}, or left out.")
     if not hasattr(engine, "receive_weights"):
-        raise ValueError(
+        raise UsageError(
             f"{said}: this is vLLM's, and `{type(engine).__name__}` has no part in it. Leave "
             "`weight_transfer` out, or use `VLLMEngine`."
         )
     if engine.enable_lora:
-        raise ValueError(
+        raise UsageError(
             f"{said} with `VLLMEngine(enable_lora=True)`: vLLM receives whole weights, no adapters "
             "alone. Leave one of the two out."
         )
@@ -306,13 +307,13 @@ def check_gpus(gpus: Placed, setting: str) -> None:
     """Refuse engines that share a GPU.
 
     Raises:
-        ValueError: names the engines and the GPU.
+        UsageError: names the engines and the GPU.
     """
     seen: dict[str, str] = {}
     for engine, own in gpus:
         for gpu in own:
             if gpu in seen:
-                raise ValueError(
+                raise UsageError(
                     f"{setting}: {seen[gpu]} and {engine.numbered_name} are both on {gpu}, and "
                     "vLLM's weight transfer takes each GPU once. Lower `num_engines`, or leave "
                     "`weight_transfer` out."

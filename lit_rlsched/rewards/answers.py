@@ -18,6 +18,7 @@ from typing import Any
 from lit_rlsched.rewards import verifiers
 from lit_rlsched.rewards.formulas import work_out
 from lit_rlsched.rewards.verifiers import FRACTION, LOGIC, NO_LONG_NUMBERS, Entry
+from lit_rlsched.settings import UsageError
 
 VERSION = "0.1.25"
 """Version of reasoning-gym that was reviewed."""
@@ -142,11 +143,11 @@ def import_reasoning_gym() -> Any:
     """Import the library in the version that was reviewed.
 
     Raises:
-        ImportError: another version is installed.
+        UsageError: another version is installed.
     """
     installed = importlib.metadata.version("reasoning-gym")
     if installed != VERSION:
-        raise ImportError(
+        raise UsageError(
             f"reasoning-gym {installed} is installed, and its verifiers were reviewed in "
             f"{VERSION}: another version may run what a model answers. Install "
             f"reasoning-gym=={VERSION}."
@@ -168,10 +169,10 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
     """Return a row's columns once their types and sizes are checked, whoever made the row.
 
     Raises:
-        ValueError: the data set was not reviewed, or a column is not what it must be.
+        UsageError: the data set was not reviewed, or a column is not what it must be.
     """
     if not isinstance(task, str) or task not in REVIEWED:
-        raise ValueError(
+        raise UsageError(
             f"`task={task!r:.80}`: `reasoning_gym_reward` scores only data sets whose verifier was "
             "reviewed, as some run the answer as Python. Use one of "
             "`lit_rlsched.rewards.answers.REVIEWED`, or a reward function of your own."
@@ -182,16 +183,16 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
         if not isinstance(answer, str) and (
             answer is not None or task not in _NEED_NO_ANSWER.split()
         ):
-            raise ValueError(f"`answer={answer!r:.80}` is not text, to which answers are compared")
+            raise UsageError(f"`answer={answer!r:.80}` is not text, to which answers are compared")
         if not isinstance(facts, Mapping):
-            raise ValueError(f"`metadata={facts!r:.80}` is not a dict")
+            raise UsageError(f"`metadata={facts!r:.80}` is not a dict")
         entry = {"answer": answer, "metadata": dict(facts), "question": question}
         _check_plain(entry)
         if check_columns is not None:
             check_columns(entry)
     except Exception as error:  # a column of another type may raise anything in the check
         why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(
+        raise UsageError(
             f"`task={task!r}`: the columns do not fit this data set: {why}. Give `answer` "
             "and `metadata` as reasoning-gym makes them (`ReasoningGym` does), or drop the row."
         ) from None
@@ -200,7 +201,7 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
 
 def _check_plain(entry: Entry) -> None:
     if len(json.dumps(entry, ensure_ascii=False)) > MAX_COLUMN_CHARACTERS:
-        raise ValueError(f"more than {MAX_COLUMN_CHARACTERS} characters as JSON")
+        raise UsageError(f"more than {MAX_COLUMN_CHARACTERS} characters as JSON")
 
 
 def score_entry(task: str, answer: str | None, entry: Entry) -> float:

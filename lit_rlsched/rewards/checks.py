@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-from lit_rlsched.settings import did_you_mean
+from lit_rlsched.settings import UsageError, did_you_mean
 from lit_rlsched.text import parse_bytes
 
 MIN_MEMORY = 64 << 20
@@ -31,22 +31,22 @@ def check_timeout(timeout: float) -> None:
     """Refuse a time-out that is infinite or not positive.
 
     Raises:
-        ValueError: names it.
+        UsageError: names it.
     """
     if not 0 < timeout < math.inf:
-        raise ValueError(f"`timeout={timeout}` must be a positive number of seconds.")
+        raise UsageError(f"`timeout={timeout}` must be a positive number of seconds.")
 
 
 def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
     """Refuse environment variables that are not set.
 
     Raises:
-        ValueError: names them.
+        UsageError: names them.
     """
     if isinstance(names, str):
-        raise ValueError(f"`reward_env_vars={names!r}`: give a list of names, such as `[{names}]`.")
+        raise UsageError(f"`reward_env_vars={names!r}`: give a list of names, such as `[{names}]`.")
     if missing := sorted(set(names) - os.environ.keys()):
-        raise ValueError(
+        raise UsageError(
             f"`reward_env_vars={list(names)}`: the trainer's environment does not have "
             f"{', '.join(missing)}. Set every variable that is listed, or leave it out."
         )
@@ -57,13 +57,13 @@ def check_memory_limit(limit: str | int | None) -> int | None:
     """Return the limit in bytes.
 
     Raises:
-        ValueError: it is not a size, or too small for a worker.
+        UsageError: it is not a size, or too small for a worker.
     """
     if limit is None:
         return None
     size = parse_bytes(limit, "memory_limit")
     if size < MIN_MEMORY:
-        raise ValueError(f"`memory_limit={limit!r}`: use '64MiB' or more.")
+        raise UsageError(f"`memory_limit={limit!r}`: use '64MiB' or more.")
     return size
 
 
@@ -74,10 +74,10 @@ def as_functions(given: object) -> list[Callable[..., Any]]:
         given: One or several, each a function or, as in a configuration, its import path.
 
     Raises:
-        ValueError: names what is not a function, and why.
+        UsageError: names what is not a function, and why.
     """
     if not given:
-        raise ValueError("`reward_funcs` is empty. Give at least one reward function.")
+        raise UsageError("`reward_funcs` is empty. Give at least one reward function.")
     several = list(given) if isinstance(given, list | tuple) else [given]
     functions: list[Any] = [_imported(one) if isinstance(one, str) else one for one in several]
     for index, function in enumerate(functions):
@@ -89,7 +89,7 @@ def _imported(path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"`reward_funcs={path}`: {error}. Give a function or its import path, such as "
             "`my_rewards.score`. Reward models of the Hub are not run: wrap yours in a function "
             "that returns a list of scores."
@@ -100,15 +100,15 @@ def check_reward_function(index: int, function: object) -> None:
     """Refuse what is not a function, and reward models, which TRL would load and run.
 
     Raises:
-        ValueError: names the function.
+        UsageError: names the function.
     """
     if not callable(function):
-        raise ValueError(
+        raise UsageError(
             f"`reward_funcs[{index}]={function!r}` is not callable. Give a function, or in a "
             "config the import path of one."
         )
     if any(kind.__module__.startswith("torch.nn.") for kind in type(function).__mro__):
-        raise ValueError(
+        raise UsageError(
             f"`reward_funcs[{index}]` is a torch module ({type(function).__name__}). Reward models "
             "are not run by the scheduler: wrap yours in a function that returns a list of scores."
         )
@@ -119,7 +119,7 @@ def environment_of(function: Any) -> tuple[str, ...]:
     """Return the attribute `env_vars`: environment variables that only this function may see.
 
     Raises:
-        ValueError: the attribute is not a list of names.
+        UsageError: the attribute is not a list of names.
     """
     names = getattr(function, "env_vars", None)
     if names is None:
@@ -127,7 +127,7 @@ def environment_of(function: Any) -> tuple[str, ...]:
     if not isinstance(names, tuple | list | set | frozenset) or not all(
         isinstance(name, str) for name in names
     ):
-        raise ValueError(
+        raise UsageError(
             f"The reward function {unwrap(function)!r} has the attribute `env_vars={names!r}`. "
             "Make it a tuple of names of environment variables, or give it another name."
         )
@@ -180,10 +180,10 @@ def check_names(columns: Sequence[str], at: str) -> None:
         at: Says where the row is, for the message.
 
     Raises:
-        ValueError: names the columns and the row.
+        UsageError: names the columns and the row.
     """
     if hidden := [name for name in (*GIVEN, *OFFERED) if name in columns]:
-        raise ValueError(
+        raise UsageError(
             f"The column {', '.join(f'`{name}`' for name in hidden)} of {at} would not reach any "
             "reward function: arguments of that name hold something else. Rename it."
         )
@@ -202,7 +202,7 @@ def check_columns(
         at: Says where the row is, for the message.
 
     Raises:
-        ValueError: the function has an argument that is not passed or requires one that no column
+        UsageError: the function has an argument that is not passed or requires one that no column
             provides, or it does not accept one that it is called with; names function, argument
             and columns.
     """
@@ -216,14 +216,14 @@ def check_columns(
     known = [*columns, *GIVEN, *OFFERED]
     for argument in required:
         if argument not in known:
-            raise ValueError(
+            raise UsageError(
                 f"The reward function `{name}` requires `{argument}`, and {at} has no such "
                 f"column{' that is passed' if argument in row_columns else ''}."
                 f"{did_you_mean(argument, known)} Its columns are {columns}. "
                 "Rename the argument or the column, or give the argument a default."
             )
     if odd := [a for a in (*GIVEN, *columns) if not anything and a not in parameters]:
-        raise ValueError(
+        raise UsageError(
             f"The reward function `{name}` does not take {', '.join(f'`{a}`' for a in odd)}. "
             f"Functions are called as TRL calls them, with {', '.join(GIVEN)} and every column "
             f"of the row, which are {columns} in {at}. Add `**kwargs` to its arguments."

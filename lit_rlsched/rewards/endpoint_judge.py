@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_rlsched.processes import PROXIES
 from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed, redact, secrets_in
+from lit_rlsched.settings import UsageError
 
 
 class JudgeReward(Judge):
@@ -27,7 +28,7 @@ class JudgeReward(Judge):
         **kwargs: Arguments of `Judge`.
 
     Raises:
-        ValueError: an argument is out of range, or the key is not set.
+        UsageError: an argument is out of range, or the key is not set.
 
     Example::
 
@@ -47,14 +48,14 @@ class JudgeReward(Judge):
     ) -> None:
         super().__init__(**kwargs)
         if not re.match(r"https?://[^/]", base_url):
-            raise ValueError(
+            raise UsageError(
                 f"{self._called('base_url', base_url)}: give an address such as "
                 "'http://localhost:8000/v1'."
             )
         if max_retries < 0:
-            raise ValueError(f"{self._called('max_retries', max_retries)}: use 0 or more.")
+            raise UsageError(f"{self._called('max_retries', max_retries)}: use 0 or more.")
         if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(
+            raise UsageError(
                 f"{self._called('api_key_env', api_key_env)}: this environment variable is not "
                 "set. Set it to the endpoint's key, or leave `api_key_env` out if it needs none."
             )
@@ -75,12 +76,12 @@ class JudgeReward(Judge):
         """Import OpenAI's client, which takes a second.
 
         Raises:
-            ImportError: it is not installed.
+            UsageError: it is not installed.
         """
         try:
             import openai  # noqa: F401
         except ImportError as error:
-            raise ImportError(
+            raise UsageError(
                 "JudgeReward needs OpenAI's client: install `lit-rlsched[judge]`."
             ) from error
 

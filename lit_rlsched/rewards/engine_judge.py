@@ -10,7 +10,7 @@ import torch
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed
-from lit_rlsched.settings import ENDS, check_template_kwargs
+from lit_rlsched.settings import ENDS, UsageError, check_template_kwargs
 from lit_rlsched.types import Request, Sampling
 
 
@@ -43,7 +43,7 @@ class EngineJudgeReward(Judge):
         **kwargs: Arguments of `Judge`.
 
     Raises:
-        ValueError: an argument is out of range.
+        UsageError: an argument is out of range.
 
     Example::
 
@@ -64,9 +64,9 @@ class EngineJudgeReward(Judge):
     ) -> None:
         super().__init__(**kwargs)
         if slots < 1:
-            raise ValueError(f"{self._called('slots', slots)}: use 1 or more.")
+            raise UsageError(f"{self._called('slots', slots)}: use 1 or more.")
         if max_model_len <= self.max_tokens:
-            raise ValueError(
+            raise UsageError(
                 f"{self._called('max_model_len', max_model_len)}: the answer alone may have "
                 f"`max_tokens={self.max_tokens}`. Use more, or lower `max_tokens`."
             )
@@ -96,13 +96,13 @@ class EngineJudgeReward(Judge):
         """Load the tokenizer and the model.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            UsageError: the tokenizer has no chat template.
         """
         from transformers import AutoConfig, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(self.model)
         if self._tokenizer.chat_template is None:
-            raise ValueError(
+            raise UsageError(
                 f"{self._called('model', self.model)}: its tokenizer has no chat template. Give an "
                 "instruction-tuned model."
             )

@@ -13,6 +13,7 @@ from lit_rlsched.rewards.golds import (
     read_gold,
     time_limit,
 )
+from lit_rlsched.settings import UsageError
 
 Completion = str | list[dict[str, str]]
 
@@ -60,7 +61,7 @@ def reasoning_gym_reward(
         **kwargs: Ignored.
 
     Raises:
-        ValueError: the data set was not reviewed, or a column is not what it must be.
+        UsageError: the data set was not reviewed, or a column is not what it must be.
     """
     rows = len(completions)
     return [
@@ -80,10 +81,10 @@ def check_reasoning_gym_row(columns: Mapping[str, Any]) -> None:
     """Refuse a row that `reasoning_gym_reward` would not score.
 
     Raises:
-        ValueError: the data set was not reviewed, or a column is not what it must be.
+        UsageError: the data set was not reviewed, or a column is not what it must be.
     """
     if missing := {"task", "metadata"} - columns.keys():
-        raise ValueError(
+        raise UsageError(
             f"there is no column {sorted(missing)}. `reasoning_gym_reward` needs `task` (the data "
             "set's name), `metadata` and `answer`, as `ReasoningGym` makes them."
         )
@@ -125,7 +126,7 @@ def check_countdown_row(columns: Mapping[str, Any]) -> None:
     """Refuse a row that `countdown_reward` would not score.
 
     Raises:
-        ValueError: `metadata` is missing, or not what it must be.
+        UsageError: `metadata` is missing, or not what it must be.
     """
     checked_entry("countdown", columns.get("metadata"), None, None)
 
@@ -165,7 +166,7 @@ def math_verify_reward(
     """
     golds = answer if answer is not None else solution
     if golds is None:
-        raise ValueError("`math_verify_reward` needs a column `answer` or `solution`.")
+        raise UsageError("`math_verify_reward` needs a column `answer` or `solution`.")
     scores: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
         try:
@@ -194,11 +195,11 @@ def check_math_verify_row(columns: Mapping[str, Any]) -> None:
     """Refuse a row whose gold answer `math_verify_reward` would not read as a whole.
 
     Raises:
-        ValueError: says why.
+        UsageError: says why.
     """
     golds = [columns[name] for name in ("answer", "solution") if name in columns]
     if not golds:
-        raise ValueError("there is no column `answer` or `solution`.")
+        raise UsageError("there is no column `answer` or `solution`.")
     check_gold(golds[0])
 
 
@@ -218,7 +219,7 @@ class SoftOverlongPunishment:
 
     def __init__(self, max_completion_length: int, soft_punish_cache: int) -> None:
         if not 0 < soft_punish_cache <= max_completion_length:
-            raise ValueError(
+            raise UsageError(
                 f"`soft_punish_cache={soft_punish_cache}` must be between 1 and "
                 f"`max_completion_length={max_completion_length}`."
             )

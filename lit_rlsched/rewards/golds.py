@@ -13,6 +13,8 @@ import threading
 from decimal import Decimal
 from typing import Any
 
+from lit_rlsched.settings import UsageError
+
 LONGEST = 1000
 """Maximum number of characters in a gold answer."""
 CHOICES = tuple("ABCDEFGHIJ")
@@ -42,14 +44,14 @@ def answer_of(gold: object) -> str:
             solution that ends in `\boxed{...}` or `#### ...`.
 
     Raises:
-        ValueError: it states none.
+        UsageError: it states none.
     """
     if isinstance(gold, numbers.Rational) and not isinstance(gold, bool):
         return str(gold)
     if isinstance(gold, numbers.Real | Decimal) and not isinstance(gold, bool):
         return _digits(str(gold))
     if not isinstance(gold, str):
-        raise ValueError(f"it is a {type(gold).__name__}, neither text nor a number")
+        raise UsageError(f"it is a {type(gold).__name__}, neither text nor a number")
     text = gold.rpartition("####")[2]
     if r"\boxed" in text or r"\fbox" in text:
         from latex2sympy2_extended.math_normalization import extract_boxed_content
@@ -57,21 +59,21 @@ def answer_of(gold: object) -> str:
         text = extract_boxed_content(text, "last")  # as math-verify does with a completion
     text = _DELIMITERS.sub(" ", text).strip().rstrip(".").strip()
     if not text:
-        raise ValueError("it is empty")
+        raise UsageError("it is empty")
     if len(text) > LONGEST:
-        raise ValueError(f"it has {len(text)} characters, more than {LONGEST}")
+        raise UsageError(f"it has {len(text)} characters, more than {LONGEST}")
     depths = [*itertools.accumulate((letter == "{") - (letter == "}") for letter in text)]
     if min(depths) < 0 or depths[-1]:
-        raise ValueError("its braces do not match")
+        raise UsageError("its braces do not match")
     return _digits(text) if _SCIENTIFIC.fullmatch(text) else text
 
 
 def _digits(number: str) -> str:
     value = Decimal(number)
     if not value.is_finite():
-        raise ValueError("it is not finite")
+        raise UsageError("it is not finite")
     if abs(value.adjusted()) > LONGEST:
-        raise ValueError(f"it has more than {LONGEST} digits")
+        raise UsageError(f"it has more than {LONGEST} digits")
     return f"{value:f}"
 
 
@@ -79,7 +81,7 @@ def _forms(answer: str) -> list[str]:
     """Return the ways to write an answer in LaTeX: words also as a text.
 
     Raises:
-        ValueError: math-verify would read a part of it, or letters in place of words.
+        UsageError: math-verify would read a part of it, or letters in place of words.
     """
     from latex2sympy2_extended import normalize_latex
     from math_verify import LatexExtractionConfig
@@ -89,13 +91,13 @@ def _forms(answer: str) -> list[str]:
     # without units, percent signs and the like
     plain = normalize_latex(answer, LatexExtractionConfig().normalization_config)
     if found := _WORD.search(_NOT_LETTERS.sub(" ", f" {plain}")):
-        raise ValueError(
+        raise UsageError(
             f"it has the word `{found[0]}`, which would be read as a product of letters. Write "
             r"words as `\text{...}`, functions and constants as `\sin` or `\pi`"
         )
     for what, pattern in _MISREAD.items():
         if pattern.search(plain):
-            raise ValueError(f"it has {what}, which math-verify does not read as one answer")
+            raise UsageError(f"it has {what}, which math-verify does not read as one answer")
     return [answer]
 
 
@@ -103,7 +105,7 @@ def read_gold(gold: object) -> list[Any]:
     """Return all forms of a gold answer, as `math_verify.verify` takes them.
 
     Raises:
-        ValueError: it cannot be read.
+        UsageError: it cannot be read.
     """
     answer = answer_of(gold)
     text = str(gold).strip()
@@ -116,15 +118,15 @@ def _read(answer: str, text: str) -> list[Any]:
     for form in _forms(answer):
         parsed = _boxed(form)
         if not parsed or isinstance(parsed[0], str):
-            raise ValueError(f"math-verify cannot read {answer[:80]!r}")
+            raise UsageError(f"math-verify cannot read {answer[:80]!r}")
         if _lost(parsed[0], parsed[-1]):
-            raise ValueError(f"{answer[:80]!r} has no value, or equal elements that become one")
+            raise UsageError(f"{answer[:80]!r} has no value, or equal elements that become one")
         found += parsed
     from math_verify import verify
 
     given = find_answer(rf"\boxed{{{answer}}}")
     if not verify(found, given, timeout_seconds=time_limit()):
-        raise ValueError(f"math-verify reads {answer[:80]!r} otherwise in a completion")
+        raise UsageError(f"math-verify reads {answer[:80]!r} otherwise in a completion")
     if text != answer:
         found += _boxed(text)[-1:]  # as text, for a completion that repeats the gold
     return found
@@ -187,14 +189,14 @@ def check_gold(gold: object) -> None:
     """Refuse a gold answer that cannot be read as a whole.
 
     Raises:
-        ValueError: says why.
+        UsageError: says why.
     """
     try:
         answer = answer_of(gold)
         if not all(map(_is_simple, _forms(answer))):
             read_gold(gold)
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             f"the gold answer {gold!r:.200} cannot be scored: {error}. Give a number or one answer "
             r"in LaTeX, such as `7\sqrt{11}`, alone or at the end of a worked solution in "
             r"`\boxed{...}` or after `####`; or drop the row."

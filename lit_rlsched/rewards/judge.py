@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Any
 
 from lit_rlsched.rewards.functions import Completion, text_of
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import REDACTED
 from lit_rlsched.types import stable_hash
 
@@ -137,7 +138,7 @@ class Judge(ABC):
         name: Name of the reward function in metrics.
 
     Raises:
-        ValueError: an argument is out of range, or two arguments contradict each other.
+        UsageError: an argument is out of range, or two arguments contradict each other.
     """
 
     def __init__(
@@ -151,17 +152,17 @@ class Judge(ABC):
     ) -> None:
         lowest, highest = score_range
         if not -1e9 < lowest < highest < 1e9:
-            raise ValueError(
+            raise UsageError(
                 f"{self._called('score_range', score_range)}: the first must be less than the "
                 "second, such as [0, 10]."
             )
         if max_tokens < 1:
-            raise ValueError(f"{self._called('max_tokens', max_tokens)}: use 1 or more.")
+            raise UsageError(f"{self._called('max_tokens', max_tokens)}: use 1 or more.")
         if not name.isidentifier():
-            raise ValueError(f"{self._called('name', name)}: use letters, digits and underscores.")
+            raise UsageError(f"{self._called('name', name)}: use letters, digits and underscores.")
         fields = self._check_template(template)
         if "rubric" not in fields and rubric != RUBRIC:
-            raise ValueError(
+            raise UsageError(
                 f"{self._called('rubric', rubric)}: the template has no `{{rubric}}`. Add it, or "
                 "leave `rubric` out."
             )
@@ -184,15 +185,15 @@ class Judge(ABC):
         """Refuse a row whose columns the question would not show.
 
         Raises:
-            ValueError: a column that the template names is None, or has the name of a setting.
+            UsageError: a column that the template names is None, or has the name of a setting.
         """
         if hidden := sorted(self._own_fields & columns.keys()):
-            raise ValueError(
+            raise UsageError(
                 f"the judge fills in {hidden} from its settings, so the column of that name would "
                 "not be seen. Rename the column, and name it in `template`."
             )
         if empty := sorted(name for name in self._columns if columns.get(name) is None):
-            raise ValueError(f"{empty}, which `template` names, is None. Fill in or drop the row.")
+            raise UsageError(f"{empty}, which `template` names, is None. Fill in or drop the row.")
 
     @abstractmethod
     async def answer(self, question: str) -> str:
@@ -254,10 +255,10 @@ class Judge(ABC):
         """Fill in the template.
 
         Raises:
-            ValueError: the template names a column that the row does not have.
+            UsageError: the template names a column that the row does not have.
         """
         if missing := self._columns - columns.keys():
-            raise ValueError(
+            raise UsageError(
                 f"`{type(self).__name__}(template=...)` names {sorted(missing)}, of which the data "
                 "has no column. Add it to every row, or double the braces."
             )
@@ -314,12 +315,12 @@ class Judge(ABC):
         try:
             parts = list(Formatter().parse(template))
         except ValueError as error:
-            raise ValueError(f"{called}: {error}. {braces}") from error
+            raise UsageError(f"{called}: {error}. {braces}") from error
         fields = {name for _, name, _, _ in parts if name is not None}
         if odd := sorted(name for name in fields if not name.isidentifier()):
-            raise ValueError(f"{called}: {odd} cannot be the names of columns. {braces}")
+            raise UsageError(f"{called}: {odd} cannot be the names of columns. {braces}")
         if "completion" not in fields:
-            raise ValueError(
+            raise UsageError(
                 f"{called}: it has no `{{completion}}`, so the judge would not see it."
             )
         return fields
@@ -329,9 +330,9 @@ class Judge(ABC):
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{called} is not a regular expression: {error}.") from error
+            raise UsageError(f"{called} is not a regular expression: {error}.") from error
         if compiled.groups != 1:
-            raise ValueError(
+            raise UsageError(
                 f"{called} has {compiled.groups} groups: exactly one, the grade, must stand in "
                 "parentheses; write others as (?:...)."
             )

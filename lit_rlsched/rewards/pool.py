@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_rlsched.rewards.jobs import Job, Result
 from lit_rlsched.rewards.worker_process import STARTUP_TIMEOUT, WorkerProcess, kill_strays
+from lit_rlsched.settings import RunFailed
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class WorkerPool:
             failure: Failure of the calls that it runs; None if it has died.
 
         Raises:
-            RuntimeError: too many workers in a row ended in the same way.
+            RunFailed: too many workers in a row ended in the same way.
         """
         self._selector.unregister(worker.connection)
         self.workers.remove(worker)
@@ -130,7 +131,7 @@ class WorkerPool:
         if worker.jobs:
             self._deaths.append(death)
         if len(self._deaths) >= MAX_DEATHS:
-            raise RuntimeError(
+            raise RunFailed(
                 f"{len(self._deaths)} reward workers in a row ended before they had scored "
                 f"anything: {_counted(self._deaths)}. No reward function was running in them: look "
                 "for what ends processes on this machine (the out-of-memory killer, limits of the "
@@ -147,7 +148,7 @@ class WorkerPool:
         # an error while loading would come again; a process that was killed may start next time
         raised = bool(worker.start_error or failure)
         if (raised and not self._started) or len(self._failed_starts) >= MAX_FAILED_STARTS:
-            raise RuntimeError(
+            raise RunFailed(
                 f"Reward function `{name}` cannot be loaded in a reward worker: "
                 f"{_counted(self._failed_starts)}. {_start_hint(worker, failure)}"
             )

@@ -35,7 +35,7 @@ from lit_rlsched.rewards.worker_process import (
     machine_memory,
     warn_of_no_limit,
 )
-from lit_rlsched.settings import check_finite
+from lit_rlsched.settings import UsageError, check_finite
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -86,13 +86,13 @@ class RewardScheduler:
     ) -> None:
         reward_funcs = as_functions(reward_funcs)
         if reward_weights is not None and len(reward_weights) != len(reward_funcs):
-            raise ValueError(
+            raise UsageError(
                 f"`reward_weights={list(reward_weights)}` has {len(reward_weights)} entries, but "
                 f"`reward_funcs` has {len(reward_funcs)}. Give one weight for each function."
             )
         check_finite({"reward_weights": reward_weights})
         if workers < 1:
-            raise ValueError(f"`workers={workers}` must be at least 1.")
+            raise UsageError(f"`workers={workers}` must be at least 1.")
         check_timeout(timeout)
         self.names = unique_names(reward_funcs)
         self.weights = [float(w) for w in reward_weights or [1.0] * len(reward_funcs)]
@@ -130,7 +130,7 @@ class RewardScheduler:
             rows: Name and columns of each row.
 
         Raises:
-            ValueError: a function refuses a row.
+            UsageError: a function refuses a row.
         """
         checks = [getattr(unwrap(function), "check_row", None) for function in self._functions]
         for row, columns in rows if any(checks) else ():
@@ -139,7 +139,7 @@ class RewardScheduler:
                     if check is not None:
                         check(columns)
                 except ValueError as error:
-                    raise ValueError(f"`{name}` refuses the row `{row}`: {error}") from None
+                    raise UsageError(f"`{name}` refuses the row `{row}`: {error}") from None
 
     def check_columns(self, rows: Sequence[Mapping[str, Any]] | Any, data: str) -> None:
         """Refuse columns that functions would not see, and functions that do not fit the columns.
@@ -150,7 +150,7 @@ class RewardScheduler:
             data: Name of the data set's setting.
 
         Raises:
-            ValueError: names function, argument and columns.
+            UsageError: names function, argument and columns.
         """
         first_rows = getattr(rows, "column_sets", None)
         if first_rows is None:
@@ -168,7 +168,7 @@ class RewardScheduler:
             at: Says where the row is, for the message.
 
         Raises:
-            ValueError: names function, argument and columns.
+            UsageError: names function, argument and columns.
         """
         names = list(map(str, columns))
         check_names(names, at)
@@ -185,7 +185,7 @@ class RewardScheduler:
         """Launch the workers and wait until all have imported the functions.
 
         Raises:
-            ValueError: a function cannot be sent to another process.
+            UsageError: a function cannot be sent to another process.
             RuntimeError: a function cannot be loaded there; or on Windows.
         """
         if self._pools:
@@ -252,10 +252,10 @@ class RewardScheduler:
             trainer_state: Passed to the functions.
 
         Raises:
-            ValueError: the job is still being scored, or the time-out is not a positive number.
+            UsageError: the job is still being scored, or the time-out is not a positive number.
         """
         if job_id in self._jobs:
-            raise ValueError(f"job {job_id!r} is still being scored. Use another `job_id`.")
+            raise UsageError(f"job {job_id!r} is still being scored. Use another `job_id`.")
         if timeout is not None:
             check_timeout(timeout)
         self.start()
@@ -349,7 +349,7 @@ class RewardScheduler:
         try:
             return cloudpickle.dumps(self._functions[index])
         except Exception as error:
-            raise ValueError(
+            raise UsageError(
                 f"`reward_funcs[{index}]` ({self.names[index]}) cannot be sent to a reward worker: "
                 f"{type(error).__name__}: {error}. Define it at the top level of a module, or open "
                 "what it holds (locks, clients, models) inside the function."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.scheduling.in_flight_updates import OWNER, Pace
+from lit_rlsched.settings import UsageError
 
 POLL = 0.5
 """Seconds between two looks at what else may end a wait."""
@@ -121,7 +122,7 @@ def recorded_turns(folder: str | None) -> dict[int, set[int]] | None:
         folder: Folder `traces` of a run; `None`: no run is replayed.
 
     Raises:
-        ValueError: the folder has no traces of a run with updates in flight.
+        UsageError: the folder has no traces of a run with updates in flight.
     """
     if folder is None:
         return None
@@ -132,7 +133,7 @@ def recorded_turns(folder: str | None) -> dict[int, set[int]] | None:
         for row in pq.read_table(path).to_pylist():
             turns.setdefault(row["began"], set()).add(row["turn"])
     if not turns:
-        raise ValueError(
+        raise UsageError(
             f"`{OWNER}(replay={folder!r})`: there is no `round_*_updates.parquet`. Give the folder "
             "`traces` of a run with `pace='free'` and `RolloutLogger(save_trace=True)`."
         )

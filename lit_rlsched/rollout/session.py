@@ -21,6 +21,7 @@ from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.timeline import ENGINES, REWARDS, TRAINER, WEIGHTS, Timeline
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group
 
 T = TypeVar("T")
@@ -307,13 +308,13 @@ class RolloutSession:
         lost: the next rollout syncs the weights.
 
         Raises:
-            RuntimeError: called during a rollout, such as in `on_completion_end`.
-            ValueError: the engine does not start with this size, or its cache is too small for the
+            UsageError: called during a rollout, such as in `on_completion_end`.
+            UsageError: the engine does not start with this size, or its cache is too small for the
                 slots.
         """
         running = getgeneratorstate(self._rollout) == GEN_RUNNING
         if running or self._background is not None:
-            raise RuntimeError(
+            raise UsageError(
                 "The engine cannot restart during a rollout. Do it in `on_round_start` or "
                 "`on_round_end`."
             )

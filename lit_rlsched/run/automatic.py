@@ -2,10 +2,10 @@
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.micro_batches import MicroBatch
 from lit_rlsched.training.optimizers import check_gradient, loss_scale
 
@@ -62,10 +62,10 @@ class MicroBatchAccumulation(Callback):
         """Check that the module uses automatic optimization.
 
         Raises:
-            MisconfigurationException: it does not.
+            UsageError: it does not.
         """
         if stage == "fit" and not pl_module.automatic_optimization:
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`{type(pl_module).__name__}` optimizes manually and loops over micro-batches "
                 "itself. Remove `MicroBatchAccumulation`."
             )

@@ -1,7 +1,6 @@
 """Checks of a run's settings, from the arguments alone to those that need the run's other parts.
 
-Each check raises a `ValueError` that names the setting, its value and a fix; where the Trainer's
-set-up is at fault, a `MisconfigurationException`.
+Each check raises a `UsageError` that names the setting, its value and a fix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,12 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
-from lit_rlsched.settings import check_finite, check_name, check_template_kwargs
+from lit_rlsched.settings import UsageError, check_finite, check_name, check_template_kwargs
 from lit_rlsched.training.precision import check_precision
 from lit_rlsched.types import Sampling
 
@@ -72,16 +70,16 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     check_finite(settings, besides=["train_data", "val_data", "test_data", "predict_data"])
     for name, least in _LEAST.items():
         if settings[name] < least:
-            raise ValueError(f"`{name}={settings[name]}`: use {least} or more.")
+            raise UsageError(f"`{name}={settings[name]}`: use {least} or more.")
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
     if prompts % steps:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
-        raise ValueError(
+        raise UsageError(
             f"`steps_per_round={steps}` does not divide `prompts_per_round={prompts}`. Use one of "
             f"{divisors}, or change `prompts_per_round`."
         )
     if (engines := settings["num_engines"]) > prompts:
-        raise ValueError(
+        raise UsageError(
             f"`num_engines={engines}` is more than `prompts_per_round={prompts}`, and the "
             "completions of a prompt are decoded by one engine: some would have none. Use "
             f"{prompts} or less, or more prompts."
@@ -91,7 +89,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     check_template_kwargs(settings["chat_template_kwargs"] or {})
     given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
     if given and not (settings["val_greedy"] or settings["val_num_generations"]):
-        raise ValueError(
+        raise UsageError(
             "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate "
             f"`{given[0]}` with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
         )
@@ -109,7 +107,7 @@ def _check_objects(settings: Mapping[str, Any]) -> None:
         )
     engine = settings["engine"]
     if engine is not None and not isinstance(engine, RolloutEngine):
-        raise ValueError(
+        raise UsageError(
             f"`RolloutDataModule({engine=})` is not an engine: give an object such as "
             "`VLLMEngine()` or `TransformersEngine()`."
         )
@@ -118,15 +116,15 @@ def _check_objects(settings: Mapping[str, Any]) -> None:
 def _check_sampling(settings: Mapping[str, Any]) -> None:
     temperature, val_temperature = settings["temperature"], settings["val_temperature"]
     if temperature <= 0:
-        raise ValueError(
+        raise UsageError(
             f"`{temperature=}`: use more than 0. All greedy completions of a prompt are the same, "
             "and nothing is learned from them."
         )
     if val_temperature is not None and val_temperature <= 0:
-        raise ValueError(f"`{val_temperature=}`: use more than 0; `val_greedy` decodes greedily.")
+        raise UsageError(f"`{val_temperature=}`: use more than 0; `val_greedy` decodes greedily.")
     top_p, top_k, min_p = settings["top_p"], settings["top_k"], settings["min_p"]
     if not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
-        raise ValueError(
+        raise UsageError(
             f"`{top_p=}`, `{top_k=}`, `{min_p=}`: use 0 < top_p <= 1, top_k >= 0 and 0 <= min_p "
             "<= 1."
         )
@@ -137,16 +135,16 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
     rloo = settings["loss_type"] == "rloo"
     old_logprobs = settings["old_logprobs"]
     if old_logprobs not in ("trainer", "engine", None):
-        raise ValueError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
+        raise UsageError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
     if old_logprobs == "engine" and rloo:
-        raise ValueError(
+        raise UsageError(
             "`old_logprobs='engine'` with `loss_type='rloo'`: the importance ratio of a whole "
             "sequence to the engine's log-probs is unbounded. Use `old_logprobs='trainer'`, which "
             "`importance_sampling_mode` corrects, or another loss type."
         )
     for name in ("learning_rate", "beta", "lora_rank", "warmup_steps"):
         if settings[name] < 0:
-            raise ValueError(f"`{name}={settings[name]}` must be 0 or more.")
+            raise UsageError(f"`{name}={settings[name]}` must be 0 or more.")
 
 
 # The data module with the Trainer, the module and the engine.
@@ -161,14 +159,14 @@ def check_trainer(trainer: Trainer) -> None:
         names = [cls.__name__ for cls in type(callback).__mro__ if _is_lightnings(cls)]
         name = type(callback).__name__
         for why in filter(None, map(REFUSED_CALLBACKS.get, names)):
-            raise MisconfigurationException(f"`{name}`: {why}.")
+            raise UsageError(f"`{name}`: {why}.")
         averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
         if averages and is_sharded(trainer):
-            raise MisconfigurationException(f"`{name}`: {_AVERAGES}.")
+            raise UsageError(f"`{name}`: {_AVERAGES}.")
         module = trainer.lightning_module
         has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
         if "BackboneFinetuning" in names and module and not has:
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`{name}` freezes the module's `backbone`, and `{type(module).__name__}` has "
                 "none. Add a property of this name to a subclass, or use `lora_rank`, which "
                 "freezes the whole base."
@@ -188,7 +186,7 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
     """
     name = type(module).__name__
     if getattr(module, "_compiler_ctx", None) is not None:
-        raise MisconfigurationException(
+        raise UsageError(
             f"`torch.compile({name}(...))`: its training step takes micro-batches of another shape "
             "each time, and drives the optimizer itself, so it cannot be compiled. Give the "
             "Trainer the module itself."
@@ -197,7 +195,7 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
         value = getattr(trainer, setting)
         if value != default:
             value = getattr(value, "value", value)
-            raise MisconfigurationException(f"`Trainer({setting}={value!r})`: {why}.")
+            raise UsageError(f"`Trainer({setting}={value!r})`: {why}.")
     check_accumulation(trainer)
     fn, loader, data = trainer.state.fn, "dataloaders", "val"
     loop: Any = trainer.validate_loop
@@ -209,7 +207,7 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
     run = getattr(loop._data_source.instance, "run", None)  # a `TrainingRun`
     if not hasattr(run, "optimizer_steps"):
         method = "fit" if fn is None else fn.value
-        raise MisconfigurationException(
+        raise UsageError(
             f"`Trainer.{method}`: `{name}` takes completions, which a data module draws. In "
             f"place of `{loader}=...` use "
             f"`trainer.{method}(module, datamodule=RolloutDataModule({data}_data=prompts, ...))`."
@@ -219,9 +217,7 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
 def check_accumulation(trainer: Trainer) -> None:
     """Refuse a fixed number of micro-batches per optimizer step."""
     if (value := trainer.accumulate_grad_batches) != 1:
-        raise MisconfigurationException(
-            f"`Trainer(accumulate_grad_batches={value})`: {_ACCUMULATES}."
-        )
+        raise UsageError(f"`Trainer(accumulate_grad_batches={value})`: {_ACCUMULATES}.")
 
 
 def check_strategy(trainer: Trainer) -> None:
@@ -232,7 +228,7 @@ def check_strategy(trainer: Trainer) -> None:
     name = type(strategy).__name__
     fix = "Use `strategy='ddp'`, or `strategy='fsdp2'` for a model that one device cannot hold."
     if isinstance(strategy.launcher, _MultiProcessingLauncher):
-        raise MisconfigurationException(
+        raise UsageError(
             f"`Trainer(strategy=...)`: `{name}` starts its {size} processes from this one, without "
             f"its engine and data. {fix}"
         )
@@ -241,12 +237,12 @@ def check_strategy(trainer: Trainer) -> None:
         if given not in (1, "auto") or (
             given == "auto" and not isinstance(strategy, FSDP2Strategy)
         ):
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`{name}(tensor_parallel_size={given!r})` splits layers over devices, which "
                 f"training does not support. {fix}"
             )
     elif not isinstance(strategy, DDPStrategy):
-        raise MisconfigurationException(
+        raise UsageError(
             f"`Trainer(strategy=...)`: `{name}` is not supported with {size} processes. {fix}"
         )
 
@@ -256,7 +252,7 @@ def check_same_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
     for rank, settings in enumerate(ranks):
         for name, value in settings.items():
             if value != ranks[0][name]:
-                raise MisconfigurationException(
+                raise UsageError(
                     f"Rank {rank} has `{name}={value}`, and rank 0 has `{name}={ranks[0][name]}`. "
                     "Start all of them with the same package and the same settings."
                 )
@@ -265,7 +261,7 @@ def check_same_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
 def check_group_size(num_generations: int, needs_group: bool) -> None:
     """Refuse groups of one completion where a completion is compared with its group."""
     if needs_group and num_generations < 2:
-        raise ValueError(
+        raise UsageError(
             f"`num_generations={num_generations}`: use 2 or more (a baseline needs a second "
             "completion), or `GRPOModule(advantage='reinforce++')`, which needs none."
         )
@@ -274,7 +270,7 @@ def check_group_size(num_generations: int, needs_group: bool) -> None:
 def check_decodes_by_itself(needed_by: str, engine: RolloutEngine) -> None:
     """Refuse an engine that decodes only when the trainer calls it."""
     if not engine.decodes_by_itself:
-        raise MisconfigurationException(
+        raise UsageError(
             f"{needed_by} needs an engine that decodes while the trainer computes, and "
             f"`{engine.name}` does so only when it is called. Use "
             f"`engine=ProcessEngine({engine.name}(...))`."
@@ -322,13 +318,13 @@ def check_logprobs(
         what: What that setting does with them, for the message.
     """
     if not engine.logprobs:
-        raise ValueError(
+        raise UsageError(
             f"{needed_by} with `{engine.name}`: {what} the log-probs they were drawn "
             "with, and this engine gives none. Use `VLLMEngine` or `TransformersEngine`, or leave "
             f"{needed_by} out."
         )
     if sampling.truncated:
-        raise ValueError(
+        raise UsageError(
             f"{needed_by} with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
             f"min_p={sampling.min_p}`: {what} log-probs of the whole distribution, and the "
             "engine's are of a truncated one. Use `top_p=1, top_k=0, min_p=0`, or leave "
@@ -339,7 +335,7 @@ def check_logprobs(
 def check_one_process(world_size: int, callback: str) -> None:
     """Refuse a callback that splits the engine over the devices on which other ranks train."""
     if world_size > 1:
-        raise MisconfigurationException(
+        raise UsageError(
             f"`{callback}` splits the engine over the node's devices, and `Trainer` trains on "
             f"{world_size} of them. Remove the callback, or use `devices=1`."
         )
@@ -361,24 +357,22 @@ def check_parallelism(
     each = f" for each of {engines} engines" if engines > 1 else ""
     fewer = ", use a smaller `num_engines`" if engines > 1 else ""
     if most == 1:
-        raise MisconfigurationException(
+        raise UsageError(
             f"`ParallelismPlanner` has nothing to choose{each}: `{name}` can split this model "
             f"over one device of this node at most. Remove the callback{fewer}, or use "
             "`VLLMEngine` on a node with more GPUs (on CPU: cores)."
         )
     if maximum > most:
-        raise MisconfigurationException(
+        raise UsageError(
             f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
             f"heads allow {most}{each}. Use {most}, or leave it out."
         )
     if not minimum <= size <= maximum:
-        raise MisconfigurationException(
+        raise UsageError(
             f"`{name}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
             f"chooses from {minimum} to {maximum}. Change the one or the other."
         )
     try:
         check_sizes(size=size, maximum=maximum)
     except ValueError as error:
-        raise MisconfigurationException(
-            f"{error} It is the `tensor_parallel_size` of `{name}`."
-        ) from None
+        raise UsageError(f"{error} It is the `tensor_parallel_size` of `{name}`.") from None

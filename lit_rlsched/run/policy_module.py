@@ -18,7 +18,7 @@ from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradien
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
 from lit_rlsched.run.trainer import StepMetrics
-from lit_rlsched.settings import KnownArguments, check_finite, check_name
+from lit_rlsched.settings import KnownArguments, UsageError, check_finite, check_name
 from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.lora import (
@@ -185,7 +185,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         """Load the policy and, if the loss needs one, the reference model, unless already loaded.
 
         Raises:
-            ValueError: If the model cannot be trained, differs from the `lora_*` settings, or does
+            UsageError: If the model cannot be trained, differs from the `lora_*` settings, or does
                 not support `shared_prefix=True`.
         """
         if self.model is not None:
@@ -199,7 +199,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         policy = load_policy(hp.model, dtype=dtype)
         model = base_model(policy)
         if hp.shared_prefix and (why := obstacle(model)) is not None:
-            raise ValueError(
+            raise UsageError(
                 f"`shared_prefix=True`: completions of `{type(model).__name__}` cannot share "
                 f"a prompt: {why}. Leave `shared_prefix` out."
             )
@@ -227,13 +227,13 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         if self._trainer is None or self.trainer.world_size == 1:
             return
         if self._hp.loss_type == "bnpo":
-            raise ValueError(
+            raise UsageError(
                 "`loss_type='bnpo'` averages over each micro-batch, which several trainer "
                 "processes divide differently. Use 'dapo', which averages over the update's "
                 "tokens, or `devices=1`."
             )
         if self._hp.shared_prefix and is_sharded(self.trainer):
-            raise ValueError(
+            raise UsageError(
                 "`shared_prefix=True`: completions cannot share a prompt while the weights are "
                 "sharded. Leave `shared_prefix` out, or use `strategy='ddp'`."
             )

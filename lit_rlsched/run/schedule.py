@@ -12,6 +12,7 @@ from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.learner import Learner
 from lit_rlsched.training.selection import Selection
 
@@ -170,11 +171,11 @@ def check_pairs(names: Collection[str]) -> None:
         names: Names of their classes.
 
     Raises:
-        ValueError: names both callbacks and says what to do instead.
+        UsageError: names both callbacks and says what to do instead.
     """
     for pair, why in REFUSED.items():
         if set(pair) <= set(names):
-            raise ValueError(f"`{pair[0]}` with `{pair[1]}`: {why}")
+            raise UsageError(f"`{pair[0]}` with `{pair[1]}`: {why}")
 
 
 def pairs_as_markdown() -> str:

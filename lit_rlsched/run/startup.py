@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from lightning import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -31,6 +30,7 @@ from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.schedule import Schedule
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import kv_bytes_per_token
 from lit_rlsched.training.learner import half_learner
 from lit_rlsched.training.logprobs import SHARDED_FORWARD
@@ -60,7 +60,7 @@ class Startup:
         scored: Whether completions are scored.
 
     Raises:
-        ValueError: settings, prompts and model contradict each other.
+        UsageError: settings, prompts and model contradict each other.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Startup:
             def token_ids(row: Row) -> list[int]:
                 (ids,) = tokenized([row])
                 if why := unknown_token(ids, self._tokenizer, embeddings):
-                    raise ValueError(f"it {why}")
+                    raise UsageError(f"it {why}")
                 return ids.tolist()
 
             source = StreamSource(
@@ -117,7 +117,7 @@ class Startup:
             schedule.rule.check_domains(train)
             self._check_gen_batches()
         if (probe := schedule.resolved_probe_tokens(limit)) >= limit:
-            raise ValueError(
+            raise UsageError(
                 f"`LengthPrediction(probe_tokens={probe})` leaves nothing to predict of "
                 f"completions with `max_completion_length={limit}`. Use less, or 0 to predict from "
                 "the prompt alone."
@@ -147,7 +147,7 @@ class Startup:
     def _check_micro_batch_tokens(self) -> None:
         longest, limit = self.prompts.longest, self._settings.sampling.max_completion_length
         if longest + limit > self._settings.micro_batch_tokens:
-            raise ValueError(
+            raise UsageError(
                 f"`micro_batch_tokens={self._settings.micro_batch_tokens}` cannot hold the longest "
                 f"prompt ({longest} tokens) with `max_completion_length={limit}`. Use "
                 f"{longest + limit} or more."
@@ -159,13 +159,13 @@ class Startup:
             return
         module = self._trainer.lightning_module
         if module.device_mesh is not None and not hasattr(self.policy, SHARDED_FORWARD):
-            raise MisconfigurationException(
+            raise UsageError(
                 f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
                 "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
                 "`configure_model`, or use `strategy='ddp'`."
             )
         if self._schedule.verifies_drafts:
-            raise MisconfigurationException(
+            raise UsageError(
                 "Drafts are verified with weights of earlier policy versions, which "
                 f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
                 "`strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., max_deferrals=...)`, "
@@ -183,14 +183,14 @@ class Startup:
         if rule.keeps_drafts and (mixed or schedule.in_flight is not None):
             why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
             why = why if mixed else "has drafts, and `InFlightUpdates` changes weights meanwhile"
-            raise ValueError(
+            raise UsageError(
                 f"`{type(rule).__name__}` {why}: a draft would have tokens of several policy "
                 "versions, and the weights of one are kept. Use `max_staleness=0` without "
                 "`InFlightUpdates`, or `keeps_drafts=False`."
             )
         budget = schedule.slots.memory_budget
         if schedule.fills_drain and schedule.rule.ends_early and budget is not None:
-            raise ValueError(
+            raise UsageError(
                 f"`DrainFilling` with `MicroGroupSampling(memory_budget={budget!r})`, in rounds "
                 "that end early: completions would wait for memory that drafts take, so the drafts "
                 "would decide what is trained on. Use `slots` in place of `memory_budget`."
@@ -203,7 +203,7 @@ class Startup:
         most, fit = schedule.max_num_gen_batches, prompts // prompts_per_round
         if most > fit:
             fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
-            raise ValueError(
+            raise UsageError(
                 f"`DynamicSampling(max_num_gen_batches={most})` may draw "
                 f"{most * prompts_per_round} prompts in a round, and `train_data` holds "
                 f"{prompts}. {fix} lower `prompts_per_round`."

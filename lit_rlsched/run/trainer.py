@@ -9,12 +9,12 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_rlsched.run.automatic import MicroBatchAccumulation
 from lit_rlsched.run.checks import check_accumulation
+from lit_rlsched.settings import UsageError
 
 
 class FitSettings:
@@ -33,7 +33,7 @@ class FitSettings:
         steps_per_round: Number of optimizer steps per round, iterations included.
 
     Raises:
-        MisconfigurationException: a limit leaves no step, or `accumulate_grad_batches` is set.
+        UsageError: a limit leaves no step, or `accumulate_grad_batches` is set.
     """
 
     def __init__(self, trainer: Trainer, steps_per_round: int) -> None:
@@ -102,7 +102,7 @@ def _limited(trainer: Trainer, steps: int) -> int:
     name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]
     left = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
     if limit and not left:
-        raise MisconfigurationException(
+        raise UsageError(
             f"`Trainer({name}={limit})` leaves nothing: a round has {steps} optimizer steps, which "
             f"count as its batches. Use {1 / steps:g} or more, or 1 for one step."
         )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning import Callback, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
@@ -39,6 +39,7 @@ from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
@@ -183,9 +184,9 @@ class TrainingRun:
         """Form a team with the Trainer's other processes.
 
         Raises:
-            MisconfigurationException: the Trainer's strategy or one of its callbacks is not
+            UsageError: the Trainer's strategy or one of its callbacks is not
                 supported, or processes differ in version, seed or sizes.
-            ValueError: the Trainer's precision is not supported.
+            UsageError: the Trainer's precision is not supported.
         """
         self._trainer = trainer
         check_trainer(trainer)
@@ -209,12 +210,12 @@ class TrainingRun:
             stage: What the Trainer does with it, for an error.
 
         Raises:
-            MisconfigurationException: there is no such data set.
-            ValueError: a reward function needs other columns.
+            UsageError: there is no such data set.
+            UsageError: a reward function needs other columns.
         """
         data, rewards = self.settings.data[name], self.settings.rewards
         if data is None:
-            raise MisconfigurationException(
+            raise UsageError(
                 f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
             )
         if name not in self.rows:
@@ -232,7 +233,7 @@ class TrainingRun:
         """Read the Trainer's settings, start the clock, describe the run to W&B, and check it.
 
         Raises:
-            ValueError: data module and module contradict each other.
+            UsageError: data module and module contradict each other.
         """
         settings = self.settings
         self.fit_settings = FitSettings(self.trainer, settings.steps_per_epoch)
@@ -246,7 +247,7 @@ class TrainingRun:
         """Start the session, unless it runs; the module has loaded the policy.
 
         Raises:
-            ValueError: settings, prompts and model contradict each other.
+            UsageError: settings, prompts and model contradict each other.
         """
         if self._started:
             return
@@ -448,7 +449,7 @@ class TrainingRun:
         """Check the state of a checkpoint, and keep it until its prompts are tokenised.
 
         Raises:
-            ValueError: a setting that decides what is drawn has another value, or the format of the
+            UsageError: a setting that decides what is drawn has another value, or the format of the
                 state is unknown.
         """
         check_format(state)

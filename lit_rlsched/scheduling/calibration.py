@@ -14,6 +14,7 @@ from lit_rlsched.scheduling.length_prediction import (
     within_limit,
 )
 from lit_rlsched.scheduling.recorded_lengths import Oracle
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import three_digits
 from lit_rlsched.types import Sample
 
@@ -51,7 +52,7 @@ class CalibratedPredictor:
         self.predictor = predictor
         self.history = history or PromptHistory()
         if self.history in (predictor, getattr(predictor, "history", None)):
-            raise ValueError(
+            raise UsageError(
                 "`history` is the predictor's own and would learn everything twice. "
                 "Give another `PromptHistory`, or leave `history` out."
             )
@@ -131,7 +132,7 @@ class CalibratedPredictor:
         """State of predictor and history, and their averages; nothing of an unfinished round.
 
         Raises:
-            ValueError: The predictor's state holds an object that a checkpoint cannot be loaded
+            UsageError: The predictor's state holds an object that a checkpoint cannot be loaded
                 with.
         """
         own = self.predictor.state_dict()
@@ -259,7 +260,7 @@ def _check_plain(name: str, state: Any) -> None:
         for i, value in enumerate(state):
             _check_plain(f"{name}[{i}]", value)
     elif not (state is None or type(state) in (bool, int, float, str) or _is_tensor(state)):
-        raise ValueError(
+        raise UsageError(
             f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
             "Use numbers, strings, tensors, and lists and dicts of them."
         )

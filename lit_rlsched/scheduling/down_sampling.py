@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lit_rlsched.settings import UsageError
+
 Rule = Literal["max_variance", "max_reward", "percentile", "random"]
 
 _ROUNDING = 1e-12  # variances that differ by less than this share of the largest count as equal
@@ -23,24 +25,24 @@ def check_early_stop(
     """Check the arguments of `DownSampling` that concern `early_stop`.
 
     Raises:
-        ValueError: names the argument, its value and what to use instead.
+        UsageError: names the argument, its value and what to use instead.
     """
     if early_stop and rule != "max_variance":
-        raise ValueError(
+        raise UsageError(
             f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
             "variance. Use `rule='max_variance'`, or leave `early_stop` out."
         )
     low, high = reward_range
     if not -math.inf < low < high < math.inf:
-        raise ValueError(
+        raise UsageError(
             f"`DownSampling({reward_range=})`: give the smallest reward, then the largest, "
             "both finite."
         )
     if not 0 <= min_length_ratio <= 1:
-        raise ValueError(f"`DownSampling({min_length_ratio=})`: use 0 (no guard) to 1.")
+        raise UsageError(f"`DownSampling({min_length_ratio=})`: use 0 (no guard) to 1.")
     unused = (*reward_range, min_length_ratio) != (0.0, 1.0, 0.9)
     if unused and not early_stop:
-        raise ValueError(
+        raise UsageError(
             f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
             "they have no effect. Set it, or leave them out."
         )
@@ -62,7 +64,7 @@ def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:
         reward are never chosen: if fewer than `keep` have one, their indices are followed by -1.
 
     Raises:
-        ValueError: `rewards` has more dimensions, or `keep` is not within 1 and n.
+        UsageError: `rewards` has more dimensions, or `keep` is not within 1 and n.
     """
     values = _check(rewards, keep)
     order, ordered, spare = _sort(values, keep)
@@ -136,12 +138,12 @@ def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
     """The rewards as float64, NaN where missing."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim not in (1, 2):
-        raise ValueError(
+        raise UsageError(
             f"`rewards` has the shape {values.shape}: give one row per group, or one flat group."
         )
     n = values.shape[-1]
     if not 1 <= keep <= n:
-        raise ValueError(f"`keep={keep}` of {n} rewards in a group: use 1 to {n}.")
+        raise UsageError(f"`keep={keep}` of {n} rewards in a group: use 1 to {n}.")
     return np.where(np.isinf(values), np.nan, values)
 
 

@@ -11,6 +11,8 @@ from itertools import islice, pairwise
 from operator import index
 from typing import Protocol
 
+from lit_rlsched.settings import UsageError
+
 ENDS = (6, 4, 2)
 """Numbers of tokens at the end of a text that are looked up, one after the other.
 
@@ -44,7 +46,7 @@ def load_drafter(path: str) -> Drafter:
     """Import a drafter's class and make one.
 
     Raises:
-        ValueError: that fails, or it has no method `propose`.
+        UsageError: that fails, or it has no method `propose`.
     """
     named = f"`Speculation(drafter={path!r})`"
     module, _, name = str(path).rpartition(".")
@@ -52,12 +54,12 @@ def load_drafter(path: str) -> Drafter:
         drafter: Drafter = getattr(import_module(module), name)()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(
+        raise UsageError(
             f"{named} cannot be made ({why}). Use the import path of a class whose constructor "
             "needs no arguments, such as 'my_package.my_module.MyDrafter'."
         ) from error
     if not callable(getattr(drafter, "propose", None)):
-        raise ValueError(f"{named} has no method `propose(text, siblings, most)`. Add it.")
+        raise UsageError(f"{named} has no method `propose(text, siblings, most)`. Add it.")
     return drafter
 
 
@@ -76,10 +78,10 @@ def ask(
     proposed = drafter.propose(text, siblings, most)
     draft = [index(token) for token in islice(proposed, most + 1)]  # it may be endless
     if len(draft) > most:
-        raise ValueError(f"`propose` returned more than most={most} tokens")
+        raise UsageError(f"`propose` returned more than most={most} tokens")
     for token in draft:
         if token < 0 or (vocab_size is not None and token >= vocab_size):
-            raise ValueError(f"`propose` returned {token}, which is not in the vocabulary")
+            raise UsageError(f"`propose` returned {token}, which is not in the vocabulary")
     return draft
 
 

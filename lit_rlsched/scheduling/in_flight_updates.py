@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
-from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.settings import UsageError, check_choice, check_count
 from lit_rlsched.types import Group
 
 Pace = Literal["turns", "free"]
@@ -36,19 +36,19 @@ class InFlight:
         check_choice(OWNER, "too_old", self.too_old, get_args(TooOld))
         check_count(OWNER, "turns", self.turns, 1)
         if self.too_old == "verify" and self.cache == "keep":
-            raise ValueError(
+            raise UsageError(
                 f"`{OWNER}(too_old='verify', cache='keep')`: with kept caches no policy has drawn "
                 "the tokens that were to be verified. Use `cache='recompute'` or `too_old='wait'`."
             )
         if self.replay is None:
             return
         if self.pace != "free":
-            raise ValueError(
+            raise UsageError(
                 f"`{OWNER}(replay=..., pace={self.pace!r})`: a run with this pace repeats by "
                 "itself. Leave `replay` out, or use `pace='free'`, as in the run that is replayed."
             )
         if wrong := [t for of in self.replay.values() for t in of if t % self.turns]:
-            raise ValueError(
+            raise UsageError(
                 f"`{OWNER}(replay=..., turns={self.turns})`: weights of that run changed at turn "
                 f"{wrong[0]}. Use its `turns`."
             )
@@ -126,7 +126,7 @@ class WindowedRound(RoundRule):
         too_old: What becomes of prompts with tokens that would be older.
 
     Raises:
-        ValueError: `prompts` is less than an update or, with `wait`, more than the `capacity`.
+        UsageError: `prompts` is less than an update or, with `wait`, more than the `capacity`.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WindowedRound(RoundRule):
             prompts = max(update_prompts, usual - update_prompts // 2)
         if prompts < update_prompts or (prompts > most and not verifies):
             upwards = "or more" if verifies else f"to {most}, or a larger `max_staleness`"
-            raise ValueError(
+            raise UsageError(
                 f"`{OWNER}(prompts_in_flight={prompts}, {max_staleness=})`: with an update of "
                 f"{update_prompts} prompts use {update_prompts} {upwards}."
             )
@@ -165,7 +165,7 @@ class WindowedRound(RoundRule):
     def check_enough(self, prompts: int) -> None:
         super().check_enough(prompts)
         if prompts < self.prompts:
-            raise ValueError(
+            raise UsageError(
                 f"`{OWNER}` decodes {self.prompts} prompts at the same time, and `train_data` "
                 f"holds {prompts}. Use a lower `prompts_in_flight` or `prompts_per_round`."
             )

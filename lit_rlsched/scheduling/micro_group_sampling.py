@@ -7,6 +7,7 @@ into an `Admission`.
 from dataclasses import dataclass, replace
 
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order, Refill
+from lit_rlsched.settings import UsageError
 
 DEFAULT_SLOTS = 256
 """vLLM's default on a CPU and on most GPUs, where more slots hardly raise the throughput."""
@@ -50,11 +51,11 @@ class SlotSettings:
         """Return the settings of each of several engines.
 
         Raises:
-            ValueError: the slots cannot be divided equally.
+            UsageError: the slots cannot be divided equally.
         """
         slots, budget = self.slots, self.memory_budget
         if slots is not None and slots % engines:
-            raise ValueError(
+            raise UsageError(
                 f"`MicroGroupSampling(slots={slots})` with `num_engines={engines}`: each engine "
                 f"has the same number of slots. Use {max(1, slots // engines) * engines} slots."
             )
@@ -78,12 +79,12 @@ class SlotSettings:
             early: Whether rounds end early, so that completions that start late are deferred.
 
         Raises:
-            ValueError: the order needs predictions and there are none.
+            UsageError: the order needs predictions and there are none.
         """
         if self.order is None:
             return ("shortest_first" if early else "longest_first") if predicted else "fifo"
         if self.order not in ("fifo", "least_attained") and not predicted:
-            raise ValueError(
+            raise UsageError(
                 f"`MicroGroupSampling(order={self.order!r})` needs predicted lengths. Add the "
                 "callback `LengthPrediction()`, or use `order='least_attained'`."
             )
@@ -101,7 +102,7 @@ class SlotSettings:
             by_default: Limit where the user sets no `slots`.
 
         Raises:
-            ValueError: the memory budget is too small for one completion.
+            UsageError: the memory budget is too small for one completion.
         """
         if self.slots is not None:
             return min(completions, self.slots)
@@ -135,7 +136,7 @@ class SlotSettings:
             order: The result of `resolved_order`.
 
         Raises:
-            ValueError: the engine's cache is too small for the slots or for one completion.
+            UsageError: the engine's cache is too small for the slots or for one completion.
         """
         budget = None
         if self.memory_budget is not None and cache.block is not None:
@@ -151,7 +152,7 @@ class SlotSettings:
         tokens, block = budget // cache.token_bytes, cache.block or 1
         tokens = tokens if cache.capacity is None else min(tokens, cache.capacity)
         if tokens < cache.whole:
-            raise ValueError(
+            raise UsageError(
                 f"`memory_budget={budget}` bytes{self._each} hold {tokens} tokens of cache. One "
                 f"completion may take {cache.whole} tokens or {cache.whole * cache.token_bytes} "
                 f"bytes, and the engine keeps one block of {block} tokens. Raise the budget, or "
@@ -165,7 +166,7 @@ class SlotSettings:
         if fit < slots:
             most = fit * self.engines
             advice = f"Use `slots={most}`," if fit else "Not even one fits. Use"
-            raise ValueError(
+            raise UsageError(
                 f"`MicroGroupSampling(slots={slots * self.engines})`: completions of the maximum "
                 f"length need {slots * cache.whole * gib:.3g} GiB of key-value cache{self._each}, "
                 f"and the engine has {capacity * gib:.3g} GiB. {advice} a lower "
@@ -186,11 +187,11 @@ def slots_for_budget(
         where: Where the budget holds, for the message.
 
     Raises:
-        ValueError: not even one completion fits.
+        UsageError: not even one completion fits.
     """
     one = kv_bytes_per_token * tokens_per_completion
     if budget < one:
-        raise ValueError(
+        raise UsageError(
             f"`memory_budget={budget}` bytes{where} is less than one completion may take: {one} "
             f"bytes for {tokens_per_completion} tokens. Raise it, or lower `max_completion_length`."
         )

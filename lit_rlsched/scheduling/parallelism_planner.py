@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lit_rlsched.settings import UsageError
+
 RoundKind = Literal["short", "long"]
 
 RISE = 1.05
@@ -53,7 +55,7 @@ class TensorParallelPlanner:
         minimum: Smallest size.
 
     Raises:
-        ValueError: a size is not a power of two, or `size` is out of bounds.
+        UsageError: a size is not a power of two, or `size` is out of bounds.
 
     Example:
         >>> planner = TensorParallelPlanner(size=1, maximum=8)
@@ -65,7 +67,7 @@ class TensorParallelPlanner:
     def __init__(self, size: int, maximum: int, minimum: int = 1) -> None:
         check_sizes(minimum=minimum, size=size, maximum=maximum)
         if not minimum <= size <= maximum:
-            raise ValueError(
+            raise UsageError(
                 f"A tensor-parallel size of {size} is not within minimum={minimum} and "
                 f"maximum={maximum}."
             )
@@ -164,11 +166,11 @@ def check_bounds(minimum: int, maximum: int | None) -> None:
     """Refuse bounds without a size between them; a `maximum` of `None` is not known yet.
 
     Raises:
-        ValueError: names the arguments, their values and what works.
+        UsageError: names the arguments, their values and what works.
     """
     check_sizes(minimum=minimum, maximum=maximum)
     if maximum is not None and minimum > maximum:
-        raise ValueError(
+        raise UsageError(
             f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
             "`maximum`. Swap them, or leave `minimum` out."
         )
@@ -178,11 +180,11 @@ def check_sizes(**sizes: int | None) -> None:
     """Refuse sizes that are not powers of two; `None` is a size that is not known yet.
 
     Raises:
-        ValueError: names the argument, its value and what works.
+        UsageError: names the argument, its value and what works.
     """
     for name, n in sizes.items():
         if n is not None and (type(n) is not int or n < 1 or n & (n - 1)):
-            raise ValueError(
+            raise UsageError(
                 f"`ParallelismPlanner`: `{name}={n!r}`: must be a power of two, such as 1, 2, 4 "
                 "or 8."
             )

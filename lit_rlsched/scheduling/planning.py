@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lit_rlsched.settings import UsageError
+
 # Limits of the work in `plan_makespan`: pairs of jobs tried for a swap (nanoseconds each), and
 # loads in the states of the search (about 50 ns each).
 _MAX_PAIRS = 8_000_000
@@ -87,10 +89,10 @@ def plan_makespan(
     guarantee of `longest_first` is left.
 
     Raises:
-        ValueError: `epsilon` is not positive, or as in the module's docstring.
+        UsageError: `epsilon` is not positive, or as in the module's docstring.
     """
     if not epsilon > 0:
-        raise ValueError(f"`epsilon={epsilon}`: use more than 0, such as 0.1 for 10 %.")
+        raise UsageError(f"`epsilon={epsilon}`: use more than 0, such as 0.1 for 10 %.")
     lower = lower_bound(lengths, slots, loads)
     jobs, busy = _check(lengths, slots, loads)
     order = np.argsort(-jobs, kind="stable")
@@ -197,7 +199,7 @@ def _queues(slot_of: np.ndarray, order: np.ndarray, slots: int) -> list[list[int
 
 def check_slots(slots: int) -> None:
     if slots < 1:
-        raise ValueError(f"`slots={slots}`: use 1 or more.")
+        raise UsageError(f"`slots={slots}`: use 1 or more.")
 
 
 def _check(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray, np.ndarray]:
@@ -205,7 +207,7 @@ def _check(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray,
     jobs = check_steps("lengths", lengths)
     busy = check_steps("loads", [0] * slots if loads is None else loads)
     if len(busy) != slots:
-        raise ValueError(
+        raise UsageError(
             f"`loads` has {len(busy)} values for {slots} slots: give one per slot, 0 for a free "
             "slot."
         )
@@ -220,5 +222,5 @@ def check_steps(name: str, values: Steps) -> np.ndarray:
     bad = np.flatnonzero(~(np.isfinite(steps) & (steps >= 0)))
     if bad.size:
         i = int(bad[0])
-        raise ValueError(f"`{name}[{i}]={steps[i]}`: use a finite number of steps, 0 or more.")
+        raise UsageError(f"`{name}[{i}]={steps[i]}`: use a finite number of steps, 0 or more.")
     return steps

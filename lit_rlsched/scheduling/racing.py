@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt
 
 COLUMN = "domain"
@@ -21,7 +22,7 @@ def quotas(shares: Mapping[str, float] | None, prompts: int) -> dict[str | None,
         prompts: Prompts of an update.
 
     Raises:
-        ValueError: a domain would have no prompt.
+        UsageError: a domain would have no prompt.
     """
     if shares is None:
         return {None: prompts}
@@ -32,7 +33,7 @@ def quotas(shares: Mapping[str, float] | None, prompts: int) -> dict[str | None,
         whole[domain] += 1
     for name, n in whole.items():
         if not n:
-            raise ValueError(
+            raise UsageError(
                 f"`TailBatching(per_domain={dict(shares)})` leaves no prompt of {name!r} in a "
                 f"round of {prompts}. Raise its share, or `prompts_per_round`."
             )
@@ -52,17 +53,17 @@ def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], wa
         waiting: Maximum number of prompts that wait for a long round, perhaps all of one domain.
 
     Raises:
-        ValueError: names the prompt or the domain, and the fix.
+        UsageError: names the prompt or the domain, and the fix.
     """
     there: Counter[str] = Counter()
     for prompt in prompts:
         if COLUMN not in prompt.columns:
-            raise ValueError(
+            raise UsageError(
                 f"`TailBatching(per_domain=...)` needs a column `{COLUMN}` in `train_data`, "
                 f"and the prompt {prompt.uid} has none. Add it, or leave `per_domain` out."
             )
         if (domain := domain_of(prompt)) not in raced:
-            raise ValueError(
+            raise UsageError(
                 f"The prompt {prompt.uid} has the domain {domain!r}, to which "
                 f"`TailBatching(per_domain=...)` gives no share. Its domains are "
                 f"{sorted(map(str, raced))}: add a share, or remove the domain's prompts."
@@ -70,7 +71,7 @@ def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], wa
         there[domain] += 1
     for name, n in raced.items():
         if there[str(name)] < (most := n + waiting):
-            raise ValueError(
+            raise UsageError(
                 f"`TailBatching(per_domain=...)` may hold {most} prompts of {name!r} at once, "
                 f"{n} of them in a short round, and `train_data` has only {there[str(name)]}. Use "
                 "a lower share, `prompts_per_round` or `prompt_ratio`."
@@ -105,7 +106,7 @@ class RacingRound(RoundRule):
             domains race together.
 
     Raises:
-        ValueError: A domain has no prompt in an update.
+        UsageError: A domain has no prompt in an update.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_rlsched.scheduling.length_prediction import LengthPredictor, drawn, within_limit
-from lit_rlsched.settings import check_finite, check_range
+from lit_rlsched.settings import UsageError, check_finite, check_range
 from lit_rlsched.types import Request, Sample, stable_hash
 
 
@@ -57,13 +57,13 @@ class TraceLengths:
     def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
         self.lengths = _read(Path(lengths)) if isinstance(lengths, str | Path) else lengths
         if not self.lengths:
-            raise ValueError("a trace needs at least one length")
+            raise UsageError("a trace needs at least one length")
 
     def __call__(self, request: Request) -> int:
         if not isinstance(self.lengths, Mapping):
             return self.lengths[stable_hash(request.id) % len(self.lengths)]
         if request.id not in self.lengths:
-            raise ValueError(f"request {request.id!r} has no length in the trace")
+            raise UsageError(f"request {request.id!r} has no length in the trace")
         return self.lengths[request.id]
 
 
@@ -84,13 +84,13 @@ class RecordedCompletions:
         """All tokens of the request's completion, its prefix included.
 
         Raises:
-            ValueError: there is none, or the prefix is not shorter than the completion.
+            UsageError: there is none, or the prefix is not shorter than the completion.
         """
         tokens = self._token_ids.get(request.id, ())
         if not tokens:
-            raise ValueError(f"request {request.id!r} has no recorded completion")
+            raise UsageError(f"request {request.id!r} has no recorded completion")
         if len(tokens) <= len(request.prefix_ids):
-            raise ValueError(
+            raise UsageError(
                 f"request {request.id!r} has a prefix of {len(request.prefix_ids)} tokens, but its "
                 f"recorded completion only {len(tokens)}"
             )
@@ -105,18 +105,18 @@ class Oracle(LengthPredictor):
             the column `request`. A run with the same settings draws the same lengths again.
 
     Raises:
-        ValueError: The file does not exist, or does not name the request of each length.
+        UsageError: The file does not exist, or does not name the request of each length.
     """
 
     def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
         if isinstance(trace, str | Path) and not Path(trace).exists():
-            raise ValueError(
+            raise UsageError(
                 f"`Oracle(trace={str(trace)!r})`: there is no such file or folder. Give the path "
                 "of a trace."
             )
         recorded = TraceLengths(trace).lengths if isinstance(trace, str | Path) else trace
         if not isinstance(recorded, Mapping) or not recorded:
-            raise ValueError(
+            raise UsageError(
                 f"`Oracle(trace={trace!r:.80})` does not name the request of each length. Give "
                 "lengths by request id, or a trace with a column `request`."
             )
@@ -131,11 +131,11 @@ class Oracle(LengthPredictor):
 def _read(path: Path) -> Mapping[str, int] | list[int]:
     """Read lengths; the spans of a resumed request add up."""
     if not path.exists():
-        raise ValueError(f"trace {str(path)!r}: there is no such file or folder")
+        raise UsageError(f"trace {str(path)!r}: there is no such file or folder")
     files = sorted(path.glob("*_spans.parquet")) if path.is_dir() else [path]
     table = [row for file in files for row in _rows(file)]
     if not table or "tokens" not in table[0]:
-        raise ValueError(f"trace {str(path)!r} needs rows with a column `tokens`, as spans have")
+        raise UsageError(f"trace {str(path)!r} needs rows with a column `tokens`, as spans have")
     if "request" not in table[0]:
         return [row["tokens"] for row in table]
     totals: Counter[str] = Counter()

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt
 
 
@@ -86,7 +87,7 @@ class RoundRule(ABC):
         """Refuse a data set whose domains do not fit the quotas.
 
         Raises:
-            ValueError: names the prompt or the domain, and the fix.
+            UsageError: names the prompt or the domain, and the fix.
         """
 
     def is_long(self, planned: Sequence[Group]) -> bool:
@@ -120,10 +121,10 @@ class RoundRule(ABC):
             prompts: Size of the data set.
 
         Raises:
-            ValueError: names the argument, its value and the largest value that works.
+            UsageError: names the argument, its value and the largest value that works.
         """
         if prompts < self.update_prompts:
-            raise ValueError(
+            raise UsageError(
                 f"`prompts_per_round={self.update_prompts}` is more than `train_data` holds: "
                 f"{prompts} prompts. Use {prompts} or fewer."
             )

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Literal, get_args
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
-from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.settings import UsageError, check_choice, check_count
 from lit_rlsched.types import Group
 
 Mode = Literal["on_policy", "verified", "partial"]
@@ -19,7 +19,7 @@ class SortedSettings:
     """The arguments of `SortedBatching`, which documents them.
 
     Raises:
-        ValueError: names the argument, its value and what to use instead.
+        UsageError: names the argument, its value and what to use instead.
     """
 
     pool_rounds: int = 4
@@ -39,13 +39,13 @@ class SortedSettings:
             fix = "For tokens of the newest policy only use `mode='verified'` or `'on_policy'`."
             check_count(owner, "max_staleness", self.max_staleness, 1, fix)
         if self.oversubscribe is not None and not 1 <= self.oversubscribe < math.inf:
-            raise ValueError(
+            raise UsageError(
                 f"`SortedBatching(oversubscribe={self.oversubscribe!r})`: must be 1 or more, since "
                 "an update needs its prompts. Leave it out to decode the whole pool."
             )
         for name in ("max_staleness", "mask_stale_tokens"):
             if self.mode != "partial" and (value := getattr(self, name)):
-                raise ValueError(
+                raise UsageError(
                     f"`SortedBatching({name}={value!r}, mode={self.mode!r})`: no token is stale "
                     f"in that mode. Use `mode='partial'`, or leave `{name}` out."
                 )
@@ -54,12 +54,12 @@ class SortedSettings:
         """Make the rule.
 
         Raises:
-            ValueError: an update has more prompts than a pool.
+            UsageError: an update has more prompts than a pool.
         """
         pool = self.pool_rounds * prompts_per_round
         update = self.update_prompts or prompts_per_round
         if update > pool:
-            raise ValueError(
+            raise UsageError(
                 f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
                 f"`pool_rounds={self.pool_rounds}` times `prompts_per_round={prompts_per_round}` "
                 f"is {pool} prompts. Use {pool} or less, or more `pool_rounds`."
@@ -120,7 +120,7 @@ class SortedRound(RoundRule):
     def check_enough(self, prompts: int) -> None:
         super().check_enough(prompts)
         if prompts < self.pool_prompts:
-            raise ValueError(
+            raise UsageError(
                 f"`SortedBatching` loads {self.pool_prompts} prompts at a time, and "
                 f"`train_data` holds {prompts}. Use fewer `pool_rounds`, or a lower "
                 "`prompts_per_round`."

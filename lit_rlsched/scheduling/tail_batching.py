@@ -6,6 +6,7 @@ from typing import Any
 
 from lit_rlsched.scheduling.racing import RacingRound, useless
 from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group
 
 
@@ -36,7 +37,7 @@ class TailRound(RacingRound):
         super().check_enough(prompts)
         if prompts < self._raced + self.most_deferred:
             waiting = f"up to {self.most_deferred} prompts waiting for a long round and "
-            raise ValueError(
+            raise UsageError(
                 f"`TailBatching` has {waiting if self.most_deferred else ''}{self._raced} prompts "
                 f"in a race, and `train_data` holds {prompts}. Use a lower `prompts_per_round` or "
                 "`prompt_ratio`."

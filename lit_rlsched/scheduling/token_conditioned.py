@@ -12,7 +12,7 @@ from lit_rlsched.scheduling.length_prediction import (
     within_limit,
 )
 from lit_rlsched.scheduling.noise import splitmix64
-from lit_rlsched.settings import check_count, check_finite, check_range
+from lit_rlsched.settings import UsageError, check_count, check_finite, check_range
 from lit_rlsched.types import Sample
 
 
@@ -107,7 +107,7 @@ class SampleEncoder:
         name: Folder or hub name of an encoder such as BERT, with its tokenizer.
 
     Raises:
-        ValueError: The encoder cannot be loaded.
+        UsageError: The encoder cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -118,7 +118,7 @@ class SampleEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left")
             self._model = AutoModel.from_pretrained(name, dtype=torch.float32).eval()
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise UsageError(
                 f"`encoder={name!r}` cannot be loaded: {error}\nGive the folder or the hub name of "
                 "an encoder and its tokenizer, or leave `encoder` out to learn from hashed tokens."
             ) from error
@@ -183,7 +183,7 @@ class TokenConditioned(LengthPredictor):
         max_waiting: Maximum number of unfinished completions whose features are kept.
 
     Raises:
-        ValueError: The encoder cannot be loaded, or a number is out of range.
+        UsageError: The encoder cannot be loaded, or a number is out of range.
     """
 
     def __init__(
@@ -270,10 +270,10 @@ class TokenConditioned(LengthPredictor):
         """Restore the state.
 
         Raises:
-            ValueError: The state was saved with another number of features.
+            UsageError: The state was saved with another number of features.
         """
         if len(state["moment"]) != self.size:
-            raise ValueError(
+            raise UsageError(
                 f"this `TokenConditioned` has {self.size} features, the saved one "
                 f"{len(state['moment'])}. Use the `features` and the `encoder` it was saved with."
             )

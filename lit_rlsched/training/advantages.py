@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_rlsched.settings import UsageError
+
 ScaleRewards = Literal["group", "batch", "none"]
 
 # Avoids division by zero for equal rewards; TRL's value.
@@ -77,7 +79,7 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
         `[P, G]`.
 
     Raises:
-        ValueError: If a group has fewer than two completions or `scale_rewards` is unknown.
+        UsageError: If a group has fewer than two completions or `scale_rewards` is unknown.
     """
     _check_groups(rewards)
     scaled, unit = _scaled(rewards)
@@ -89,7 +91,7 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
     elif scale_rewards == "none":
         advantages = advantages * unit
     else:
-        raise ValueError(
+        raise UsageError(
             f"`scale_rewards={scale_rewards!r}` is unknown. Use 'group', 'batch' or 'none'."
         )
     return _zero_where_unscored(advantages).to(rewards.dtype)
@@ -106,7 +108,7 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
         `[P, G]`.
 
     Raises:
-        ValueError: If a group has fewer than two completions.
+        UsageError: If a group has fewer than two completions.
     """
     _check_groups(rewards)
     scaled, unit = _scaled(rewards)
@@ -159,7 +161,7 @@ def _zero_where_unscored(advantages: Tensor) -> Tensor:
 
 def _check_groups(rewards: Tensor) -> None:
     if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(
+        raise UsageError(
             f"Rewards have the shape {list(rewards.shape)}, expected [prompts, num_generations] "
             "with at least two completions to compare. Set `num_generations` to 2 or more."
         )

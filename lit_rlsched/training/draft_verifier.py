@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
 from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.logprobs import (
     completion_logprobs,
     completion_states,
@@ -181,7 +182,7 @@ class Drafts:
         depends on `seed`, `salt`, prompt, index and version alone.
 
         Raises:
-            RuntimeError: If the log-probs of engine and trainer, under the weights that drew the
+            RunFailed: If the log-probs of engine and trainer, under the weights that drew the
                 drafts, differ by more than `allowed_gap` on average. The result would not be draws
                 of `policy`.
         """
@@ -225,7 +226,7 @@ class Drafts:
         audit.compared = sum(t.tokens for t in cut)
         self._audit += audit
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
-            raise RuntimeError(_differs(self._audit, allowed_gap))
+            raise RunFailed(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
         audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - len(cut)
         for one in finite:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import evaluating
 
@@ -52,7 +53,7 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
         temperature: Divides the logits.
 
     Raises:
-        ValueError: If the model has no LM head.
+        UsageError: If the model has no LM head.
     """
     causal_lm, head, config = model_parts(model)
     if _parts_differ.get(model, False):
@@ -79,7 +80,7 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
     If they differ, `lm_head` uses the model's own forward from then on; a warning says so.
 
     Raises:
-        ValueError: If the model has no LM head, looks ahead, or returns logits that do not
+        UsageError: If the model has no LM head, looks ahead, or returns logits that do not
             correspond to its tokens.
     """
     if len(token_ids) < 2:
@@ -89,7 +90,7 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
     with evaluating(model):
         own = _own_logits(model, input_ids)
         if own.shape[:2] != input_ids.shape:
-            raise ValueError(
+            raise UsageError(
                 f"`{name}` returns logits of shape {list(own.shape)} for {input_ids.shape[1]} "
                 "tokens, so logits cannot be matched with tokens. PEFT's prompt learning does "
                 "that: use LoRA instead."
@@ -98,7 +99,7 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
         allowed = tolerance(model)
         ahead = _difference(_own_logits(model, input_ids[:, :half]), own[:, :half])
         if not ahead <= LOOKS_AHEAD * allowed:
-            raise ValueError(
+            raise UsageError(
                 f"`{name}` looks ahead: the log-probs of a token change by {ahead:.1e} with the "
                 "tokens after it. Train a causal language model; a model that can be either needs "
                 "`is_decoder=True` in its config."
@@ -142,7 +143,7 @@ def model_parts(model: nn.Module) -> tuple[Any, nn.Module, Any]:
     causal_lm: Any = base_model(model)
     head = causal_lm.get_output_embeddings()
     if head is None:
-        raise ValueError(
+        raise UsageError(
             f"`{type(causal_lm).__name__}` has no LM head. Load it with `AutoModelForCausalLM`."
         )
     return causal_lm, head, causal_lm.config.get_text_config()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lm_head import check_lm_head, is_checked, lm_head, model_parts
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -66,7 +67,7 @@ def completion_logprobs(
         completion length, at least fp32, zero where `completion_mask(completion_lengths)` is False.
 
     Raises:
-        ValueError: If a prompt is empty, lengths exceed `T`, or `lm_head.check_lm_head` refuses the
+        UsageError: If a prompt is empty, lengths exceed `T`, or `lm_head.check_lm_head` refuses the
             model.
     """
     sharded = getattr(model, SHARDED_FORWARD, None)
@@ -248,13 +249,13 @@ def _to_addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_lengths(input_ids: Tensor, prompt_lengths: Tensor, ends: Tensor) -> None:
     if bool((prompt_lengths < 1).any()):
-        raise ValueError(
+        raise UsageError(
             "A prompt is empty, so no position predicts its first completion token. Put the BOS or "
             "EOS token in front of it."
         )
     longest = int(ends.max())
     if longest > input_ids.shape[1]:
-        raise ValueError(
+        raise UsageError(
             f"`prompt_lengths` plus `completion_lengths` reaches {longest}, past the "
             f"{input_ids.shape[1]} columns of `input_ids`. Pad `input_ids` to the longest row."
         )

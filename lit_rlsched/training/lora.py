@@ -12,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
+from lit_rlsched.settings import UsageError
+
 ADAPTER, REFERENCE = "default", "reference"
 """Names of the trained adapter, and of its frozen copy."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -59,8 +61,8 @@ def add_lora(
     """Freeze the policy and add trainable LoRA adapters with peft.
 
     Raises:
-        ImportError: peft is missing.
-        ValueError: no layer has such a name, or a layer cannot have an adapter.
+        UsageError: peft is missing.
+        UsageError: no layer has such a name, or a layer cannot have an adapter.
     """
     with needing_peft("lora_rank"):
         from peft import LoraConfig
@@ -79,7 +81,7 @@ def with_adapter(policy: PreTrainedModel, config: Any) -> Any:
     try:
         adapted = get_peft_model(policy, config)
     except ValueError as error:
-        raise ValueError(f"`lora_target_modules={config.target_modules}`: {error}") from error
+        raise UsageError(f"`lora_target_modules={config.target_modules}`: {error}") from error
     for part in adapted.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -91,8 +93,8 @@ def adapter_config(model: str) -> Any:
     """The peft config of a folder or a hub repository with an adapter; `None` if it has none.
 
     Raises:
-        ImportError: peft is missing.
-        ValueError: it is another adapter than plain LoRA, or a whole model lies beside it.
+        UsageError: peft is missing.
+        UsageError: it is another adapter than plain LoRA, or a whole model lies beside it.
     """
     try:
         found = find_adapter_config_file(model)
@@ -101,7 +103,7 @@ def adapter_config(model: str) -> Any:
     if found is None:
         return None
     if any(Path(model).glob("model*.safetensors")):
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: the folder holds a model and an adapter. Move the one that is not "
             "meant to a folder of its own (an adapter is `adapter_config.json` and "
             "`adapter_model.safetensors`)."
@@ -111,12 +113,12 @@ def adapter_config(model: str) -> Any:
     try:
         config: Any = PeftConfig.from_pretrained(str(Path(found).parent))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: peft cannot read its adapter_config.json ({error!r})."
         ) from error
     said = f"`model={model}`: its adapter has"
     if not isinstance(config, LoraConfig):
-        raise ValueError(
+        raise UsageError(
             f"{said} the type {config.peft_type}, and only LoRA can be trained. {MERGE}"
         )
     plain = LoraConfig()
@@ -128,7 +130,7 @@ def adapter_config(model: str) -> Any:
     if config.init_lora_weights not in PLAIN_STARTS:
         odd.append("init_lora_weights")  # the base is another than the one it names
     if odd:
-        raise ValueError(
+        raise UsageError(
             f"{said} `{odd[0]}={getattr(config, odd[0])!r}`, which is more than LoRA matrices on "
             f"the layers of a fixed base. {MERGE}"
         )
@@ -150,7 +152,7 @@ def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
         adapter: The `adapter_config` of its model.
 
     Raises:
-        ValueError: A setting differs from the adapter's.
+        UsageError: A setting differs from the adapter's.
     """
     if adapter is None:
         own = {"lora_alpha": 32, "lora_target_modules": "all-linear"}
@@ -164,7 +166,7 @@ def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
     }
     for name, value in own.items():
         if given[name] and _listed(given[name]) != value:
-            raise ValueError(
+            raise UsageError(
                 f"`{name}={given[name]}`, but `model={given['model']}` is an adapter with {value}. "
                 "Leave the `lora_*` settings out to train this adapter further. For a new adapter, "
                 "merge this one into its base (`merge_and_unload`) and give the merged model."
@@ -203,7 +205,7 @@ def check_adapters(policy: nn.Module) -> None:
     """Refuse adapters that are lost when `named_weights` merges each weight by itself.
 
     Raises:
-        ValueError: Names the layer and the fix.
+        UsageError: Names the layer and the fix.
     """
     base = base_model(policy)
     uses = Counter(
@@ -229,7 +231,7 @@ def check_adapters(policy: nn.Module) -> None:
             elif layer.lora_variant or any(getattr(layer, "lora_bias", {}).values()):
                 why = "has an adapter with more than two matrices (DoRA, `lora_bias`)"
         if why is not None:
-            raise ValueError(
+            raise UsageError(
                 f"`lora_target_modules`: `{name}` {why}, so neither the engine nor an export could "
                 "hold the trained model. Leave it out: `lora_target_modules='all-linear'` takes "
                 "all layers that can have adapters."
@@ -245,11 +247,11 @@ def load_adapter(policy: Any, model: str) -> None:
         missing = [name for name in result.missing_keys if "lora_" in name]
         wrong = [*missing, *result.unexpected_keys]
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: the weights of the adapter do not fit its config and base ({error})."
         ) from error
     if wrong:
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: the weights of the adapter do not fit its config and base: "
             f"{len(wrong)} are missing or left over, the first is {wrong[0]}."
         )
@@ -265,4 +267,4 @@ def needing_peft(setting: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"`{setting}` needs peft: pip install 'lit-rlsched[lora]'") from error
+        raise UsageError(f"`{setting}` needs peft: pip install 'lit-rlsched[lora]'") from error

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lit_rlsched.settings import UsageError
+
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
 ImportanceSamplingMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -91,7 +93,7 @@ def policy_loss(
         `policy_loss` is the token mean of the terms, KL included, for every normalisation.
 
     Raises:
-        ValueError: If `check_loss_settings` refuses the settings, or if `ref_logp` or
+        UsageError: If `check_loss_settings` refuses the settings, or if `ref_logp` or
             `max_completion_length` is required and missing.
     """
     check_loss_settings(
@@ -146,7 +148,7 @@ def check_loss_settings(
     """Refuse settings of `policy_loss` that are out of range or contradict each other.
 
     Raises:
-        ValueError: Names the setting, its value and the fix.
+        UsageError: Names the setting, its value and the fix.
     """
     modes = (*get_args(ImportanceSamplingMode), None)
     upper = epsilon if epsilon_high is None else epsilon_high
@@ -196,7 +198,7 @@ def check_loss_settings(
         ),
     ):
         if refused:
-            raise ValueError(message)
+            raise UsageError(message)
 
 
 def rollout_correction(
@@ -259,7 +261,7 @@ def _clipped_surrogate(
 def _k3(logp: Tensor, ref_logp: Tensor | None, valid: Tensor) -> Tensor:
     """Schulman's non-negative estimate of KL(policy, reference) per token."""
     if ref_logp is None:
-        raise ValueError(
+        raise UsageError(
             "`beta > 0` adds a KL term, which needs `ref_logp`, the log-probabilities under the "
             "reference model. Pass them, or set `beta=0.0`."
         )
@@ -291,7 +293,7 @@ def _normalize(
         return loss.sum() / valid.sum().clamp(min=1) * (valid.shape[0] / sequences)
     if loss_type == "dr_grpo":
         if not max_completion_length:
-            raise ValueError(
+            raise UsageError(
                 "`loss_type='dr_grpo'` divides by `max_completion_length`. Pass the limit that the "
                 "completions were drawn with."
             )

@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import local
 from lit_rlsched.training.round import Round
 
@@ -21,7 +22,7 @@ Optim = Literal["adamw_torch", "adamw_torch_fused"]
 def check_optim(optim: str | None) -> None:
     """Refuse a name that is not in `Optim` with a `ValueError`."""
     if optim not in (*get_args(Optim), None):
-        raise ValueError(
+        raise UsageError(
             f"`{optim=}` is unknown. Use 'adamw_torch_fused', 'adamw_torch', or leave it out."
         )
 
@@ -59,11 +60,11 @@ def check_optimizers(
     The gradients of the optimizer are unscaled and clipped by the module from now on.
 
     Raises:
-        ValueError: there is not exactly one optimizer, it has no weight of the policy, or a
+        UsageError: there is not exactly one optimizer, it has no weight of the policy, or a
             scheduler needs a metric.
     """
     if len(optimizers) != 1:
-        raise ValueError(
+        raise UsageError(
             f"`configure_optimizers` returned {len(optimizers)} optimizers. The Trainer counts a "
             "step of each, and the policy versions of a run are its steps. Return one; it may have "
             "several parameter groups."
@@ -71,14 +72,14 @@ def check_optimizers(
     (optimizer,) = optimizers
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in trained):
-        raise ValueError(
+        raise UsageError(
             "`configure_optimizers` returned no optimizer of the policy's weights. Make it from "
             "`self.parameters()`, which are complete when Lightning calls it."
         )
     _leave_scale(optimizer)
     for config in schedulers:
         if isinstance(config.scheduler, ReduceLROnPlateau):
-            raise ValueError(
+            raise UsageError(
                 "`ReduceLROnPlateau` needs its `monitor`, which Lightning does not pass on to a "
                 "module with manual optimization. Use `lr_scheduler_type` or another scheduler; in "
                 "a LightningModule with automatic optimization it works."

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from lit_rlsched.engines.spec import AdapterSpec
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import (
     MERGE,
     PLAIN_STARTS,
@@ -51,21 +52,21 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32, **kwargs: object
         The model, or the `PeftModel` of an adapter and its base, in which the adapter is trainable.
 
     Raises:
-        ImportError: If accelerate is missing, which transformers needs to load onto a GPU, or peft,
+        UsageError: If accelerate is missing, which transformers needs to load onto a GPU, or peft,
             which an adapter needs.
-        ValueError: If there is no such checkpoint, or it cannot be trained.
+        UsageError: If there is no such checkpoint, or it cannot be trained.
     """
     if (config := adapter_config(model)) is None:
         return _load_base(model, dtype, **kwargs)
     base = str(config.base_model_name_or_path)
     if adapter_config(base) is not None:
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: an adapter of `{base}`, which is an adapter itself. {MERGE}"
         )
     try:
         loaded = _load_base(base, dtype, **kwargs)
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: its adapter_config.json has `base_model_name_or_path={base}`. "
             f"{error} Correct it there if the base has moved."
         ) from error
@@ -82,7 +83,7 @@ def _load_base(model: str, dtype: torch.dtype, **kwargs: object) -> PreTrainedMo
         config = AutoConfig.from_pretrained(model, **kwargs)
     for part in (config, config.get_text_config()):
         if (quantized := getattr(part, "quantization_config", None)) is not None:
-            raise ValueError(
+            raise UsageError(
                 f"`model={model}`: its weights are quantised (`quantization_config` in "
                 f"config.json: {quantized}), and these can be neither trained nor loaded into the "
                 "engine. Use the model that they were made from, or write one: `from_pretrained` "
@@ -102,18 +103,18 @@ def _check_files(model: str) -> None:
     if model.endswith(".gguf") or (
         not (folder / "config.json").is_file() and any(folder.glob("*.gguf"))
     ):
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: a GGUF file is read by other programs. Write a folder from it: "
             '`AutoModelForCausalLM.from_pretrained(folder, gguf_file="NAME.gguf")` and '
             "`save_pretrained`, the tokenizer alike."
         )
     if folder.is_file():
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: a file. Give a checkpoint folder or a hub name; `lit-rlsched export "
             "CHECKPOINT --out FOLDER` writes a folder from a checkpoint of a run."
         )
     if (folder.is_absolute() or model.startswith(".")) and not folder.is_dir():
-        raise ValueError(
+        raise UsageError(
             f"`model={model}`: no such folder. Give a checkpoint folder or a hub name."
         )
 
@@ -124,10 +125,10 @@ def _naming(model: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         if "requires `accelerate`" in str(error):
-            raise ImportError(
+            raise UsageError(
                 "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
             ) from error
-        raise ValueError(f"`model={model}`: {_what_is_wrong(Path(model))} ({error})") from error
+        raise UsageError(f"`model={model}`: {_what_is_wrong(Path(model))} ({error})") from error
 
 
 def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, float]]:
@@ -171,7 +172,7 @@ def load_tokenizer(tokenizer: str) -> Any:
     except (OSError, ValueError) as error:
         if (adapter := adapter_config(tokenizer)) is not None:
             return load_tokenizer(str(adapter.base_model_name_or_path))
-        raise ValueError(
+        raise UsageError(
             f"`tokenizer={tokenizer}`: neither a folder with a tokenizer here nor one on the hub. "
             f"Check the spelling and the working directory. ({error})"
         ) from error
@@ -181,13 +182,13 @@ def find_policy(module: nn.Module) -> nn.Module:
     """Find the only trainable causal language model in a LightningModule, PEFT wrapper included.
 
     Raises:
-        ValueError: If there is none or more than one.
+        UsageError: If there is none or more than one.
     """
     trainable = [
         m for m in _language_models(module) if any(p.requires_grad for p in m.parameters())
     ]
     if len(trainable) != 1:
-        raise ValueError(
+        raise UsageError(
             f"`{type(module).__name__}` holds {len(trainable)} trainable Hugging Face models, but "
             "rollouts need exactly one. Keep the policy as a submodule and freeze other models."
         )
@@ -282,17 +283,17 @@ def adapter_spec(policy: nn.Module) -> AdapterSpec:
     """Return the sizes of the policy's adapters.
 
     Raises:
-        ValueError: The policy has no adapters, or trains more than the matrices A and B of linear
+        UsageError: The policy has no adapters, or trains more than the matrices A and B of linear
             layers.
     """
     layers = dict(_layers(policy))
     if not layers:
-        raise ValueError(
+        raise UsageError(
             "`enable_lora=True` of the engine: the policy has no LoRA adapters. Set "
             "`model.lora_rank`, or leave `enable_lora` out."
         )
     if wrong := next(_not_plain(policy, layers), None):
-        raise ValueError(
+        raise UsageError(
             f"`enable_lora=True` of the engine: {wrong}, and vLLM's LoRA slot holds the matrices A "
             "and B of linear layers alone. Leave `enable_lora` out: adapters are then merged."
         )

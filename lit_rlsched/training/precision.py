@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Precision
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 
 HALF = (torch.bfloat16, torch.float16)
@@ -42,12 +43,12 @@ def check_precision(plugin: Precision) -> None:
     """Refuse a Trainer's precision that an engine could not decode in.
 
     Raises:
-        ValueError: it quantises weights, or computes in float8.
+        UsageError: it quantises weights, or computes in float8.
     """
     quantises = isinstance(plugin, BitsandbytesPrecision)
     if quantises or plugin.precision not in PASSES:
         name = type(plugin).__name__ if quantises else f"precision={plugin.precision}"
-        raise ValueError(
+        raise UsageError(
             f"`Trainer`: `{name}` trains in a precision that no engine decodes in, so completions "
             f"would come from another policy than the one that is trained. Use one of "
             f"{', '.join(map(repr, PASSES))}, with `lora_rank` to save memory."
@@ -102,14 +103,14 @@ def check_float32(policy: nn.Module, owner: str) -> None:
     """Refuse a policy with a rounded tensor that transformers keeps in float32.
 
     Raises:
-        ValueError: Names the first such tensor and the fix. `owner` is the LightningModule's class.
+        UsageError: Names the first such tensor and the fix. `owner` is the LightningModule's class.
     """
     model, dtype = base_model(policy), next(policy.parameters()).dtype
     if dtype not in HALF:
         return
     for name, tensors, key in _float32_tensors(model, dtype):
         if tensors[key].dtype in HALF and "lora_" not in name:
-            raise ValueError(
+            raise UsageError(
                 f"`precision`: `{name}` of `{type(model).__name__}` was rounded to {dtype}, "
                 "but transformers and vLLM keep it in float32, so the trained model would differ "
                 "from the one that decodes. Use `precision: bf16-mixed`, or derive "

@@ -16,6 +16,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, engine_name
 from lit_rlsched.engines.weights import PackedWeights, WeightSource, packed_weights
 from lit_rlsched.ranks import Team
+from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.optimizers import not_finite, refuse_weights
 from lit_rlsched.training.policy import evaluating, named_adapters, named_weights, whole
@@ -173,7 +174,7 @@ class WeightSync:
 
         Raises:
             FloatingPointError: If a weight is NaN or infinite; the engine does not get it.
-            RuntimeError: If the engine does not decode with these weights.
+            RunFailed: If the engine does not decode with these weights.
         """
         load = self._engine.update_weights if keep else self._engine.sync_weights
         load(self._policy.weights(), version)
@@ -186,7 +187,7 @@ class WeightSync:
         """Compare the log-probs of drawn tokens; return the largest difference of a token.
 
         Raises:
-            RuntimeError: If an engine does not decode with the trained weights.
+            RunFailed: If an engine does not decode with the trained weights.
         """
         drawn = self._engine.each(lambda engine: self._draw(engine, version, TOKENS))
         return max(self._check(version, index, self._gap(d)) for index, d in enumerate(drawn))
@@ -199,7 +200,7 @@ class WeightSync:
         mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
         if not mean <= allowed:
             engines = len(self._engine.engines)
-            raise RuntimeError(
+            raise RunFailed(
                 f"{engine_name(index, engines).capitalize()} does not decode with the weights that "
                 "are trained: after the weight "
                 f"sync its log-probs differ from the trainer's by {mean:.2e} on average (of "

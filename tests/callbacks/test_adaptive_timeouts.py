@@ -1,6 +1,7 @@
 import pytest
 
 from lit_rlsched.callbacks import AdaptiveTimeouts, RolloutCallback
+from lit_rlsched.settings import UsageError
 
 
 class Limits(RolloutCallback):
@@ -70,5 +71,5 @@ def test_without_the_callback_the_limit_is_the_data_modules(fit):
     ],
 )
 def test_limits_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         AdaptiveTimeouts(**settings)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from seen_rounds import Rounds, weights
 from slow_parts import Sleepy, slowly
 
@@ -29,6 +28,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.weight_sync import PolicyReader
 
@@ -360,7 +360,7 @@ def test_an_error_in_training_ends_the_rollout_beside_it(fit, tiny_model, correc
                 raise ValueError("no more")
 
     fails = Fails()
-    with pytest.raises(ValueError, match="no more"):
+    with pytest.raises(UsageError, match="no more"):
         run(fit, tiny_model, correction, fails)
     assert all(thread.name != "rollout_0" for thread in threading.enumerate())
     assert fails.session.engine.pid is None
@@ -382,17 +382,17 @@ def test_an_error_beside_training_is_raised(fit, tiny_model, monkeypatch):
 
 
 def test_refusals(fit, tiny_model):
-    with pytest.raises(ValueError, match="must be one of verify, importance"):
+    with pytest.raises(UsageError, match="must be one of verify, importance"):
         AheadRollout("none")
-    with pytest.raises(MisconfigurationException, match=r"Use `engine=ProcessEngine\(Transf"):
+    with pytest.raises(UsageError, match=r"Use `engine=ProcessEngine\(Transf"):
         fit(callbacks=[AheadRollout()])
     engine = ProcessEngine(TransformersEngine())
     direct = ProcessEngine(VLLMEngine(), weight_transfer="nccl")
-    with pytest.raises(ValueError, match="the run is on cpu"):  # and nothing else is wrong
+    with pytest.raises(UsageError, match="the run is on cpu"):  # and nothing else is wrong
         fit(callbacks=[AheadRollout()], engine=direct)
-    with pytest.raises(ValueError, match="Remove one of them"):
+    with pytest.raises(UsageError, match="Remove one of them"):
         fit(callbacks=[AheadRollout(), SortedBatching()], engine=engine)
-    with pytest.raises(ValueError, match=r"top_p=0\.9"):
+    with pytest.raises(UsageError, match=r"top_p=0\.9"):
         fit(callbacks=[AheadRollout()], engine=engine, top_p=0.9)
-    with pytest.raises(MisconfigurationException, match="Use `correction='verify'`"):
+    with pytest.raises(UsageError, match="Use `correction='verify'`"):
         fit(callbacks=[AheadRollout("importance"), StreamedTraining()], engine=engine)

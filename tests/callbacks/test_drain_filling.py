@@ -25,6 +25,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.sorted_batching import SortedSettings
+from lit_rlsched.settings import UsageError
 
 RULES = {
     "whole": list,
@@ -241,12 +242,12 @@ def test_a_run_that_is_resumed_after_a_validation_is_the_same(fit, tiny_model, s
 
 
 def test_refusals(fit, tiny_model):
-    with pytest.raises(ValueError, match="`AheadRollout` with `DrainFilling`"):
+    with pytest.raises(UsageError, match="`AheadRollout` with `DrainFilling`"):
         fit(callbacks=[DrainFilling(), AheadRollout()], engine=ProcessEngine(TransformersEngine()))
-    with pytest.raises(ValueError, match=r"top_p=0\.9"):
+    with pytest.raises(UsageError, match=r"top_p=0\.9"):
         fit(callbacks=[DrainFilling()], top_p=0.9)
     memory = MicroGroupSampling(memory_budget=2**20)
-    with pytest.raises(ValueError, match="wait for memory that drafts take"):
+    with pytest.raises(UsageError, match="wait for memory that drafts take"):
         fit(callbacks=[DrainFilling(), TailBatching(), memory])
     run(fit, tiny_model, memory)
 
@@ -265,5 +266,5 @@ def test_drafts_of_several_versions_are_refused(fit, settings, in_flight):
             trainer.datamodule.run.schedule.rule = rule
             trainer.datamodule.run.schedule.in_flight = in_flight
 
-    with pytest.raises(ValueError, match="tokens of several policy versions"):
+    with pytest.raises(UsageError, match="tokens of several policy versions"):
         fit(callbacks=[Own()])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import ExportModel
 from lit_rlsched.cli.main import main
+from lit_rlsched.settings import UsageError
 
 IDS = torch.arange(4, 64).view(3, 20)
 
@@ -57,7 +58,7 @@ def test_an_export_that_fails_does_not_fail_the_run(fit, monkeypatch, tmp_path):
 
 
 def test_the_callback_refuses(fit):
-    with pytest.raises(ValueError, match="dtype='int8'`: use"):
+    with pytest.raises(UsageError, match="dtype='int8'`: use"):
         ExportModel(dtype="int8")
     with pytest.raises(Exception, match=r"`ExportModel\(adapter=True\)`.*lora_rank=0"):
         fit(callbacks=[ExportModel(adapter=True)])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from slow_parts import slowly
 
 from examples.own_engine import PlainEngine
@@ -26,6 +25,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.meetings import Meetings
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.round_metrics import cache_divergence
 
@@ -203,7 +203,7 @@ def test_a_free_run_is_replayed(fit, tiny_model, tmp_path, monkeypatch):
     again, same = run(fit, tiny_model, how={**free, "replay": replay})
     assert again.drawn == seen.drawn and torch.equal(same, whole)
     assert updates == [update for round in again.rounds for update in round.trace.updates]
-    with pytest.raises(ValueError, match=r"there is no `round_.*save_trace=True"):
+    with pytest.raises(UsageError, match=r"there is no `round_.*save_trace=True"):
         InFlightUpdates(pace="free", replay=str(tmp_path / "none"))
 
 
@@ -247,19 +247,19 @@ def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_
 
 
 def test_refusals(fit, tiny_model):
-    with pytest.raises(ValueError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
+    with pytest.raises(UsageError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
         InFlightUpdates(max_staleness=-1)
-    with pytest.raises(MisconfigurationException, match=r"InFlightUpdates. needs an engine that"):
+    with pytest.raises(UsageError, match=r"InFlightUpdates. needs an engine that"):
         fit(callbacks=[InFlightUpdates()])
     engine = ProcessEngine(TransformersEngine())
-    with pytest.raises(ValueError, match=r"prompts_in_flight=9, .*with an update of 4 .*4 to 8"):
+    with pytest.raises(UsageError, match=r"prompts_in_flight=9, .*with an update of 4 .*4 to 8"):
         fit(callbacks=[InFlightUpdates(prompts_in_flight=9)], engine=engine)
-    with pytest.raises(MisconfigurationException, match="`ProcessEngine` cannot go on with what"):
+    with pytest.raises(UsageError, match="`ProcessEngine` cannot go on with what"):
         fit(callbacks=[InFlightUpdates(cache="keep")], engine=ProcessEngine(PlainEngine()))
     for other in (SortedBatching(), TailBatching(), StreamedTraining()):
-        with pytest.raises(ValueError, match=r"`InFlightUpdates` with `.*Remove one of them"):
+        with pytest.raises(UsageError, match=r"`InFlightUpdates` with `.*Remove one of them"):
             fit(callbacks=[InFlightUpdates(), other], engine=engine)
-    with pytest.raises(MisconfigurationException, match="2 callbacks that decide when the next"):
+    with pytest.raises(UsageError, match="2 callbacks that decide when the next"):
         fit(callbacks=[InFlightUpdates(), AheadRollout()], engine=engine)
-    with pytest.raises(ValueError, match=r"`InFlightUpdates` with `top_p=0\.9"):
+    with pytest.raises(UsageError, match=r"`InFlightUpdates` with `top_p=0\.9"):
         fit(callbacks=[InFlightUpdates()], engine=engine, top_p=0.9)

@@ -18,6 +18,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
+from lit_rlsched.settings import UsageError
 
 
 class Recorder(RolloutCallback):
@@ -125,7 +126,7 @@ def tiny_model_of(trainer):
 
 @pytest.mark.parametrize("predictor", [PromptHistory, "PromptHistory", 3])
 def test_what_is_no_predictor(predictor):
-    with pytest.raises(ValueError, match=r"is no `LengthPredictor`.*PromptHistory\(\)"):
+    with pytest.raises(UsageError, match=r"is no `LengthPredictor`.*PromptHistory\(\)"):
         LengthPrediction(predictor)
 
 
@@ -136,7 +137,7 @@ class Unsavable(PromptHistory):
 
 def test_a_state_that_no_checkpoint_can_hold(fit):
     message = r"Unsavable.state_dict\(\)\['weights'\]\[1\]` is a `ndarray`"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(callbacks=[LengthPrediction(Unsavable())])
 
 

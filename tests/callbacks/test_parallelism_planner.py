@@ -5,7 +5,6 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlsched import GRPOModule
@@ -18,6 +17,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.engines import TransformersEngine, VLLMEngine, placement
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineStats
+from lit_rlsched.settings import UsageError
 
 needs_workers = pytest.mark.skipif(
     find_spec("vllm") is None or len(os.sched_getaffinity(0)) < 2,
@@ -111,9 +111,9 @@ def test_all_engines_of_a_run_have_the_same_size(fit, monkeypatch):
     assert recorder.sizes == [1, 2, 2]
     assert [engine.starts for engine in engines] == [[1, 2], [1, 2]]
     assert recorder.tokens == alone.tokens
-    with pytest.raises(MisconfigurationException, match=r"allow 2 for each of 2 engines\. Use 2"):
+    with pytest.raises(UsageError, match=r"allow 2 for each of 2 engines\. Use 2"):
         train(fit, EnginePool(engines), planner=ParallelismPlanner(maximum=4))
-    with pytest.raises(MisconfigurationException, match=r"for each of 3 .* a smaller `num"):
+    with pytest.raises(UsageError, match=r"for each of 3 .* a smaller `num"):
         train(fit, EnginePool([Divisible({}) for _ in range(3)]))
 
 
@@ -179,7 +179,7 @@ def test_a_resumed_run_keeps_to_its_own_limits(fit, tmp_path, limits, size):
     ids=["three", "zero", "fraction", "order"],
 )
 def test_sizes_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         ParallelismPlanner(**settings)
 
 
@@ -201,7 +201,7 @@ def test_sizes_that_cannot_be(settings, message):
 )
 def test_what_does_not_fit_is_refused(fit, engine, planner, others, message):
     engine = engine()
-    with pytest.raises((MisconfigurationException, ValueError), match=message):
+    with pytest.raises(UsageError, match=message):
         train(fit, engine, *(make() for make in others), planner=ParallelismPlanner(**planner))
     assert engine.tensor_parallel_size in (1, 6)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
@@ -23,6 +22,7 @@ from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -535,13 +535,13 @@ def test_sanity_check_on_a_part_is_no_baseline(tmp_path, no_rollouts):
 
 @pytest.mark.filterwarnings("ignore")
 def test_refuses_data_without_rollouts(tmp_path):
-    with pytest.raises(MisconfigurationException, match="RolloutLogger"):
+    with pytest.raises(UsageError, match="RolloutLogger"):
         fit(tmp_path, RolloutLogger(), epochs=1)
 
 
 @pytest.mark.parametrize("name", ["every_n_rounds", "pictures_every_n_rounds"])
 def test_refuses_numbers_out_of_range(name):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(UsageError, match=name):
         RolloutLogger(**{name: 0})
 
 
@@ -719,7 +719,7 @@ def test_timeline_of_few_and_many_slots(slots):
 def test_timeline_needs_a_trace():
     round = make_round(3)
     round.trace = None
-    with pytest.raises(ValueError, match="Round 4 has no trace"):
+    with pytest.raises(UsageError, match="Round 4 has no trace"):
         pictures.slot_timeline(round)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
@@ -23,6 +22,7 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import SimulatedEngine, VLLMEngine
 from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.settings import UsageError
 
 SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens": 256}
 """Four prompts of two completions, about half of which end by themselves."""
@@ -751,13 +751,13 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, re
 @pytest.mark.parametrize("value", [0.99, 0, -1, math.nan, math.inf, "1.25"])
 def test_a_ratio_that_cannot_work(name, value):
     message = rf"`TailBatching\({name}={value!r}\)`: must be 1 \(no race\) or more, such as 1.25"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         TailBatching(**{name: value})
 
 
 @pytest.mark.parametrize("most", [0, -1, 2.5])
 def test_a_number_of_deferrals_that_is_none(most):
-    with pytest.raises(ValueError, match=r"max_deferrals=.*must be a whole number, 1 or more"):
+    with pytest.raises(UsageError, match=r"max_deferrals=.*must be a whole number, 1 or more"):
         TailBatching(max_deferrals=most)
 
 
@@ -767,14 +767,14 @@ def test_drafts_of_a_truncated_distribution(fit, settings):
     message = (
         rf"reuse_drafts=True\)` with `.*{name}={value}.*Use `top_p=1, top_k=0, min_p=0`, or leave"
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(callbacks=[TailBatching(reuse_drafts=True)], **settings)
 
 
 @pytest.mark.parametrize(("name", "value"), [("reuse_drafts", True), ("max_deferrals", 8)])
 def test_drafts_of_an_engine_without_log_probs(fit, name, value):
     message = rf"{name}={value}\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEng"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(callbacks=[TailBatching(**{name: value})], engine=SimulatedEngine())
 
 
@@ -784,7 +784,7 @@ def test_too_few_prompts(fit, sums, prompts):
         7: r"up to 3 prompts waiting for a long round and 5 .*`train_data` holds 7. Use a lower",
         3: r"`prompts_per_round=4` is more than `train_data` holds: 3 prompts. Use 3 or fewer",
     }[prompts]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         fit(callbacks=[TailBatching()], train_data=sums[:prompts])
 
 
@@ -799,7 +799,7 @@ def test_no_two_callbacks_end_rounds(fit):
     for callbacks in ([SortedBatching(), TailBatching()], [TailBatching(), TailBatching()]):
         names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
         message = f"2 callbacks that decide when a round ends: {names}.*Remove all but one"
-        with pytest.raises(MisconfigurationException, match=message):
+        with pytest.raises(UsageError, match=message):
             fit(callbacks=callbacks)
 
 
@@ -906,7 +906,7 @@ def test_a_domain_that_teaches_nothing_runs_out_of_replacements(fit, sums):
 )
 def test_domains_that_do_not_fit_are_refused(fit, sums, per_domain, names, why):
     rows = sums[:80] if names is None else of_domains(sums[:80], names)
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(UsageError, match=why):
         fit(callbacks=[TailBatching(per_domain=per_domain)], train_data=rows, **SMALL)
 
 
@@ -935,5 +935,5 @@ def test_a_pool_of_domains_is_resumed_with_the_same_domains(fit, sums, tmp_path)
     )
     run(again, 6, halves, ckpt_path=last)
     assert recorder.trained + again.trained == whole.trained
-    with pytest.raises(ValueError, match=r"the domains \['a', 'b'\], this run draws from one"):
+    with pytest.raises(UsageError, match=r"the domains \['a', 'b'\], this run draws from one"):
         run(Recorder(), 8, None, ckpt_path=last)

@@ -15,6 +15,7 @@ from lit_rlsched.callbacks.pictures import waits
 from lit_rlsched.callbacks.timeline import TraceFile
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.timeline import DECODE, ENGINES, TRAINER, Interval, Lap
+from lit_rlsched.settings import UsageError
 
 
 class Metrics(RolloutCallback):
@@ -224,5 +225,5 @@ def test_the_picture_says_what_was_saved_and_how_old_tokens_are():
 
 @pytest.mark.parametrize("name", ["pictures_every_n_rounds", "rounds_in_picture"])
 def test_numbers_below_1_are_refused(name):
-    with pytest.raises(ValueError, match=f"Timeline.*{name}=0"):
+    with pytest.raises(UsageError, match=f"Timeline.*{name}=0"):
         Timeline(**{name: 0})

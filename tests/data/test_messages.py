@@ -15,6 +15,7 @@ from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.stream import StreamSource
 from lit_rlsched.data.tokenizing import PromptTokenizer
 from lit_rlsched.rewards import EngineJudgeReward
+from lit_rlsched.settings import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -122,10 +123,10 @@ def test_optional_keys_and_parts_are_read_as_if_written_plainly(chatty: Any) -> 
 def test_messages_that_no_template_reads_are_refused(message: dict[str, Any], words: str) -> None:
     rows = [{"prompt": [USER]}, {"prompt": [USER, message]}]
     for form in (rows, datasets.Dataset.from_list(rows, on_mixed_types="use_json")):
-        with pytest.raises(ValueError, match=rf"row 1 .*{words}"):
+        with pytest.raises(UsageError, match=rf"row 1 .*{words}"):
             load_rows(form)
     stream = datasets.IterableDataset.from_generator(lambda: iter(rows[1:]))
-    with pytest.raises(ValueError, match=rf"row 0 of pass 0 .*{words}"):
+    with pytest.raises(UsageError, match=rf"row 0 of pass 0 .*{words}"):
         StreamSource(stream, len, print, max_prompt_length=9, seed=0, shuffle=False).draw(1)
 
 
@@ -185,9 +186,9 @@ def test_a_row_has_tools_and_template_arguments_of_its_own() -> None:
     assert made[1].columns["tools"] == [TOOL]  # for reward functions
     even = [{"prompt": [USER], "tools": [TOOL]}, {"prompt": [USER], "tools": None}]
     assert reads(datasets.Dataset.from_list(even), tokenizer) == reads(even, tokenizer)
-    with pytest.raises(ValueError, match=r"row 0 cannot be tokenised: .*`tools` is a dict"):
+    with pytest.raises(UsageError, match=r"row 0 cannot be tokenised: .*`tools` is a dict"):
         make_prompts([{"prompt": [USER], "tools": TOOL}], tokenizer, max_prompt_length=99)
-    with pytest.raises(ValueError, match=r"row 0 .*`chat_template_kwargs` has `tokenize`"):
+    with pytest.raises(UsageError, match=r"row 0 .*`chat_template_kwargs` has `tokenize`"):
         bad = {"prompt": [USER], "chat_template_kwargs": {"tokenize": False}}
         make_prompts([bad], tokenizer, max_prompt_length=99)
 
@@ -204,14 +205,14 @@ def test_a_row_has_tools_and_template_arguments_of_its_own() -> None:
 )
 def test_arguments_that_are_not_for_templates_are_refused(given: dict[str, Any]) -> None:
     words = rf"`chat_template_kwargs` has `{next(iter(given))}`|has `truncation`"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UsageError, match=words):
         RolloutDataModule([{"prompt": [USER]}], [len], chat_template_kwargs=given)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UsageError, match=words):
         EngineJudgeReward("some/model", chat_template_kwargs=given)
 
 
 def test_a_judge_decides_how_its_question_ends() -> None:
-    with pytest.raises(ValueError, match="has `add_generation_prompt`, which is set already"):
+    with pytest.raises(UsageError, match="has `add_generation_prompt`, which is set already"):
         EngineJudgeReward("some/model", chat_template_kwargs={"add_generation_prompt": False})
 
 

@@ -24,6 +24,7 @@ from lit_rlsched.data.prompts import Prompts, make_prompts, tokenize
 from lit_rlsched.data.row_table import UidIndex, cache_folder, fingerprint, mapped
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.source import DomainSource, PromptSource
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt, stable_hash
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -199,7 +200,7 @@ def test_a_changed_file_is_read_again_and_its_cursor_refused(
     state = source(rows).state_dict()
     source(rows).load_state_dict(state)
     rows[2]["answer"] = 7
-    with pytest.raises(ValueError, match="another data set"):
+    with pytest.raises(UsageError, match="another data set"):
         source(rows).load_state_dict(state)
 
 
@@ -240,7 +241,7 @@ def test_an_error_while_writing_leaves_no_file() -> None:
         raise ValueError("bad row")
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="bad row"):
+        with pytest.raises(UsageError, match="bad row"):
             mapped("key", broken)
     assert mapped("key", lambda: iter([pa.record_batch({"x": [2]})])).to_pydict() == {"x": [2]}
 

@@ -19,6 +19,7 @@ from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.row_table import row_uid
 from lit_rlsched.data.rows import check_row, load_rows, open_stream
 from lit_rlsched.data.tasks import HubDataset
+from lit_rlsched.settings import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -132,7 +133,7 @@ def test_a_data_set_is_read_through_its_transform(kind: str, monkeypatch: Any) -
         return
     assert [*load_rows(shown)] == [*shown] and shown[0]["prompt"].startswith("ask")
     data.set_transform(lambda batch: {"n": batch["n"]})
-    with pytest.raises(ValueError, match=r"row 0 .* no column `prompt`; its columns are \['n'\]"):
+    with pytest.raises(UsageError, match=r"row 0 .* no column `prompt`; its columns are \['n'\]"):
         load_rows(data)
 
 
@@ -184,7 +185,7 @@ def test_rows_with_images_and_sounds_are_refused_by_name(
     if kind == "parquet":
         spec.to_parquet(str(tmp_path / "p.parquet"))
         spec = str(tmp_path / "p.parquet")
-    with pytest.raises(ValueError, match=rf"row 1 .*has `{name}`, and training is on text alone"):
+    with pytest.raises(UsageError, match=rf"row 1 .*has `{name}`, and training is on text alone"):
         if kind == "stream":
             for number, row in enumerate(spec.to_iterable_dataset()):
                 check_row(row, number, lambda number: f"The stream, row {number} of it")
@@ -195,7 +196,7 @@ def test_rows_with_images_and_sounds_are_refused_by_name(
 def test_images_for_reward_functions_are_decoded() -> None:
     data = datasets.Dataset.from_dict({"prompt": ["a"], "image": [PICTURE]}, features=PICTURED)
     data = data.rename_column("image", "target")
-    with pytest.raises(ValueError, match=r"Row 0 has a .*Image.* Add a column `uid`"):
+    with pytest.raises(UsageError, match=r"Row 0 has a .*Image.* Add a column `uid`"):
         load_rows(data)
     (row,) = load_rows(data.add_column("uid", ["a"]))
     assert row["target"].size == (2, 2)
@@ -214,7 +215,7 @@ def test_a_mixed_column_of_a_json_file_is_no_text(tmp_path: Path) -> None:
 
 def test_splits_without_train_are_refused() -> None:
     data = datasets.Dataset.from_dict({"prompt": ["a"]})
-    with pytest.raises(ValueError, match=r"`DatasetDict` has no split `train`, only \['test'\]"):
+    with pytest.raises(UsageError, match=r"`DatasetDict` has no split `train`, only \['test'\]"):
         load_rows(datasets.DatasetDict({"test": data}))
     streams = datasets.IterableDatasetDict({"train": data.to_iterable_dataset()})
     assert [*open_stream(streams)] == [{"prompt": "a"}]

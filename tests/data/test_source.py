@@ -17,6 +17,7 @@ from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import Rows, load_rows
 from lit_rlsched.data.source import PromptSource
 from lit_rlsched.data.tasks import Countdown, HubDataset, PromptTask
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
 
 Tokenizer = Any
@@ -58,7 +59,7 @@ def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     instructed = HubDataset("openai/gsm8k", prompt_column="question", instructions="Think.")
     assert instructed.rows()[1]["prompt"] == [{"role": "user", "content": "Think.\n\n2"}]
     for spec in ("org/name", "org/name:test"):
-        with pytest.raises(ValueError, match="no column `prompt`"):
+        with pytest.raises(UsageError, match="no column `prompt`"):
             load_rows(spec)
     assert asked[2:] == [("org/name", None, s) for s in ("train", "test")]
 
@@ -66,7 +67,7 @@ def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chat_on_the_hub_takes_no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     chats = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}]}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: chats)
-    with pytest.raises(ValueError, match="`prompt` of `org/name` holds chat messages"):
+    with pytest.raises(UsageError, match="`prompt` of `org/name` holds chat messages"):
         HubDataset("org/name", instructions="Think.").rows()
 
 
@@ -89,26 +90,26 @@ def test_a_chat_on_the_hub_takes_no_instructions(monkeypatch: pytest.MonkeyPatch
 def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         load_rows(path)
 
 
 def test_bad_places_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"missing\.parquet"):
+    with pytest.raises(UsageError, match=r"missing\.parquet"):
         load_rows(tmp_path / "missing.parquet")
-    with pytest.raises(ValueError, match=r"x\.csv` does not exist"):
+    with pytest.raises(UsageError, match=r"x\.csv` does not exist"):
         load_rows(str(tmp_path / "x.csv"))
-    with pytest.raises(ValueError, match=r"not one that `datasets.save_to_disk` wrote"):
+    with pytest.raises(UsageError, match=r"not one that `datasets.save_to_disk` wrote"):
         load_rows(tmp_path)
     (tmp_path / "rows.json").write_text('{"prompt": "a"}')
-    with pytest.raises(ValueError, match="It must hold a list of rows"):
+    with pytest.raises(UsageError, match="It must hold a list of rows"):
         load_rows(tmp_path / "rows.json")
     splits = datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)})
     splits.save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ValueError, match=r"has no split `train`, only \['test'\].*or its folder"):
+    with pytest.raises(UsageError, match=r"has no split `train`, only \['test'\].*or its folder"):
         load_rows(tmp_path / "splits")
     assert list(load_rows(tmp_path / "splits" / "test")) == ROWS
-    with pytest.raises(TypeError, match="Cannot read prompts from a int"):
+    with pytest.raises(UsageError, match="Cannot read prompts from a int"):
         load_rows(3)
 
 
@@ -154,7 +155,7 @@ def test_template_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
     )
     assert tokenizer.decode(prompt.token_ids) == "a think"
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(UsageError, match="no chat template"):
         make_prompts(rows, tokenizer, max_prompt_length=64)
 
 
@@ -193,13 +194,13 @@ def test_a_row_keeps_its_name_in_other_company(tokenizer: Tokenizer) -> None:
 
 def test_a_uid_twice_is_refused(tokenizer: Tokenizer) -> None:
     rows = [{"prompt": "a", "uid": "q1"}, {"prompt": "b"}, {"prompt": "a", "uid": "q1"}]
-    with pytest.raises(ValueError, match="Rows 0 and 2 have the same `uid` 'q1'"):
+    with pytest.raises(UsageError, match="Rows 0 and 2 have the same `uid` 'q1'"):
         make_prompts(rows, tokenizer, max_prompt_length=64)
 
 
 def test_a_row_without_a_stable_name_is_refused(tokenizer: Tokenizer) -> None:
     row = {"prompt": "a", "checker": object()}
-    with pytest.raises(ValueError, match=r"Row 0 has a object in its columns.*Add a column `uid`"):
+    with pytest.raises(UsageError, match=r"Row 0 has a object in its columns.*Add a column `uid`"):
         make_prompts([row], tokenizer, max_prompt_length=64)
     assert make_prompts([row | {"uid": "a"}], tokenizer, max_prompt_length=64)
 
@@ -209,14 +210,14 @@ def test_long_and_empty_prompts_are_refused_and_never_cut(tokenizer: Tokenizer) 
     message = (
         r"row 1 \(uid five\) has 5 tokens.*`max_completion_length` is 4.*2 of 3 .*longest with 7"
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         make_prompts(rows, tokenizer, max_prompt_length=4)
     tokenizer.backend_tokenizer.enable_truncation(4)
     prompts = make_prompts(rows, tokenizer, max_prompt_length=7)
     assert [len(prompt.token_ids) for prompt in prompts] == [3, 5, 7]
     tokenizer.chat_template = "{# nothing #}"
     chats = [{"prompt": [{"role": "user", "content": "a"}]}]
-    with pytest.raises(ValueError, match=r"row 0 .* has no tokens"):
+    with pytest.raises(UsageError, match=r"row 0 .* has no tokens"):
         make_prompts(chats, tokenizer, max_prompt_length=7)
 
 
@@ -286,7 +287,7 @@ def test_the_state_is_small_and_plain() -> None:
 
 def test_more_than_there_are_is_refused() -> None:
     source = PromptSource(prompts_of(3), seed=0)
-    with pytest.raises(ValueError, match=r"`prompts_per_round=4`.*Use 3 or less"):
+    with pytest.raises(UsageError, match=r"`prompts_per_round=4`.*Use 3 or less"):
         source.draw(4)
     assert source.draw(0) == []
 
@@ -294,11 +295,11 @@ def test_more_than_there_are_is_refused() -> None:
 def test_a_position_in_other_prompts_or_another_order_is_refused() -> None:
     state = PromptSource(prompts_of(3), seed=0).state_dict()
     for other in (prompts_of(4), prompts_of(3)[::-1]):
-        with pytest.raises(ValueError, match="another data set"):
+        with pytest.raises(UsageError, match="another data set"):
             PromptSource(other, seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="`seed=0`, this run has `seed=1`"):
+    with pytest.raises(UsageError, match="`seed=0`, this run has `seed=1`"):
         PromptSource(prompts_of(3), seed=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="`shuffle=True`, this run has `shuffle=False`"):
+    with pytest.raises(UsageError, match="`shuffle=True`, this run has `shuffle=False`"):
         PromptSource(prompts_of(3), seed=0, shuffle=False).load_state_dict(state)
 
 
@@ -316,7 +317,7 @@ def test_prompts_besides_those_in_hand(data: st.DataObject) -> None:
             taken += source.draw(1, besides)
             assert before.draw(1, besides) == taken[-1:]
         assert len({draw.prompt.uid for draw in taken}) == len(taken)
-        with pytest.raises(ValueError, match="at most once"):
+        with pytest.raises(UsageError, match="at most once"):
             source.draw(size - len(taken) + 1, {draw.prompt.uid for draw in taken})
         drawn += [draw.key for draw in taken]
     assert len(set(drawn)) == len(drawn)

@@ -16,6 +16,7 @@ from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.data.stream import StreamSource
 from lit_rlsched.data.tasks import HubDataset
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Prompt, Sampling
 
 
@@ -115,7 +116,7 @@ def test_unusable_rows_are_refused_when_they_are_drawn(row: dict[str, Any], mess
     rows = [{"prompt": "fine"}, row]
     source = source_of(datasets.IterableDataset.from_generator(lambda: iter(rows)))
     assert source.draw(1)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         source.draw(1)
 
 
@@ -126,12 +127,12 @@ def test_rows_that_a_reward_function_refuses_are_refused() -> None:
 
     source = source_of(rows_of(4), check=check)
     source.draw(2)
-    with pytest.raises(ValueError, match="refused p2"):
+    with pytest.raises(UsageError, match="refused p2"):
         source.draw(1)
 
 
 def test_more_than_a_pass_has_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`prompts_per_round=4`.*pass over the stream has 3 rows"):
+    with pytest.raises(UsageError, match=r"`prompts_per_round=4`.*pass over the stream has 3 rows"):
         source_of(rows_of(3)).draw(4)
 
 
@@ -142,14 +143,14 @@ def test_a_position_in_other_data_is_refused() -> None:
     changed = rows_of(5)
     changed[1]["uid"] = "other"
     for rows in (changed, rows_of(2)):
-        with pytest.raises(ValueError, match="made with another stream"):
+        with pytest.raises(UsageError, match="made with another stream"):
             source_of(rows).load_state_dict(state)
-    with pytest.raises(ValueError, match="`seed=0`, this run has `seed=1`"):
+    with pytest.raises(UsageError, match="`seed=0`, this run has `seed=1`"):
         source_of(rows_of(5), seed=1).load_state_dict(state)
     table = DomainSource([Prompt("p0", "0", (1,))], 0, True, None)
-    with pytest.raises(ValueError, match="with a data set, and `train_data` is a stream"):
+    with pytest.raises(UsageError, match="with a data set, and `train_data` is a stream"):
         source_of(rows_of(5)).load_state_dict(table.state_dict())
-    with pytest.raises(ValueError, match=r"another data set \(a stream, "):
+    with pytest.raises(UsageError, match=r"another data set \(a stream, "):
         table.load_state_dict({"domains": [(None, state)]})
 
 
@@ -163,7 +164,7 @@ def test_prompts_of_groups_are_stored_once() -> None:
 
 def test_held_out_data_are_no_stream() -> None:
     stream = datasets.Dataset.from_list(rows_of(3)).to_iterable_dataset()
-    with pytest.raises(TypeError, match=r"this is a stream.*from_list\(list\(stream\.take"):
+    with pytest.raises(UsageError, match=r"this is a stream.*from_list\(list\(stream\.take"):
         load_rows(stream)
 
 
@@ -229,5 +230,5 @@ def test_a_run_on_a_stream_resumes_exactly(fit: Any, sums: list[Any], tmp_path: 
 
 def test_domains_of_a_stream_are_refused(fit: Any, sums: list[Any]) -> None:
     stream = datasets.Dataset.from_list(sums[:30]).to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"per_domain=.*`train_data` is a stream"):
+    with pytest.raises(UsageError, match=r"per_domain=.*`train_data` is a stream"):
         fit(callbacks=[TailBatching(1.5, per_domain={"a": 1.0})], train_data=stream)

@@ -15,6 +15,7 @@ from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tasks import Countdown, PromptTask, ReasoningGym
 from lit_rlsched.rewards.functions import countdown_reward, reasoning_gym_reward
+from lit_rlsched.settings import UsageError
 
 SHIPPED = Path(__file__).parents[2] / "examples/countdown/model"
 
@@ -86,7 +87,7 @@ def test_larger_sizes_fill_in_for_a_size_that_runs_out() -> None:
     sizes = Counter(row["size"] for row in rows)
     assert len(rows) == 150
     assert sizes[2] < 100
-    with pytest.raises(ValueError, match=r"found only \d+ different prompts.*smaller `size`"):
+    with pytest.raises(UsageError, match=r"found only \d+ different prompts.*smaller `size`"):
         Countdown("train", size=150, numbers={2: 1.0}, max_value=3).rows()
 
 
@@ -101,7 +102,7 @@ def test_larger_sizes_fill_in_for_a_size_that_runs_out() -> None:
     ],
 )
 def test_bad_countdown_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         Countdown(**settings)
 
 
@@ -125,10 +126,10 @@ def test_reasoning_gym_rows_are_split_and_score_one() -> None:
 
 
 def test_reasoning_gym_refuses_what_it_cannot_make() -> None:
-    with pytest.raises(ValueError, match="`config` sets"):
+    with pytest.raises(UsageError, match="`config` sets"):
         ReasoningGym("chain_sum", config={"seed": 1})
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ValueError, match=r"found only \d+ different questions"):
+    with pytest.raises(UsageError, match=r"found only \d+ different questions"):
         ReasoningGym("chain_sum", size=1000, config=settings).rows()
 
 

@@ -12,6 +12,7 @@ from lit_rlsched.data.prompts import make_prompts, tokenize_one
 from lit_rlsched.data.row_table import cache_folder
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer
+from lit_rlsched.settings import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -86,7 +87,7 @@ def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:
 def test_prompts_without_tokens_are_empty(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ '' }}"
     assert not PromptTokenizer(tokenizer, None)(rows_of([*CHATS, ""]))[0]
-    with pytest.raises(ValueError, match=r"row 0 .* has no tokens"):
+    with pytest.raises(UsageError, match=r"row 0 .* has no tokens"):
         make_prompts([{"prompt": CHATS[0]}], tokenizer, max_prompt_length=9)
 
 
@@ -99,7 +100,7 @@ def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
     )
     rows = [{"prompt": CHATS[i == 8], "uid": i} for i in range(20)]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"row 8 cannot be tokenised: no system role.*brief"):
+        with pytest.raises(UsageError, match=r"row 8 cannot be tokenised: no system role.*brief"):
             make_prompts(rows, tokenizer, max_prompt_length=9)
 
 

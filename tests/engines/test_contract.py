@@ -17,6 +17,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats
 from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request, Sampling
 
 EOS = 1
@@ -374,7 +375,7 @@ def test_free_slots_are_refilled_and_never_overfilled(ready: Bench) -> None:
     ],
 )
 def test_a_bad_request_is_refused_by_name_and_nothing_is_taken(ready: Bench, bad: Request) -> None:
-    with pytest.raises(ValueError, match="bad"):
+    with pytest.raises(UsageError, match="bad"):
         ready.engine.submit([*requests(2), bad])
     assert idle(ready.engine.stats())
     assert ready.engine.step() == []
@@ -383,18 +384,18 @@ def test_a_bad_request_is_refused_by_name_and_nothing_is_taken(ready: Bench, bad
 @every_decoder
 @pytest.mark.parametrize("token", [-1, 10_000])
 def test_a_token_out_of_the_vocabulary_is_refused(ready: Bench, token: int) -> None:
-    with pytest.raises(ValueError, match="bad"):
+    with pytest.raises(UsageError, match="bad"):
         ready.engine.submit([Request("bad", [5, token], 0, Sampling(4))])
     assert idle(ready.engine.stats())
 
 
 @every_engine
 def test_a_duplicate_id_is_refused(ready: Bench) -> None:
-    with pytest.raises(ValueError, match="r1"):
+    with pytest.raises(UsageError, match="r1"):
         ready.engine.submit([*requests(2), *requests(2)[1:]])
     assert idle(ready.engine.stats())
     ready.engine.submit(requests(2))
-    with pytest.raises(ValueError, match="r0"):
+    with pytest.raises(UsageError, match="r0"):
         ready.engine.submit(requests(1))
     stats = ready.engine.stats()
     assert stats.running + stats.waiting == 2
@@ -404,7 +405,7 @@ def test_a_duplicate_id_is_refused(ready: Bench) -> None:
 def test_more_than_the_slots_are_refused(ready: Bench) -> None:
     ready.engine.submit(requests(SLOTS - 1))
     extra = [replace(r, id=f"extra{i}") for i, r in enumerate(requests(2))]
-    with pytest.raises(ValueError, match="extra"):
+    with pytest.raises(UsageError, match="extra"):
         ready.engine.submit(extra)
     stats = ready.engine.stats()
     assert stats.running + stats.waiting == SLOTS - 1

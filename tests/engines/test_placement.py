@@ -9,6 +9,7 @@ from lit_rlsched.engines import TransformersEngine, placement
 from lit_rlsched.engines.placement import check_devices, cores_of, variables_of
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.settings import UsageError
 
 ON_GPU = EngineSpec("", 8, 64, (1,), device=torch.device("cuda", 0), engines=4)
 ON_CPU = replace(ON_GPU, device=torch.device("cpu"))
@@ -46,9 +47,9 @@ def test_more_engines_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(ON_GPU, 1)
     check_devices(replace(ON_CPU, engines=99), 1)
     check_devices(replace(ON_GPU, engines=3), 2)
-    with pytest.raises(ValueError, match=r"`num_engines=7`.*this node has 6\. Use 6 or less"):
+    with pytest.raises(UsageError, match=r"`num_engines=7`.*this node has 6\. Use 6 or less"):
         check_devices(replace(ON_GPU, engines=7), 1)
-    with pytest.raises(ValueError, match=r"engine of 2 GPUs each needs .* Use 3 or less"):
+    with pytest.raises(UsageError, match=r"engine of 2 GPUs each needs .* Use 3 or less"):
         check_devices(ON_GPU, 2)
 
 

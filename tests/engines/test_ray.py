@@ -32,7 +32,7 @@ from lit_rlsched.engines.ray_engine import UNREAD, ActorLink
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.settings import is_refusal
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 SPEC = EngineSpec("", 2, 448, (1,))
@@ -64,7 +64,7 @@ def test_ray_is_imported_in_functions_alone():
     ],
 )
 def test_wrong_settings_are_refused(settings, told):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UsageError, match=told):
         RayEngine(**{"engine": SimulatedEngine(), **settings})
 
 
@@ -79,7 +79,7 @@ def test_a_cluster_without_the_resources_is_refused_with_what_is_missing():
     with pytest.raises(RuntimeError, match=r"no room for 2 x 3 CPU .* enough for 1[.]"):
         pool.start(SPEC)
     assert time.monotonic() - began < 50
-    assert is_refusal(error.value) and bundles() == []
+    assert isinstance(error.value, UsageError) and bundles() == []
 
 
 @in_cluster
@@ -120,7 +120,7 @@ def test_a_node_with_another_version_is_refused(monkeypatch):
     engine = RayEngine(SimulatedEngine())
     with pytest.raises(RuntimeError, match=r"has lit-rlsched .*, and the trainer 9[.]9") as error:
         engine.start(SPEC)
-    assert is_refusal(error.value) and engine.restarts == 0 and bundles() == []
+    assert isinstance(error.value, UsageError) and engine.restarts == 0 and bundles() == []
 
 
 @in_cluster
@@ -131,7 +131,7 @@ def test_an_actor_that_does_not_start_is_refused_with_its_node(monkeypatch):
     told = r"an actor on node \w{8} \([\d.]+\) of the Ray cluster does not start within 0.001 s"
     with pytest.raises(RuntimeError, match=told) as error:
         engine.start(SPEC)
-    assert is_refusal(error.value) and engine.restarts == 0 and bundles() == []
+    assert isinstance(error.value, UsageError) and engine.restarts == 0 and bundles() == []
     assert time.monotonic() - began < 9, "what was told nothing is not waited for"
 
 

@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from lit_rlsched.engines import RayEngine, SimulatedEngine, _ray_cluster
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.settings import is_refusal
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 SPEC = EngineSpec("", 2, 448, (1,))
@@ -51,9 +51,9 @@ def test_a_ray_that_is_missing_or_too_old_is_refused(monkeypatch, installed):
             engine.start(SPEC)
         return
     told = "needs Ray: pip install" if installed is None else "needs Ray 2.59 .* 2.9.3 is installed"
-    with pytest.raises(ImportError, match=told) as error:
+    with pytest.raises(UsageError, match=told) as error:
         engine.start(SPEC)
-    assert is_refusal(error.value)
+    assert isinstance(error.value, UsageError)
 
 
 @pytest.fixture
@@ -118,10 +118,10 @@ def test_a_cluster_that_is_gone_is_refused(monkeypatch, tmp_path, asked, port, w
     else:
         write_address(tmp_path, address)
     said = {"variable": f"`RAY_ADDRESS={address}`", "file": f"ray_current_cluster` says {address}"}
-    with pytest.raises(ConnectionError, match="no Ray cluster answers there") as error:
+    with pytest.raises(UsageError, match="no Ray cluster answers there") as error:
         _ray_cluster.connect(cpus=1, timeout=0.1)
     assert said[where] in str(error.value) and "`RAY_ADDRESS=local`" in str(error.value)
-    assert is_refusal(error.value) and asked == []
+    assert isinstance(error.value, UsageError) and asked == []
 
 
 def test_a_cluster_that_starts_meanwhile_is_waited_for(monkeypatch, asked, port):
@@ -138,7 +138,7 @@ def test_a_cluster_that_starts_meanwhile_is_waited_for(monkeypatch, asked, port)
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:", ":6379"])
 def test_an_address_that_is_none_is_refused(monkeypatch, asked, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ValueError, match=f"`RAY_ADDRESS={address}`: expected `HOST:PORT`"):
+    with pytest.raises(UsageError, match=f"`RAY_ADDRESS={address}`: expected `HOST:PORT`"):
         _ray_cluster.connect(cpus=1, timeout=60)
     assert asked == []
 
@@ -157,9 +157,9 @@ def test_a_cluster_with_another_ray_or_token_is_refused(monkeypatch, asked, port
     monkeypatch.setattr(sys.modules["ray"], "init", init)
     monkeypatch.setenv("RAY_ADDRESS", address_of(port))
     told = rf"does not accept the trainer: {told}\. Run .* versions of Ray and"
-    with pytest.raises(ConnectionError, match=told) as error:
+    with pytest.raises(UsageError, match=told) as error:
         _ray_cluster.connect(cpus=1, timeout=60)
-    assert is_refusal(error.value)
+    assert isinstance(error.value, UsageError)
 
 
 def test_the_folders_of_killed_trainers_are_removed(monkeypatch, tmp_path, asked):

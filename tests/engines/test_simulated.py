@@ -20,6 +20,7 @@ from lit_rlsched.scheduling.recorded_lengths import (
 )
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Event, Group, Prompt, Request, Sampling
 
 EOS = 1
@@ -162,7 +163,7 @@ def test_a_trace_is_replayed(tmp_path: Path, kind: str) -> None:
     engine.submit([request("a"), request("b")])
     assert told(engine.step()) == {"a": (20, None), "b": (20, "stop")}
     assert told(engine.step()) == {"a": (22, "stop")}
-    with pytest.raises(ValueError, match="'c'"):
+    with pytest.raises(UsageError, match="'c'"):
         engine.submit([request("a"), request("c")])
     assert engine.stats().running == 0
 
@@ -173,7 +174,7 @@ def test_a_list_of_lengths_is_drawn_from(tmp_path: Path) -> None:
     for trace in (TraceLengths([10, 20, 30]), TraceLengths(str(path))):
         assert {trace(request(f"r{i}")) for i in range(50)} == {10, 20, 30}
     path.write_text('{"length": 10}\n')
-    with pytest.raises(ValueError, match="`tokens`"):
+    with pytest.raises(UsageError, match="`tokens`"):
         TraceLengths(path)
 
 
@@ -204,7 +205,7 @@ def test_recorded_completions_are_drawn_token_by_token() -> None:
     assert drawn(request("b", limit=3)) == ([5, 4, 3], "length")  # so it was recorded
     assert drawn(request("c", limit=3)) == ([2, 3, EOS], "stop")
     for bad, why in [(request("d"), "'d' has no recorded"), (request("b", prefix=3), "'b' .* 3")]:
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(UsageError, match=why):
             engine.submit([request("a"), bad])
         assert engine.stats().running == 0
 
@@ -222,7 +223,7 @@ def test_the_cache_is_as_large_as_it_is_told_to_be() -> None:
     [{"per_running": -1.0}, {"max_jump": 0}, {"kv_block": 0}, {"kv_capacity": 0}, {"lengths": []}],
 )
 def test_bad_settings_are_refused(options: dict) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(UsageError):
         SimulatedEngine(**options)
 
 

@@ -17,6 +17,7 @@ from transformers import (
 from lit_rlsched.engines import transformers as engine_module
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 Drawn = dict[str, tuple[list[int], list[float]]]
@@ -248,7 +249,7 @@ def test_sliding_windows_are_refused() -> None:
         num_key_value_heads=1,
         sliding_window=64,
     )
-    with pytest.raises(ValueError, match=r"'mistral'.*sliding_attention.*VLLMEngine"):
+    with pytest.raises(UsageError, match=r"'mistral'.*sliding_attention.*VLLMEngine"):
         start(MistralForCausalLM(config))
     config.sliding_window = None
     start(MistralForCausalLM(config))

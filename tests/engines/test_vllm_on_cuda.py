@@ -18,6 +18,7 @@ from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines.gpu_setup import driver
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.settings import UsageError
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 CUDA = torch.device("cuda:0")
@@ -82,12 +83,12 @@ def test_a_build_for_something_else_is_refused(
     platform(monkeypatch, build)
     monkeypatch.setattr(guest, "unseen_gpu", lambda: None)
     monkeypatch.setattr(guest, "import_vllm", lambda: None)
-    with pytest.raises(ValueError, match=message + ".*TransformersEngine") as refused:
+    with pytest.raises(UsageError, match=message + ".*TransformersEngine") as refused:
         VLLMEngine().start(EngineSpec("nowhere", 1, 64, (1,), device=torch.device(device)))
     if device == "cpu":
         assert vllm_build.REFUSAL in str(refused.value), "so that tests can be skipped"
         monkeypatch.setattr(guest, "unseen_gpu", lambda: "The driver is old.")
-        with pytest.raises(ValueError, match=r"The driver is old\. Run on"):
+        with pytest.raises(UsageError, match=r"The driver is old\. Run on"):
             guest.check_build(torch.device(device))
 
 
@@ -144,7 +145,7 @@ def test_vllm_takes_as_many_slots(tiny_model: str) -> None:
     args |= {"enable_sleep_mode": False}  # which the CPU has not
     scheduler = vllm.EngineArgs(**args).create_engine_config().scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4096, 8192)
-    with pytest.raises(ValueError, match=r"2048\) must be greater than or equal to max_num_seqs"):
+    with pytest.raises(UsageError, match=r"2048\) must be greater than or equal to max_num_seqs"):
         vllm.EngineArgs(**args | {"max_num_batched_tokens": 2048}).create_engine_config()
 
 

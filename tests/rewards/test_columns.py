@@ -12,6 +12,7 @@ from lit_rlsched.engines import EngineSpec, TransformersEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
 from lit_rlsched.rewards.functions import countdown_reward, reasoning_gym_reward
+from lit_rlsched.settings import UsageError
 
 ROWS = [{"prompt": "p", "answer": "a", "uid": 1}, {"prompt": "q", "answer": "b", "level": 3}]
 
@@ -69,7 +70,7 @@ def judge(template: str) -> JudgeReward:
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(function: Callable, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         RewardScheduler([cases.length, function]).check_columns(ROWS, "train_data")
 
 
@@ -91,7 +92,7 @@ def test_a_function_that_can_be_called_is_not(function: Callable) -> None:
 @pytest.mark.parametrize("name", [*GIVEN, *OFFERED])
 def test_a_column_with_the_name_of_an_argument_is_refused(name: str) -> None:
     rows = [*ROWS, {"prompt": "p", "answer": "a", name: ["x"]}]
-    with pytest.raises(ValueError, match=rf"The column `{name}` of row 2 of `val_data` .*Rename"):
+    with pytest.raises(UsageError, match=rf"The column `{name}` of row 2 of `val_data` .*Rename"):
         RewardScheduler([cases.length]).check_columns(rows, "val_data")
 
 
@@ -110,7 +111,7 @@ def test_every_argument_that_is_passed_has_a_name_no_column_may_have() -> None:
 
 def test_a_column_that_is_not_passed_cannot_be_required() -> None:
     rows = [{"prompt": "p", "completion": "c"}]
-    with pytest.raises(ValueError, match=r"row 0 .* no such column that is passed"):
+    with pytest.raises(UsageError, match=r"row 0 .* no such column that is passed"):
         RewardScheduler([asks_completion]).check_columns(rows, "train_data")
 
 
@@ -126,7 +127,7 @@ def test_a_judge_refuses_a_row_that_its_question_would_not_show(
 ) -> None:
     scheduler = RewardScheduler([judge("{completion} {rubric} {answer}")])
     scheduler.check_rows([("a", {"answer": 0, "highest": 3})])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         scheduler.check_rows([("a", columns)])
 
 
@@ -134,7 +135,7 @@ def test_a_judge_refuses_a_row_that_its_question_would_not_show(
 def test_a_countdown_that_cannot_be_scored_is_refused(metadata: Any) -> None:
     scheduler = RewardScheduler([countdown_reward])
     scheduler.check_rows([("a", {"metadata": '{"numbers": [1, 2], "target": 3}'})])
-    with pytest.raises(ValueError, match="`countdown_reward` refuses the row `b`"):
+    with pytest.raises(UsageError, match="`countdown_reward` refuses the row `b`"):
         scheduler.check_rows([("b", {"metadata": metadata})])
 
 
@@ -147,7 +148,7 @@ def test_a_row_of_a_stream_is_refused_when_it_is_drawn(
             yield {**row, "uid": f"r{at}"} | ({"trainer_state": 1} if at == number else {})
 
     stream = datasets.IterableDataset.from_generator(rows)
-    with pytest.raises(ValueError, match=r"The column `trainer_state` of .*Rename") as refused:
+    with pytest.raises(UsageError, match=r"The column `trainer_state` of .*Rename") as refused:
         fit(train_data=stream, reward_funcs=[cases.length], shuffle=False)
     assert f"row {number} " in str(refused.value)
 
@@ -159,5 +160,5 @@ def test_a_run_is_refused_before_anything_starts(fit: Callable, sums: list, data
             raise AssertionError("the engine was started")
 
     rows = [{"prompt": row["prompt"]} for row in sums]
-    with pytest.raises(ValueError, match=f"`needs_answer` requires `answer`, .*`{data}`"):
+    with pytest.raises(UsageError, match=f"`needs_answer` requires `answer`, .*`{data}`"):
         fit(reward_funcs=[needs_answer], engine=Engine(), **{data: rows})

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.rewards.engine_judge import EngineJudgeReward
+from lit_rlsched.settings import UsageError
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "countdown" / "model")
 SETTINGS: dict[str, Any] = {
@@ -121,7 +122,7 @@ def test_a_model_that_cannot_judge_is_refused_at_the_start(tmp_path: Path) -> No
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     judge = EngineJudgeReward(str(tmp_path), TransformersEngine())
-    with pytest.raises(ValueError, match="its tokenizer has no chat template"):
+    with pytest.raises(UsageError, match="its tokenizer has no chat template"):
         judge.warm_up()
 
 
@@ -135,5 +136,5 @@ def test_a_model_that_cannot_judge_is_refused_at_the_start(tmp_path: Path) -> No
     ids=["slots", "max_model_len", "score_range"],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         EngineJudgeReward(MODEL, TransformersEngine(), **{**SETTINGS, **settings})

@@ -17,6 +17,7 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import hide_environment, worker_environment
 from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
+from lit_rlsched.settings import UsageError
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -210,14 +211,14 @@ def test_names_that_cannot_be_passed_are_refused() -> None:
         match=r"`reward_env_vars=\['NO_SUCH'\]`: the trainer's environment does not have NO_SUCH",
     ):
         RolloutDataModule([{"prompt": "p"}], [len], reward_env_vars=["NO_SUCH"])
-    with pytest.raises(ValueError, match=r"give a list of names, such as `\[PATH\]`"):
+    with pytest.raises(UsageError, match=r"give a list of names, such as `\[PATH\]`"):
         RewardScheduler([len], env_vars="PATH")
 
     def function(**kwargs: Any) -> list[float]:
         return [1.0]
 
     function.env_vars = "JUDGE_KEY"  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="Make it a tuple of names of environment variables"):
+    with pytest.raises(UsageError, match="Make it a tuple of names of environment variables"):
         RewardScheduler([function])
 
 

@@ -8,6 +8,7 @@ from lit_rlsched.rewards.functions import (
     math_verify_reward,
     reasoning_gym_reward,
 )
+from lit_rlsched.settings import UsageError
 
 FACTS = {"numbers": [3, 5, 7], "target": 9}
 
@@ -97,7 +98,7 @@ def test_math_verify(completion: str, gold: object, score: float | None) -> None
 
 
 def test_math_verify_needs_a_gold_answer() -> None:
-    with pytest.raises(ValueError, match="needs a column `answer` or `solution`"):
+    with pytest.raises(UsageError, match="needs a column `answer` or `solution`"):
         math_verify_reward(["1"])
 
 
@@ -105,7 +106,7 @@ def test_soft_overlong_punishment() -> None:
     punish = SoftOverlongPunishment(max_completion_length=100, soft_punish_cache=20)
     lengths = [0, 80, 81, 90, 100, 101]
     assert punish(completion_ids=[[1] * n for n in lengths]) == [0, 0, -0.05, -0.5, -1, -1]
-    with pytest.raises(ValueError, match="`soft_punish_cache=200` must be between 1 and"):
+    with pytest.raises(UsageError, match="`soft_punish_cache=200` must be between 1 and"):
         SoftOverlongPunishment(100, 200)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.rewards import RewardScheduler, golds
 from lit_rlsched.rewards.functions import math_verify_reward
+from lit_rlsched.settings import UsageError
 
 
 def score(completion: str, gold: Any) -> float | None:
@@ -264,7 +265,7 @@ UNREADABLE = [
 def test_a_gold_that_cannot_be_read_is_refused_with_its_row(gold: Any) -> None:
     scheduler = RewardScheduler([math_verify_reward])
     rows = [("a", {"answer": "4"}), ("b", {"answer": gold, "solution": "4"})]
-    with pytest.raises(ValueError, match="`math_verify_reward` refuses the row `b`: the gold answ"):
+    with pytest.raises(UsageError, match="`math_verify_reward` refuses the row `b`: the gold answ"):
         scheduler.check_rows(rows)
     failures: list[str] = []
     given = {"log_failure": lambda kind, why: failures.append(kind)}
@@ -273,7 +274,7 @@ def test_a_gold_that_cannot_be_read_is_refused_with_its_row(gold: Any) -> None:
 
 
 def test_a_row_without_a_gold_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no column `answer` or `solution`"):
+    with pytest.raises(UsageError, match="there is no column `answer` or `solution`"):
         math_verify_reward.check_row({"level": 1})
     math_verify_reward.check_row({"solution": r"\frac{1}{2}"})
 

@@ -21,6 +21,7 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards.engine_judge import EngineJudgeReward
 from lit_rlsched.rewards.judge import Judge
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "countdown" / "model")
@@ -330,7 +331,7 @@ def test_in_trl_s_hands_a_judge_scores_whole_batches(
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         JudgeReward(**{"model": "m", "base_url": "http://localhost/v1", **settings})
 
 

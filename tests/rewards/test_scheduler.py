@@ -15,6 +15,7 @@ import reward_cases as cases
 from harness import alive, collect, score, submit, wait_until
 
 from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.settings import UsageError
 
 GOOD = ["a" * n for n in range(1, 21)]
 
@@ -257,7 +258,7 @@ def test_cancelled_jobs_never_come_back(scheduler: RewardScheduler) -> None:
 
 def test_a_job_id_is_used_once_at_a_time(scheduler: RewardScheduler) -> None:
     submit(scheduler, 0, "a")
-    with pytest.raises(ValueError, match="job 0 is still being scored"):
+    with pytest.raises(UsageError, match="job 0 is still being scored"):
         submit(scheduler, 0, "a")
 
 
@@ -361,7 +362,7 @@ def test_a_function_that_cannot_be_sent_is_named() -> None:
             return [1.0]
 
     scheduler = RewardScheduler([cases.length, locked])
-    with pytest.raises(ValueError, match=r"`reward_funcs\[1\]` \(locked\) cannot be sent.*lock"):
+    with pytest.raises(UsageError, match=r"`reward_funcs\[1\]` \(locked\) cannot be sent.*lock"):
         scheduler.start()
 
 
@@ -410,14 +411,14 @@ def test_warming_up_counts_for_no_time_out_and_a_lost_import_ends_the_run(tmp_pa
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         RewardScheduler(**{"reward_funcs": [cases.length], **settings})
 
 
 def test_a_reward_model_is_refused() -> None:
     import torch
 
-    with pytest.raises(ValueError, match="is a torch module"):
+    with pytest.raises(UsageError, match="is a torch module"):
         RewardScheduler([torch.nn.Linear(1, 1)])
 
 

@@ -5,6 +5,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, BloomConfig, BloomModel, PreTrainedTokenizerFast
 
 from lit_rlsched.scheduling.token_conditioned import SCALE, SampleEncoder, TokenConditioned
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -133,5 +134,5 @@ def test_an_encoder_that_is_not_there_is_named():
 
 
 def test_a_state_saved_without_the_encoder_is_refused(encoder_path):
-    with pytest.raises(ValueError, match="has 39 features, the saved one 519"):
+    with pytest.raises(UsageError, match="has 39 features, the saved one 519"):
         TokenConditioned(encoder=encoder_path).load_state_dict(TokenConditioned().state_dict())

@@ -30,6 +30,7 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
 
 LIMIT = 24
@@ -498,9 +499,9 @@ def test_simulated_rounds_on_two_engines():
 
 
 def test_slots_of_an_engine_are_equal():
-    with pytest.raises(ValueError, match="multiple of the number of engines, 2"):
+    with pytest.raises(UsageError, match="multiple of the number of engines, 2"):
         EnginePool([SimulatedEngine(), SimulatedEngine()]).start(EngineSpec("", 3, 64, (1,)))
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(UsageError, match="at least one"):
         EnginePool([])
 
 
@@ -521,7 +522,7 @@ def test_requests_to_the_pool_itself():
     pool.start(EngineSpec("", 4, 64, (1,)))
     pool.submit([Request(name, (5,), 0, Sampling(20)) for name in "abc"])
     assert [engine.stats().running for engine in pool.engines] == [2, 1]
-    with pytest.raises(ValueError, match="'a' is already in the engine"):
+    with pytest.raises(UsageError, match="'a' is already in the engine"):
         pool.submit([Request("a", (5,), 0, Sampling(20))])
     assert [event.request_id for event in pool.step()] == ["a", "c", "b"]
     assert {name: len(p.token_ids) for name, p in pool.abort(["b", "c"]).items()} == {"c": 2}

@@ -28,7 +28,7 @@ from lit_rlsched.scheduling.length_prediction import SiblingMax
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.settings import is_refusal
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Request, Sampling
 
 LIMIT = 400
@@ -364,9 +364,9 @@ def test_an_answer_that_nobody_waits_for_any_more(there):
 
 
 def test_errors_are_those_of_the_engine(there):
-    with pytest.raises(ValueError, match="'long' does not fit") as error:
+    with pytest.raises(UsageError, match="'long' does not fit") as error:
         there.engine.submit([Request("long", range(4, 40), 0, Sampling(440))])
-    assert is_refusal(error.value), "the command line prints it without a traceback"
+    assert isinstance(error.value, UsageError), "the command line prints it without a traceback"
     there.run(FullRound(PROMPTS))
 
 
@@ -429,7 +429,7 @@ def test_a_step_that_nobody_asked_for_fails_nothing(tmp_path):
                 time.sleep(0.01)
             worker.abort()  # two more steps were made, and one failed
             assert worker.ahead_steps == 2 and engine.stats().running == 0
-    with pytest.raises(ValueError, match="enough"):
+    with pytest.raises(UsageError, match="enough"):
         worker.step()
     engine.close()
 
@@ -455,9 +455,9 @@ def test_a_start_that_is_refused_leaves_no_process(placement, tmp_path):
             raise ValueError("not with this model")
 
     engine = placement(Refusing())
-    with pytest.raises(ValueError, match="not with this model") as error:
+    with pytest.raises(UsageError, match="not with this model") as error:
         engine.start(SPEC)
-    assert not is_refusal(error.value), "an error of the user's own code"
+    assert not isinstance(error.value, UsageError), "an error of the user's own code"
     assert not engine.alive
     wait_until_dead(int((tmp_path / "pid").read_text()))
 
@@ -486,13 +486,13 @@ def test_an_error_that_cannot_be_sent_is_told_and_no_refusal():
 
     with pytest.raises(RuntimeError, match="Odd: this and that") as error:
         ProcessEngine(Raising()).start(SPEC)
-    assert not is_refusal(error.value)
+    assert not isinstance(error.value, UsageError)
 
 
 def test_an_engine_that_cannot_be_sent_is_refused():
     engine = ProcessEngine(SimulatedEngine())
     engine.engine.lock = threading.Lock()
-    with pytest.raises(TypeError, match="`SimulatedEngine` cannot be sent to another process"):
+    with pytest.raises(UsageError, match="`SimulatedEngine` cannot be sent to another process"):
         engine.start(SPEC)
 
 
@@ -503,7 +503,7 @@ def test_an_engine_that_its_process_cannot_read_is_an_error():
             raise ValueError("not here")
 
     engine = ProcessEngine(Unreadable())
-    with pytest.raises(ValueError, match="not here"):
+    with pytest.raises(UsageError, match="not here"):
         engine.start(SPEC)
     assert engine.restarts == 0
 
@@ -554,7 +554,7 @@ def test_the_process_imports_neither_lightning_nor_transformers():
 
 
 def test_one_process_is_enough():
-    with pytest.raises(ValueError, match="one process is enough"):
+    with pytest.raises(UsageError, match="one process is enough"):
         ProcessEngine(ProcessEngine(TransformersEngine()))
 
 

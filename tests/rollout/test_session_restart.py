@@ -6,6 +6,7 @@ from lit_rlsched import engines
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Request, Sampling
 
 
@@ -29,7 +30,7 @@ class Within(RolloutCallback):
 
 
 def test_a_restart_inside_a_rollout_is_refused(fit):
-    with pytest.raises(RuntimeError, match="cannot restart during a rollout"):
+    with pytest.raises(UsageError, match="cannot restart during a rollout"):
         fit(callbacks=[Within()], trainer={"max_epochs": 1})
 
 

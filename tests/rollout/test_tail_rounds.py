@@ -23,6 +23,7 @@ from lit_rlsched.scheduling.racing import PATIENCE, quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 
 SEED = 1
@@ -889,5 +890,5 @@ def test_quotas_by_largest_remainder(shares, prompts, expected):
 
 
 def test_a_domain_without_a_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"leaves no prompt of 'b' in a round of 4"):
+    with pytest.raises(UsageError, match=r"leaves no prompt of 'b' in a round of 4"):
         quotas({"a": 0.95, "b": 0.05}, 4)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order
 from lit_rlsched.scheduling.micro_group_sampling import slots_for_budget
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 ORDERS = list(get_args(Order))
@@ -337,7 +338,7 @@ def test_slots_for_budget():
     per_token = 2 * 28 * 8 * 128 * 2
     assert per_token == 112 * 1024
     assert slots_for_budget(2 * 2**30, per_token, 1024) == 18
-    with pytest.raises(ValueError, match=r"less than one completion may take: 117440512 bytes"):
+    with pytest.raises(UsageError, match=r"less than one completion may take: 117440512 bytes"):
         slots_for_budget(10**8, per_token, 1024)
 
 

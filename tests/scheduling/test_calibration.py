@@ -14,6 +14,7 @@ from told_lengths import CAP, LENGTHS, Told, asked, finish
 from lit_rlsched.scheduling.calibration import CalibratedPredictor, _ranks
 from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.settings import UsageError
 
 
 def spearman(a, b):
@@ -220,7 +221,7 @@ def test_cap_coverage_of_equal_predictions_is_chance(capped):
 def test_what_a_checkpoint_cannot_hold_is_named(state, where):
     told = Told()
     told.state_dict = lambda: state
-    with pytest.raises(ValueError, match=r"`Told.state_dict\(\)" + where):
+    with pytest.raises(UsageError, match=r"`Told.state_dict\(\)" + where):
         CalibratedPredictor(told).state_dict()
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling.racing import check_domains, quotas
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 weights = st.lists(st.integers(1, 20), min_size=1, max_size=5)
@@ -47,7 +48,7 @@ def test_whole_quotas(shares, prompts, expected):
 
 
 def test_a_domain_without_a_prompt_is_named():
-    with pytest.raises(ValueError, match=r"no prompt of 'b' in a round of 4\. Raise"):
+    with pytest.raises(UsageError, match=r"no prompt of 'b' in a round of 4\. Raise"):
         quotas({"a": 0.9, "b": 0.1}, 4)
 
 
@@ -60,9 +61,9 @@ def prompts(**numbers):
 def test_prompts_that_race_and_wait_must_be_there():
     check_domains(prompts(x=5, y=4), {"x": 3, "y": 2}, waiting=2)
     message = r"hold 4 prompts of 'y' at once, 2 of them in a short round, .* has only 3"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         check_domains(prompts(x=5, y=3), {"x": 3, "y": 2}, waiting=2)
-    with pytest.raises(ValueError, match=r"hold 3 prompts of 'x' .* has only 0"):
+    with pytest.raises(UsageError, match=r"hold 3 prompts of 'x' .* has only 0"):
         check_domains(prompts(y=5), {"x": 3, "y": 2}, waiting=0)
 
 
@@ -72,9 +73,9 @@ def test_a_domain_may_be_a_number():
 
 
 def test_a_prompt_without_a_share_is_named():
-    with pytest.raises(ValueError, match=r"The prompt z0 has the domain 'z'.*\['x', 'y'\]"):
+    with pytest.raises(UsageError, match=r"The prompt z0 has the domain 'z'.*\['x', 'y'\]"):
         check_domains(prompts(x=5, y=5, z=1), {"y": 2, "x": 3}, waiting=0)
-    with pytest.raises(ValueError, match=r"needs a column `domain` .* the prompt odd has none"):
+    with pytest.raises(UsageError, match=r"needs a column `domain` .* the prompt odd has none"):
         check_domains([*prompts(x=5), Prompt("odd", "?", (1,))], {"x": 3}, waiting=0)
 
 
@@ -133,6 +134,6 @@ def test_a_long_round_trains_on_losers_of_any_domain():
 
 def test_a_race_checks_its_domains_and_a_race_without_shares_has_none():
     race().check_domains(prompts(x=8, y=5))
-    with pytest.raises(ValueError, match="hold 8 prompts of 'x' at once, 5 of them in a short"):
+    with pytest.raises(UsageError, match="hold 8 prompts of 'x' at once, 5 of them in a short"):
         race().check_domains(prompts(x=7, y=5))
     TailRound(4, 1, 1.5).check_domains([Prompt("odd", "?", (1,))])

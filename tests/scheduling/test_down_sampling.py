@@ -15,6 +15,7 @@ from lit_rlsched.scheduling.down_sampling import (
     percentile,
     random,
 )
+from lit_rlsched.settings import UsageError
 
 NAN = math.nan
 rules = st.sampled_from(list(RULES.values()))
@@ -286,7 +287,7 @@ def test_never_chooses_twice_as_an_overwritten_view_does():
     ],
 )
 def test_bad_input(rule, rewards, keep, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         rule(rewards, keep)
 
 
@@ -313,7 +314,7 @@ def test_an_infinite_reward_is_no_score(rule):
     ],
 )
 def test_settings_of_an_early_stop_are_checked(arguments, message):
-    with pytest.raises(ValueError, match=rf"`DownSampling\(.*{message}"):
+    with pytest.raises(UsageError, match=rf"`DownSampling\(.*{message}"):
         check_early_stop(*arguments)
 
 

@@ -15,6 +15,7 @@ from lit_rlsched.scheduling.in_flight_updates import (
     window_of,
 )
 from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -139,9 +140,9 @@ def test_sizes_by_hand():
 
 @pytest.mark.parametrize("prompts", [7, 17])
 def test_wrong_sizes_are_refused(prompts):
-    with pytest.raises(ValueError, match=rf"prompts_in_flight={prompts}, .*use 8 to 16, or a larg"):
+    with pytest.raises(UsageError, match=rf"prompts_in_flight={prompts}, .*use 8 to 16, or a larg"):
         WindowedRound(8, prompts, 2, 1)
-    with pytest.raises(ValueError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
+    with pytest.raises(UsageError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
         WindowedRound(8, 8, -1, 1)
     with pytest.raises(
         ValueError, match=r"decodes 12 prompts .* `train_data` holds 11\. Use a low"
@@ -149,17 +150,17 @@ def test_wrong_sizes_are_refused(prompts):
         WindowedRound(8, 12, 2, 1).check_enough(11)
     WindowedRound(8, 12, 2, 1).check_enough(12)
     WindowedRound(8, 17, 2, 1, "verify")
-    with pytest.raises(ValueError, match=r"prompts_in_flight=7, .*use 8 or more\."):
+    with pytest.raises(UsageError, match=r"prompts_in_flight=7, .*use 8 or more\."):
         WindowedRound(8, 7, 2, 1, "verify")
 
 
 def test_wrong_settings_are_refused():
     for name, value in (("pace", "fast"), ("cache", "drop"), ("turns", 0), ("too_old", "drop")):
-        with pytest.raises(ValueError, match=rf"`InFlightUpdates\({name}="):
+        with pytest.raises(UsageError, match=rf"`InFlightUpdates\({name}="):
             replace(InFlight(), **{name: value})
-    with pytest.raises(ValueError, match=r"too_old='verify', cache='keep'.*Use `cache='rec"):
+    with pytest.raises(UsageError, match=r"too_old='verify', cache='keep'.*Use `cache='rec"):
         InFlight(cache="keep", too_old="verify")
-    with pytest.raises(ValueError, match=r"repeats by itself\. Leave `replay` out"):
+    with pytest.raises(UsageError, match=r"repeats by itself\. Leave `replay` out"):
         InFlight("turns", replay={0: [32]})
-    with pytest.raises(ValueError, match=r"of that run changed at turn 30\. Use its `turns`"):
+    with pytest.raises(UsageError, match=r"of that run changed at turn 30\. Use its `turns`"):
         InFlight("free", replay={0: [32, 30]})

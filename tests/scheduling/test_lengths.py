@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 100
@@ -265,14 +266,14 @@ def test_learning_is_deterministic():
 
 
 def test_another_number_of_features_is_refused():
-    with pytest.raises(ValueError, match=r"has 39 features, the saved one 23"):
+    with pytest.raises(UsageError, match=r"has 39 features, the saved one 23"):
         TokenConditioned(features=32).load_state_dict(TokenConditioned(features=16).state_dict())
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="decay=0"):
+    with pytest.raises(UsageError, match="decay=0"):
         PromptHistory(decay=0)
-    with pytest.raises(ValueError, match="ridge=0"):
+    with pytest.raises(UsageError, match="ridge=0"):
         TokenConditioned(ridge=0)
 
 
@@ -287,9 +288,9 @@ def test_bad_settings_are_refused():
     ],
 )
 def test_settings_of_the_history(setting, value, message):
-    with pytest.raises(ValueError, match=re.escape(f"`PromptHistory({setting}={value})`{message}")):
+    with pytest.raises(UsageError, match=re.escape(f"`PromptHistory({setting}={value})`{message}")):
         PromptHistory(**{setting: value})
-    with pytest.raises(ValueError, match="`decay=nan` must be finite"):
+    with pytest.raises(UsageError, match="`decay=nan` must be finite"):
         PromptHistory(decay=float("nan"))
     history = PromptHistory(decay=1, shrinkage=0, half_life=1e-3, max_prompts=1)
     history.observe(finished("a", 10) + finished("b", 30))
@@ -308,9 +309,9 @@ def test_settings_of_the_history(setting, value, message):
 )
 def test_settings_of_the_regression(setting, value, message):
     expected = re.escape(f"`TokenConditioned({setting}={value})`{message}")
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(UsageError, match=expected):
         TokenConditioned(**{setting: value})
-    with pytest.raises(ValueError, match=r"`ridge=nan` must be finite"):
+    with pytest.raises(UsageError, match=r"`ridge=nan` must be finite"):
         TokenConditioned(ridge=float("nan"))
     smallest = TokenConditioned(features=1, ridge=1e-3, half_life=1e-3, max_waiting=1)
     assert smallest.predict(started("a")) == [CAP] and smallest.predict([]) == []
@@ -338,12 +339,12 @@ def test_the_oracle_looks_up_and_says_what_it_lacks(tmp_path):
     assert oracle.predict(started("a", 10) + started("b", 10)) == [20, CAP - 10]
     known, unknown = oracle.predict(started("a") + started("c"))
     assert known == 30 and np.isnan(unknown)
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(UsageError, match="no such file"):
         Oracle("nowhere.jsonl")
     path = tmp_path / "spans.jsonl"
     spans = [{"request": "a-0/0", "tokens": 12}, {"request": "a-0/0", "tokens": 5}]
     path.write_text("\n".join(map(json.dumps, spans)))
     assert Oracle(path).predict(started("a")) == [17]
     path.write_text('{"tokens": 5}')
-    with pytest.raises(ValueError, match="with a column `request`"):
+    with pytest.raises(UsageError, match="with a column `request`"):
         Oracle(str(path))

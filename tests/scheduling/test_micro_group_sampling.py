@@ -8,6 +8,7 @@ from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.micro_group_sampling import KVCache, SlotSettings, slots_for_budget
+from lit_rlsched.settings import UsageError
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))
 
@@ -24,7 +25,7 @@ def test_the_default_order_needs_a_prediction():
     assert SlotSettings(order="planned").resolved_order(predicted=True) == "planned"
     for order in ("fifo", "least_attained"):
         assert SlotSettings(order=order).resolved_order(predicted=False) == order
-    with pytest.raises(ValueError, match="LengthPrediction"):
+    with pytest.raises(UsageError, match="LengthPrediction"):
         SlotSettings(order="planned").resolved_order(predicted=False)
 
 
@@ -40,7 +41,7 @@ def test_slots_of_an_engine():
     budget = SlotSettings(memory_budget=5 * 200 * 4)
     assert slots(budget, fixed) == 5  # whole completions
     assert slots(budget, paged) == 1000 // 41  # as many as could begin
-    with pytest.raises(ValueError, match="less than one completion"):
+    with pytest.raises(UsageError, match="less than one completion"):
         slots(SlotSettings(memory_budget=199 * 4), paged)
 
 
@@ -100,7 +101,7 @@ def test_a_budget_for_fixed_slots():
 )
 def test_more_than_the_engine_has_room_for(settings, capacity, advice):
     engine = SimulatedEngine(kv_block=None, kv_capacity=capacity)
-    with pytest.raises(ValueError, match=advice):
+    with pytest.raises(UsageError, match=advice):
         admission_of(settings, engine)
 
 
@@ -108,9 +109,9 @@ def test_what_slots_need_and_what_the_engine_has():
     """8 slots of 200 tokens of 2**20 bytes; 1600 tokens are enough, and 1599 are not."""
     settings, cache = SlotSettings(slots=8), KVCache(2**20, 200, capacity=1600)
     assert settings.admission(cache, 8, 160, "fifo").slots == 8
-    with pytest.raises(ValueError, match=r"need 1\.56 GiB .* the engine has 0\.781 GiB\. Use"):
+    with pytest.raises(UsageError, match=r"need 1\.56 GiB .* the engine has 0\.781 GiB\. Use"):
         settings.admission(replace(cache, capacity=800), 8, 160, "fifo")
-    with pytest.raises(ValueError, match="Use `slots=7`"):
+    with pytest.raises(UsageError, match="Use `slots=7`"):
         settings.admission(replace(cache, capacity=1599), 8, 160, "fifo")
 
 
@@ -140,10 +141,10 @@ def test_a_budget_has_room_for_one_whole_completion():
     assert cache.whole == 112
     enough = SlotSettings(memory_budget=112 * 4)
     assert enough.admission(cache, 8, 90, "fifo").budget.tokens == 112
-    with pytest.raises(ValueError, match=r"hold 111 tokens of cache.* 112 tokens or 448 b"):
+    with pytest.raises(UsageError, match=r"hold 111 tokens of cache.* 112 tokens or 448 b"):
         SlotSettings(memory_budget=112 * 4 - 1).admission(cache, 8, 90, "fifo")
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 99, 10) == 128 // 11
-    with pytest.raises(ValueError, match="less than one completion"):
+    with pytest.raises(UsageError, match="less than one completion"):
         SlotSettings(memory_budget=128 * 4 - 1).engine_slots(cache, 99, 10)
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 99, 200) == 1
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 3, 10) == 3

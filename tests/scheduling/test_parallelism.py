@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner, check_bounds
+from lit_rlsched.settings import UsageError
 
 KINDS = ("short", "long")
 sizes = st.integers(0, 4).map(lambda n: 2**n)
@@ -170,7 +171,7 @@ def test_a_state_of_other_limits_is_brought_within_these():
     ids=["size", "maximum", "minimum", "fraction", "above", "below"],
 )
 def test_sizes_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         TensorParallelPlanner(**settings)
 
 
@@ -240,12 +241,12 @@ def test_an_error_of_a_size_that_has_worked_is_raised():
 def test_bounds_leave_a_size_between_them():
     for minimum, maximum in ((1, 1), (2, 8), (4, None)):
         check_bounds(minimum, maximum)
-    with pytest.raises(ValueError, match=r"`ParallelismPlanner\(maximum=2, minimum=4\)`"):
+    with pytest.raises(UsageError, match=r"`ParallelismPlanner\(maximum=2, minimum=4\)`"):
         check_bounds(4, 2)
-    with pytest.raises(ValueError, match="`minimum=3`: must be a power of two"):
+    with pytest.raises(UsageError, match="`minimum=3`: must be a power of two"):
         check_bounds(3, 8)
-    with pytest.raises(ValueError, match="`maximum=6`: must be a power of two"):
+    with pytest.raises(UsageError, match="`maximum=6`: must be a power of two"):
         check_bounds(2, 6)
     for size in (0, -2, 2.0, True):
-        with pytest.raises(ValueError, match="must be a power of two"):
+        with pytest.raises(UsageError, match="must be a power of two"):
             check_bounds(size, None)

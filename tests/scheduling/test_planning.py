@@ -14,6 +14,7 @@ from lit_rlsched.scheduling.planning import (
     makespan,
     plan_makespan,
 )
+from lit_rlsched.settings import UsageError
 
 whole = st.integers(0, 50)
 fractions = st.floats(0, 1000)
@@ -270,5 +271,5 @@ def test_within_three_percent_of_the_bound(n, slots, seed):
     ],
 )
 def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         call()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.bubbles import bubble_ratio, decode, draw_lengths
 from lit_rlsched.rollout.simulate.pools import pool_bubble_ratio, recommend_slots
 from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.settings import UsageError
 
 modes = st.sampled_from(["on_policy", "partial"])
 orders = st.sampled_from(["fifo", "least_attained"])
@@ -166,5 +167,5 @@ def test_slots_for_four_thousand_completions(mode, order):
     ],
 )
 def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         call()

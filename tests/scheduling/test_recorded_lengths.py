@@ -13,6 +13,7 @@ from lit_rlsched.scheduling.recorded_lengths import (
     RecordedCompletions,
     TraceLengths,
 )
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling, stable_hash
 
 
@@ -54,23 +55,23 @@ def test_log_normal_lengths_at_the_ends(monkeypatch):
 )
 def test_lengths_that_make_no_sense_are_refused(setting, value, allowed):
     message = rf"`LogNormalLengths\({setting}={value}\)`: use {allowed}\."
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         LogNormalLengths(**{setting: value})
-    with pytest.raises(ValueError, match="`sigma=nan` must be finite"):
+    with pytest.raises(UsageError, match="`sigma=nan` must be finite"):
         LogNormalLengths(sigma=math.nan)
 
 
 def test_given_lengths_are_looked_up_or_drawn():
     named = TraceLengths({"a": 5, "b": 6})
     assert [named(request(n)) for n in "ab"] == [5, 6]
-    with pytest.raises(ValueError, match="'c' has no length"):
+    with pytest.raises(UsageError, match="'c' has no length"):
         named(request("c"))
     listed = TraceLengths([10, 20, 30])
     for i in range(9):
         expected = [10, 20, 30][stable_hash(str(i)) % 3]
         assert listed(request(str(i))) == listed(request(str(i), seed=4)) == expected
     for nothing in ([], {}):
-        with pytest.raises(ValueError, match="at least one length"):
+        with pytest.raises(UsageError, match="at least one length"):
             TraceLengths(nothing)
 
 
@@ -87,7 +88,7 @@ def test_a_folder_of_traces_is_read_whole(tmp_path):
 def test_a_trace_without_tokens_is_refused(tmp_path, rows):
     path = tmp_path / "spans.jsonl"
     path.write_text(rows)
-    with pytest.raises(ValueError, match="needs rows with a column `tokens`"):
+    with pytest.raises(UsageError, match="needs rows with a column `tokens`"):
         TraceLengths(path)
 
 
@@ -100,16 +101,16 @@ def test_blank_lines_of_a_trace_are_skipped(tmp_path):
 def test_a_completion_must_be_longer_than_its_prefix():
     recorded = RecordedCompletions({"a": [5, 6, 7], "empty": []})
     assert recorded(request("a")) == 3 and recorded.token_ids(request("a", prefix=(5, 6)))[-1] == 7
-    with pytest.raises(ValueError, match=r"prefix of 3 tokens, but its recorded completion only 3"):
+    with pytest.raises(UsageError, match=r"prefix of 3 tokens, but its recorded completion only 3"):
         recorded(request("a", prefix=(5, 6, 7)))
     for name in ("b", "empty"):
-        with pytest.raises(ValueError, match="has no recorded completion"):
+        with pytest.raises(UsageError, match="has no recorded completion"):
             recorded(request(name))
 
 
 @pytest.mark.parametrize("trace", [{}, [5, 6]])
 def test_an_oracle_must_know_whose_length_it_is(trace):
-    with pytest.raises(ValueError, match="does not name the request of each length"):
+    with pytest.raises(UsageError, match="does not name the request of each length"):
         Oracle(trace)
 
 

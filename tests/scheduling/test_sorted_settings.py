@@ -3,6 +3,7 @@ import math
 import pytest
 
 from lit_rlsched.scheduling.sorted_batching import SortedRound, SortedSettings
+from lit_rlsched.settings import UsageError
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from lit_rlsched.scheduling.sorted_batching import SortedRound, SortedSettings
     ],
 )
 def test_settings_that_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         SortedSettings(**settings)
 
 
@@ -50,14 +51,14 @@ def test_the_rule_is_the_settings():
     assert (rule.update_prompts, rule.pool_prompts, rule.most_prompts()) == (6, 16, 9)
     assert (rule.unit, rule.max_staleness) == ("group", 3)
     assert SortedSettings(update_prompts=32).rule(8, 2, "group").update_prompts == 32
-    with pytest.raises(ValueError, match=r"`SortedBatching\(update_prompts=33\)` is more than"):
+    with pytest.raises(UsageError, match=r"`SortedBatching\(update_prompts=33\)` is more than"):
         SortedSettings(update_prompts=33).rule(8, 2, "group")
 
 
 def test_a_pool_must_be_there():
     rule = SortedRound(2, 6, 4)
     rule.check_enough(6)
-    with pytest.raises(ValueError, match="6 prompts at a time, and `train_data` holds 5"):
+    with pytest.raises(UsageError, match="6 prompts at a time, and `train_data` holds 5"):
         rule.check_enough(5)
-    with pytest.raises(ValueError, match="`prompts_per_round=2` is more than `train_data` holds"):
+    with pytest.raises(UsageError, match="`prompts_per_round=2` is more than `train_data` holds"):
         rule.check_enough(1)

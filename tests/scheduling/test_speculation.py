@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling import drafters, speculation
 from lit_rlsched.scheduling.drafters import ENDS, GroupIndex
 from lit_rlsched.scheduling.speculation import DraftCounts, Drafting, DraftTokens
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 tokens = st.lists(st.integers(0, 3), max_size=24)
@@ -53,7 +54,7 @@ LOAD |= {"builtins.dict": "has no method `propose"}
 
 @pytest.mark.parametrize("path", LOAD)
 def test_a_drafter_that_cannot_be_made_is_refused(path):
-    with pytest.raises(ValueError, match=rf"`Speculation\(drafter='{path}'\)`.*{LOAD[path]}"):
+    with pytest.raises(UsageError, match=rf"`Speculation\(drafter='{path}'\)`.*{LOAD[path]}"):
         Drafting(drafter=path)
 
 

@@ -5,6 +5,7 @@ from tail_groups import fresh, group, lost, names, ready
 
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound
+from lit_rlsched.settings import UsageError
 
 
 def test_with_a_limit_of_deferrals_losers_race_again():
@@ -15,7 +16,7 @@ def test_with_a_limit_of_deferrals_losers_race_again():
     assert rule.most_deferred == 0 and rule.ends_cycle(pool, lost(2))
     assert not rule.is_long(lost(2)) and rule.is_long(lost(3))
     rule.check_enough(5)
-    with pytest.raises(ValueError, match="has 5 prompts in a race, and `train_data` holds 4"):
+    with pytest.raises(UsageError, match="has 5 prompts in a race, and `train_data` holds 4"):
         rule.check_enough(4)
 
 

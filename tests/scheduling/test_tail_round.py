@@ -8,6 +8,7 @@ from tail_groups import fresh, group, lost, names, ready, state_of
 from lit_rlsched.scheduling.racing import PATIENCE
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.settings import UsageError
 
 # What a round takes.
 
@@ -98,14 +99,14 @@ def test_prompts_that_wait_and_those_that_race_must_be_there(prompts, ratio, fit
         r"holds 7\. "
         r"Use a lower `prompts_per_round` or `prompt_ratio`\."
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         rule.check_enough(prompts)
 
 
 def test_without_a_race_a_round_of_prompts_is_enough():
     rule = TailRound(4, 2, prompt_ratio=1)
     rule.check_enough(4)
-    with pytest.raises(ValueError, match=r"`prompts_per_round=4` is more than .* 3 prompts\. Use"):
+    with pytest.raises(UsageError, match=r"`prompts_per_round=4` is more than .* 3 prompts\. Use"):
         rule.check_enough(3)
 
 

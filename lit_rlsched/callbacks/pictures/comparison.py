@@ -23,6 +23,7 @@ from lit_rlsched.callbacks.pictures.style import (
 )
 from lit_rlsched.callbacks.run_curve import measured
 from lit_rlsched.run.saving.run_folder import full_name_of
+from lit_rlsched.settings import UsageError
 
 Row = dict[str, float]
 ROUND, TIME = "rollout/round", "time/total"
@@ -47,10 +48,10 @@ def compare(runs: Sequence[str | Path], out: str | Path = "comparison.png") -> P
         The file.
 
     Raises:
-        ValueError: a folder is no run, or the format is unknown.
+        UsageError: a folder is no run, or the format is unknown.
     """
     if Path(out).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"`out={out}`: use a name in .png, .svg or .pdf.")
+        raise UsageError(f"`out={out}`: use a name in .png, .svg or .pdf.")
     folders = [Path(run) for run in runs]
     names = [full_name_of(folder) for folder in folders]
     if len(set(names)) < len(names):
@@ -67,13 +68,13 @@ def read_run(folder: Path) -> list[Row]:
     A resumed run has several files; what a later one repeats is taken from there.
 
     Raises:
-        ValueError: the folder is no run, or one without a round.
+        UsageError: the folder is no run, or one without a round.
     """
     files = [*folder.glob("metrics.csv"), *folder.glob("metrics/version_*/metrics.csv")]
     if not files:
         inner = sorted(str(path.parents[2]) for path in folder.glob("*/metrics/*/metrics.csv"))
         use = f"one of the runs in it, such as `{inner[-1]}`" if inner else "the folder of a run"
-        raise ValueError(f"`{folder}` is no run: it has no `metrics/*/metrics.csv`. Name {use}.")
+        raise UsageError(f"`{folder}` is no run: it has no `metrics/*/metrics.csv`. Name {use}.")
     rows: list[Row] = []
     for file in sorted(
         files, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parts[-2])]
@@ -85,7 +86,7 @@ def read_run(folder: Path) -> list[Row]:
         rows = [row for row in rows if row[ROUND] < first] + found
     rounds = [row for row in rows if "reward" in row]
     if not rounds:
-        raise ValueError(f"`{folder}` is a run without a round: there is nothing to compare yet.")
+        raise UsageError(f"`{folder}` is a run without a round: there is nothing to compare yet.")
     for before, row in pairwise(rounds):
         row["seconds"] = row[TIME] - before[TIME]
     return rows

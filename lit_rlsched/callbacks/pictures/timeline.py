@@ -19,6 +19,7 @@ from lit_rlsched.callbacks.pictures.style import (
     whole_numbers,
 )
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import counted, percent, three_digits
 from lit_rlsched.training.round import Round
 
@@ -33,11 +34,11 @@ def slot_timeline(round: Round) -> Figure:
     of an earlier round.
 
     Raises:
-        ValueError: the round has no trace.
+        UsageError: the round has no trace.
     """
     trace = round.trace
     if trace is None:
-        raise ValueError(f"Round {round.ordinal} has no trace: it comes from a checkpoint.")
+        raise UsageError(f"Round {round.ordinal} has no trace: it comes from a checkpoint.")
     with figure_of(10.0, 6.4 if trace.work else 5.8) as figure:
         panels = [5, 2, 0.7] if trace.work else [5, 2]
         axes = figure.subplots(len(panels), sharex=True, height_ratios=panels)

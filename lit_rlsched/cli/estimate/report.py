@@ -11,6 +11,7 @@ import torch
 from lit_rlsched.cli.estimate.ledger import MOST_GENERATIONS, Item, Ledger, total
 from lit_rlsched.cli.estimate.run import Device
 from lit_rlsched.engines.ray_engine import RayEngine
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import format_bytes, parse_bytes
 
 _LORA = "`lora_rank: 32`, which trains adapters only"
@@ -182,13 +183,13 @@ def device_memory(device: Device, given: str | None = None) -> int:
             memory of this machine.
 
     Raises:
-        ValueError: `given` is not a size, or this machine has no GPU to ask.
+        UsageError: `given` is not a size, or this machine has no GPU to ask.
     """
     if given is not None:
         return parse_bytes(given, "memory")
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(
+            raise UsageError(
                 "`memory=None`: this machine has no GPU. Give the memory of the GPU that the run "
                 "will use, such as `--memory 24GiB`."
             )

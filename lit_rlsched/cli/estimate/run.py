@@ -17,6 +17,7 @@ from lit_rlsched.engines.transformers import TransformersEngine
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.run.fsdp2 import is_sharded, layers_of
 from lit_rlsched.run.startup import Startup
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.logprobs import CHUNK_BYTES
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.optimizers import is_fused
@@ -39,7 +40,7 @@ class PlannedRun:
         device: Device that the run will train on.
 
     Raises:
-        ValueError: the configuration is wrong, or its model has no tokenizer.
+        UsageError: the configuration is wrong, or its model has no tokenizer.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ def _check_tokenizer(name: str) -> None:
     except ValueError:
         works = False
     if not works:
-        raise ValueError(
+        raise UsageError(
             f"`{name}` has no tokenizer, but the estimate depends on the lengths of the prompts. "
             "Name a folder or a hub model that has one with `--data.tokenizer=...`."
         )

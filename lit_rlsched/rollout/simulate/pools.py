@@ -11,6 +11,7 @@ import numpy as np
 
 from lit_rlsched.scheduling.admission import TURNS
 from lit_rlsched.scheduling.planning import Steps, check_slots, check_steps
+from lit_rlsched.settings import UsageError
 
 Mode = Literal["on_policy", "partial"]
 PoolOrder = Literal["fifo", "least_attained"]
@@ -45,10 +46,10 @@ def recommend_slots(
         max_completion_length: Maximum number of tokens per completion; `least_attained` needs it.
 
     Raises:
-        ValueError: `bubble_ratio` is not in [0, 1), or see `pool_bubble_ratio`.
+        UsageError: `bubble_ratio` is not in [0, 1), or see `pool_bubble_ratio`.
     """
     if not 0 <= bubble_ratio < 1:
-        raise ValueError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
+        raise UsageError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
     groups = _groups(lengths, update)
     turn = _turn(groups, order, max_completion_length)
 
@@ -96,7 +97,7 @@ def pool_bubble_ratio(
         max_completion_length: See `recommend_slots`.
 
     Raises:
-        ValueError: `update` or `slots` is less than 1; `lengths` is empty, has more than two
+        UsageError: `update` or `slots` is less than 1; `lengths` is empty, has more than two
             dimensions, or a length is not a finite number of 1 or more; `order` is another one; or
             it is `least_attained`, and `max_completion_length` is missing or exceeded.
     """
@@ -179,14 +180,14 @@ def _turn(groups: list[list[float]], order: PoolOrder, max_completion_length: in
     if order == "fifo":
         return math.inf
     if order != "least_attained":
-        raise ValueError(f"`{order=}`: use 'fifo' or 'least_attained'.")
+        raise UsageError(f"`{order=}`: use 'fifo' or 'least_attained'.")
     if max_completion_length is None:
-        raise ValueError(
+        raise UsageError(
             "`order='least_attained'` takes turns of a share of `max_completion_length`. Set it to "
             "that of the data module."
         )
     if (longest := max(map(max, groups))) > max_completion_length:
-        raise ValueError(
+        raise UsageError(
             f"`lengths` has {longest}, which is more than `{max_completion_length=}`. Use "
             "the limit that they were drawn under."
         )
@@ -196,13 +197,13 @@ def _turn(groups: list[list[float]], order: PoolOrder, max_completion_length: in
 def _groups(lengths: Steps | Sequence[Sequence[float]], update: int) -> list[list[float]]:
     """The lengths of each group; flat lengths are groups of one completion."""
     if update < 1:
-        raise ValueError(f"`update={update}`: use 1 or more.")
+        raise UsageError(f"`update={update}`: use 1 or more.")
     rows = np.asarray(lengths)
     if not rows.size or rows.ndim > 2:
-        raise ValueError(
+        raise UsageError(
             f"`lengths` has the shape {rows.shape}: give one per completion, or one row per group."
         )
     steps = check_steps("lengths", rows.reshape(-1))
     if (least := steps.min()) < 1:
-        raise ValueError(f"`lengths` has {least}: a completion has 1 token or more.")
+        raise UsageError(f"`lengths` has {least}: a completion has 1 token or more.")
     return steps.reshape(len(rows), -1).tolist()

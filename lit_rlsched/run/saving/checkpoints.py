@@ -19,11 +19,12 @@ from lit_rlsched.run.saving.sharded_checkpoints import (
     read_folder,
     remove_checkpoint,
 )
+from lit_rlsched.settings import UsageError
 
 _SUFFIX = ".checkpoint-tmp"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UsageError):
     """A file or its contents cannot be used as a checkpoint."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_rlsched.run.saving.checkpoints import CheckpointError
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group
 
 FORMAT = 1
@@ -45,7 +46,7 @@ def check_same_weights(
     shapes, found = ({k: v.shape for k, v in of.items()} for of in (ours, theirs))
     if shapes != found:
         different = sorted(k for k in shapes.keys() | found.keys() if shapes.get(k) != found.get(k))
-        raise ValueError(
+        raise UsageError(
             f"The checkpoint is of another configuration: {len(different)} weights differ, the "
             f"first is {different[0]}: {found.get(different[0])} in the checkpoint, "
             f"{shapes.get(different[0])} here. {fix}"
@@ -77,7 +78,7 @@ def check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any]) -
     """Refuse a run in which a setting of the checkpoint has another value."""
     for name, theirs in saved.items():
         if settings[name] != theirs:
-            raise ValueError(
+            raise UsageError(
                 f"The checkpoint was made with `{name}={theirs}`, this run has "
                 f"`{name}={settings[name]}`. Resume with the value of the checkpoint, {_FIX}"
             )
@@ -99,7 +100,7 @@ def check_drawn(
     """
     longest = max((group[4] for part in packed for group in part["groups"]), default=0)
     if longest > max_completion_length:
-        raise ValueError(
+        raise UsageError(
             f"The checkpoint was made with `max_completion_length={longest}` in the middle of a "
             f"pool or a round, this run has `max_completion_length={max_completion_length}`: "
             f"completions in it may be longer. Resume with {longest} or more, {_FIX}"
@@ -109,7 +110,7 @@ def check_drawn(
     same_names = saved_funcs is None or list(saved_funcs) == list(reward_funcs)
     if scores and not (same_number and same_names):
         theirs = f"{len(scores[0])} of them" if saved_funcs is None else list(saved_funcs)
-        raise ValueError(
+        raise UsageError(
             f"The checkpoint was made with `reward_funcs={theirs}` in the middle of a pool or a "
             f"round, this run has `reward_funcs={list(reward_funcs)}`: completions in it have "
             f"scores of the former only. Resume with the same functions in the same order, {_FIX}"
@@ -119,7 +120,7 @@ def check_drawn(
 def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
     """Refuse a pool of incomplete groups, for a run that compares completions of a group."""
     if any(len(group.completions) < num_generations for group in pool):
-        raise ValueError(
+        raise UsageError(
             "The checkpoint was made in the middle of a pool from which single completions "
             "were trained on, and this run compares each completion with its whole group. "
             f"Resume with `advantage='reinforce++'` and without `DownSampling`, {_FIX}"

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.processes import require_posix
 from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+from lit_rlsched.settings import UsageError
 
 LOCK = "run.json"
 """File that describes the process that uses the folder. The process keeps it locked."""
@@ -24,7 +25,7 @@ _held: dict[tuple[int, Path], IO[str]] = {}
 _folders: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 
 
-class FolderInUse(RuntimeError):
+class FolderInUse(UsageError):
     """Another process uses the folder."""
 
 
