@@ -12,7 +12,6 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-from lit_rlsched.settings import UsageError
 
 CUDA = 13
 """CUDA version of the wheels of `vllm>=0.27.1,<0.33` and of the PyTorch that they pin."""
@@ -76,6 +75,8 @@ def refuse_unseen_gpu(accelerator: object) -> None:
     Raises:
         UsageError: `accelerator` asks for a GPU, and PyTorch sees none although there is one.
     """
+    from lit_rlsched.settings import UsageError
+
     if accelerator in ("gpu", "cuda") and (why := unseen_gpu()):
         raise UsageError(f"`trainer.accelerator={accelerator}`: {why}")
 
@@ -87,6 +88,8 @@ def refuse_missing_gpus(accelerator: object, devices: object) -> None:
         UsageError: `devices` asks for a GPU that is not there.
     """
     import torch
+
+    from lit_rlsched.settings import UsageError
 
     if accelerator not in ("auto", "gpu", "cuda") or not torch.cuda.is_available():
         return
