@@ -12,7 +12,6 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-
 CUDA = 13
 """CUDA version of the wheels of `vllm>=0.27.1,<0.33` and of the PyTorch that they pin."""
 DRIVERS = {12: 525, 13: 580}
