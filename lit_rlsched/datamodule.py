@@ -196,8 +196,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
                 `stage` is missing.
         """
         assert self.trainer is not None
-        self.run.join(self.trainer)
         stage = TrainerFn(stage).value  # messages would show the enum's name
+        self.run.join(self.trainer, trains=stage == "fit")
         if stage == "fit":
             self.run.begin()
             self.run.read("train", stage)

@@ -1,47 +1,75 @@
 """docs/explanation/architecture.md is what the code is."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lit_rlsched import callbacks
-from lit_rlsched.run.schedule import CHANGED, REFUSED, check_pairs, class_names, pairs_as_markdown
+from lit_rlsched import RolloutDataModule, callbacks
+from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.run.combinations import (
+    COMBINATIONS,
+    check,
+    combinations_as_markdown,
+    make_schedule,
+)
+from lit_rlsched.run.schedule import RunFacts, Schedule
+from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
 
 
+@pytest.fixture
+def facts():
+    data = RolloutDataModule(
+        [{"prompt": "p"}], len, engine=TransformersEngine(), prompts_per_round=4
+    )
+    return RunFacts(data.run.settings)
+
+
 def section(name: str) -> str:
     return PAGE.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0].strip()
 
 
-def test_the_table_of_pairs_is_that_of_the_code():
-    assert section("pairs") == pairs_as_markdown()
+def test_the_table_of_combinations_is_that_of_the_code():
+    assert section("combinations") == combinations_as_markdown()
 
 
-@pytest.mark.parametrize("pair", [*REFUSED, *CHANGED], ids="-".join)
-def test_pairs(pair):
-    assert set(pair) <= set(callbacks.__all__)
-    names = {*pair, "RoundCheckpoint"}
-    if pair in CHANGED:
-        return check_pairs(names)
-    with pytest.raises(UsageError, match="`{}` with `{}`: .*".format(*pair)):
-        check_pairs(names)
-    check_pairs(names - {pair[0]})
+PAIRS = [row for row in COMBINATIONS if re.fullmatch(r"`\w+`", row.first + row.second[1:-1])]
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=lambda row: f"{row.first}-{row.second}")
+def test_pairs(row, facts):
+    pair = {row.first.strip("`"), row.second.strip("`")}
+    assert pair <= set(callbacks.__all__)
+    names = frozenset({*pair, "RoundCheckpoint"})
+    schedule = Schedule(FullRound(1))
+    if row.does == "changed":
+        return check(schedule, replace(facts, callbacks=names))
+    with pytest.raises(UsageError, match=f"{row.first} with {row.second}: .*"):
+        check(schedule, replace(facts, callbacks=names))
+    check(schedule, replace(facts, callbacks=names - {row.first.strip("`")}))
 
 
 def systems() -> list[list[str]]:
     return [line.split("|")[3:-1] for line in section("systems").splitlines()[2:]]
 
 
-def test_a_callback_that_inherits_from_another_counts_as_one():
+def test_a_callback_that_inherits_from_another_counts_as_one(facts):
     class Mine(callbacks.SortedBatching):
         pass
 
     with pytest.raises(UsageError, match="`DynamicSampling` with `SortedBatching`"):
-        check_pairs(class_names([Mine(), callbacks.DynamicSampling()]))
+        make_schedule([Mine(), callbacks.DynamicSampling()], facts)
+
+
+def test_from_callbacks_to_a_rule_without_a_trainer(facts):
+    schedule = make_schedule([callbacks.TailBatching(), callbacks.MicroGroupSampling(3)], facts)
+    assert schedule.rule.launched(4) == 4 and schedule.rule.most_prompts() == 5
+    assert schedule.slots.slots == 3
 
 
 def test_every_file_that_the_table_of_systems_names_exists():

@@ -5,7 +5,8 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
@@ -63,9 +64,8 @@ class AdaptiveTimeouts(RolloutCallback):
             f"its prompt ({at.minimum:g} to {at.maximum:g} s)"
         )
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the time-outs into the schedule."""
-        schedule, _ = rollout_schedule(trainer, self)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the time-outs."""
         schedule.timeouts = self.timeouts
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:

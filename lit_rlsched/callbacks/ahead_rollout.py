@@ -4,14 +4,8 @@ from typing import Any, get_args
 
 from lightning import LightningModule, Trainer
 
-from lit_rlsched.callbacks.rollout_callback import (
-    RolloutCallback,
-    rollout_schedule,
-    run_of,
-)
-from lit_rlsched.callbacks.streamed_training import streaming_obstacle
-from lit_rlsched.run.checks import check_decodes_by_itself, check_logprobs, warn_of_correction
-from lit_rlsched.run.schedule import RunFacts
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.settings import UsageError
@@ -62,37 +56,33 @@ class AheadRollout(RolloutCallback):
         how = "verified" if self.correction == "verify" else "corrected by importance sampling"
         return f"the next round is drawn during the update, and {how}"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the correction into the schedule."""
-        if stage != "fit":
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the correction; verified drafts are streamed where gradients of parts can be."""
+        if not facts.trains:
             return
-        schedule, run = rollout_schedule(trainer, self)
-        check_decodes_by_itself(f"`{type(self).__name__}`", run.settings.engine)
-        who, what = self._who, "drafts are verified by"
-        if self.correction == "importance":
-            what = "tokens are trained against"
-            self._check_importance(who, run)
-            warn_of_correction(who, pl_module.hparams)
-        elif streaming_obstacle(pl_module, run) is None:
-            schedule.streaming = schedule.streaming or Streaming()
-        check_logprobs(who, run.settings.engine, run.settings.sampling, what)
+        stale = self.correction == "importance"
         schedule.ahead = self.correction
-        self._trainer = trainer
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.remove(self)  # first, so that hooks come before other callbacks' states are saved
-        callbacks.insert(0, self)
+        schedule.beside_update.append(f"`{type(self).__name__}`")
+        why = "tokens are trained against" if stale else "drafts are verified by"
+        schedule.compares_logprobs[self._who] = why
+        if stale:
+            schedule.trains_on_stale = self._who
+        elif facts.streaming_obstacle() is None:
+            schedule.streaming = schedule.streaming or Streaming()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Go first, so that hooks come before other callbacks' states are saved."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._trainer = trainer
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks.remove(self)
+            callbacks.insert(0, self)
 
     @property
     def _who(self) -> str:
         """Name of the callback in messages."""
         return f"`AheadRollout(correction={self.correction!r})`"
-
-    def _check_importance(self, who: str, run: RunFacts) -> None:
-        if "StreamedTraining" in run.callbacks:
-            raise UsageError(
-                f"{who} with `StreamedTraining`: a round is drawn before the update that it would "
-                "be part of begins. Use `correction='verify'`, or remove one of them."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for the rollout beside the update; there is no state."""

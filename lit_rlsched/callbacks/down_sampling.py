@@ -5,9 +5,10 @@ from typing import Any, Literal, get_args
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
-from lit_rlsched.settings import UsageError, check_choice, check_count
+from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import Selection
 
@@ -81,22 +82,14 @@ class DownSampling(RolloutCallback):
         """Return the settings in words."""
         return f"{self.keep} completions of each prompt are trained on, chosen by {self.rule}"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the selection into the schedule."""
-        schedule, run = rollout_schedule(trainer, self)
-        drawn = run.settings.num_generations
-        if self.keep > drawn:
-            raise UsageError(
-                f"`DownSampling(keep={self.keep})` of `num_generations={drawn}`: there are fewer. "
-                f"Use {drawn} or less, or more `num_generations`."
-            )
-        if self.early_stop and self.keep == drawn:
-            raise UsageError(
-                f"`DownSampling(early_stop=True, keep={self.keep})` of `num_generations={drawn}`: "
-                "every completion is needed. Keep fewer, or leave `early_stop` out."
-            )
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the selection."""
         self._selection = schedule.selection = Selection(
-            self.keep, self.rule, self.advantage_scope == "full", self.drop_uninformative
+            self.keep,
+            self.rule,
+            self.advantage_scope == "full",
+            self.drop_uninformative,
+            self.reward_range if self.early_stop else None,
         )
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:

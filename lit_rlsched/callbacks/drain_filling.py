@@ -1,9 +1,7 @@
 """Slots that idle at the end of a round begin the next one."""
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
-from lit_rlsched.run.checks import check_logprobs
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 
 
 class DrainFilling(RolloutCallback):
@@ -36,9 +34,7 @@ class DrainFilling(RolloutCallback):
         """Return the settings in words."""
         return "slots that are free at the end of a round begin the next one; it verifies them"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Switch it on in the schedule."""
-        schedule, run = rollout_schedule(trainer, self)
-        given = run.settings
-        check_logprobs("`DrainFilling`", given.engine, given.sampling, "drafts are verified by")
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Switch it on."""
         schedule.fills_drain = True
+        schedule.compares_logprobs["`DrainFilling`"] = "drafts are verified by"

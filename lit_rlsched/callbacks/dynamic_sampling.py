@@ -1,9 +1,8 @@
 """DAPO's dynamic sampling: replaces prompts that give no gradient."""
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
+from lit_rlsched.settings import check_count
 
 
 class DynamicSampling(RolloutCallback):
@@ -46,13 +45,6 @@ class DynamicSampling(RolloutCallback):
             f"most {self.max_num_gen_batches} times its prompts"
         )
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the bound into the schedule."""
-        schedule, run = rollout_schedule(trainer, self)
-        if stage == "fit" and not run.learner.needs_group:
-            raise UsageError(
-                "`DynamicSampling` with `advantage='reinforce++'`: rewards are compared over the "
-                "whole update there, so prompts whose rewards are all equal are useful too. Leave "
-                "one of the two out."
-            )
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the bound."""
         schedule.max_num_gen_batches = self.max_num_gen_batches

@@ -5,8 +5,9 @@ from typing import Any
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
-from lit_rlsched.callbacks.rollout_callback import rollout_schedule, run_of
+from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.rollout.meetings import recorded_turns
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.in_flight_updates import (
     OWNER,
     Cache,
@@ -15,7 +16,7 @@ from lit_rlsched.scheduling.in_flight_updates import (
     TooOld,
     WindowedRound,
 )
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.round_metrics import cache_divergence
 
@@ -89,22 +90,14 @@ class InFlightUpdates(AheadRollout):
             f"tokens are at most {self.max_staleness} round{'s' * (self.max_staleness > 1)} old"
         )
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put rule and settings into the schedule."""
-        if stage != "fit":
-            return
-        schedule, run = rollout_schedule(trainer, self)
-        given, engine = run.settings, run.settings.engine
-        if self.settings.cache == "keep" and not engine.keeps_cache:
-            raise UsageError(
-                f"`{OWNER}(cache='keep')`: `{engine.name}` cannot go on with what older "
-                "weights have cached, or would give it to other requests. Use `cache='recompute'`."
-            )
-        size, steps = given.prompts_per_round, given.steps_per_epoch
-        prompts, too_old = self.prompts_in_flight, self.settings.too_old
-        schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps, too_old)
-        schedule.in_flight = self.settings
-        super().setup(trainer, pl_module, stage)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the rule, and when weights change."""
+        if facts.trains:
+            size, steps = facts.settings.prompts_per_round, facts.settings.steps_per_epoch
+            prompts, too_old = self.prompts_in_flight, self.settings.too_old
+            schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps, too_old)
+            schedule.in_flight = self.settings
+            super().apply(schedule, facts)
 
     @property
     def _who(self) -> str:

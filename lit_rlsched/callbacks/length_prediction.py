@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
@@ -61,12 +60,11 @@ class LengthPrediction(RolloutCallback):
         """Return the predictor's name in words."""
         return f"{type(self.predictor.predictor).__name__} predicts how long a completion will be"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the predictor into the schedule."""
-        schedule, _ = rollout_schedule(trainer, self)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the predictor."""
         self.predictor.state_dict()  # raises early if the state cannot be saved
         schedule.lengths, schedule.probe_tokens = self.predictor, self.probe_tokens
-        self._trains = stage == "fit"
+        self._trains = facts.trains
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the predictor has learned: primitives and tensors only."""

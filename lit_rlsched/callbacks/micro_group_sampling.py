@@ -2,9 +2,8 @@
 
 from typing import get_args
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.settings import UsageError, check_choice, check_count
@@ -81,7 +80,6 @@ class MicroGroupSampling(RolloutCallback):
             most += f", in the order `{self.settings.order}`"
         return most + ("; all start together" if self.settings.refill == "rounds" else "")
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the settings into the schedule."""
-        schedule, _ = rollout_schedule(trainer, self)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set how many completions decode at once."""
         schedule.slots = self.settings

@@ -6,12 +6,9 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks.rollout_callback import (
-    RolloutCallback,
-    rollout_schedule,
-    run_of,
-)
-from lit_rlsched.run.checks import check_one_process, check_parallelism
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
+from lit_rlsched.run.checks import check_parallelism
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.scheduling.parallelism_planner import (
     RoundKind,
@@ -67,11 +64,9 @@ class ParallelismPlanner(RolloutCallback):
         """Return what the callback does in words."""
         return "the model is split over more devices when the key-value cache runs short"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Remember the engine's own size."""
-        check_one_process(trainer.world_size, type(self).__name__)
-        self._trains = stage == "fit"
-        self._engine = rollout_schedule(trainer, self)[1].settings.engine
+        self._trains, self._engine = facts.trains, facts.settings.engine
         self._first_size = self._engine.tensor_parallel_size
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

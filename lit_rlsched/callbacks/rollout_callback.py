@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning import Callback, LightningModule, Trainer
 
-from lit_rlsched.run.schedule import RunFacts, Schedule, check_pairs
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Completion, Group
@@ -17,9 +17,10 @@ class RolloutCallback(RemembersInit, Callback):
     """Base class of callbacks with hooks for rounds; override what you need.
 
     Each hook fires exactly once per round, completion or group of training, even if the run is
-    resumed. Held-out prompts fire only `on_evaluation_progress`. A callback that sets a field of
-    the schedule says in `sets` what it decides; two callbacks that decide the same are refused.
-    Loggers get the arguments of those callbacks as part of the run's configuration.
+    resumed. Held-out prompts fire only `on_evaluation_progress`. A callback that sets fields of the
+    schedule does so in `apply`, and says in `sets` what it decides; two callbacks that decide the
+    same are refused. Loggers get the arguments of those callbacks as part of the run's
+    configuration.
 
     Example::
 
@@ -29,6 +30,14 @@ class RolloutCallback(RemembersInit, Callback):
     """
 
     sets: ClassVar[str | None] = None
+
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set fields of the schedule, before the engine starts; `facts` are those of the run."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a Trainer whose data module has no schedule to set."""
+        if self.sets is not None:
+            run_of(trainer, self)
 
     def describe(self) -> str:
         """Return what the callback changes, in a few words; the CLI prints them before a run."""
@@ -81,26 +90,3 @@ def run_of(trainer: Trainer, callback: Callback) -> TrainingRun:
             "Fit with `datamodule=RolloutDataModule(...)`, or remove the callback."
         )
     return run
-
-
-def rollout_schedule(trainer: Trainer, callback: Callback) -> tuple[Schedule, RunFacts]:
-    """Return the run's schedule, for a callback to set a field of it, and facts about the run.
-
-    Raises:
-        UsageError: there is no `RolloutDataModule`, or another callback decides the
-            same.
-        UsageError: two callbacks of the Trainer do not work together.
-    """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    setting = getattr(callback, "sets", None)
-    alike = [c for c in callbacks if setting and getattr(c, "sets", None) == setting]
-    if len(alike) > 1:
-        names = " and ".join(f"`{type(c).__name__}`" for c in alike)
-        raise UsageError(
-            f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. Remove all "
-            "but one. A configuration with `callbacks+:` adds to the callbacks of the earlier ones."
-        )
-    run = run_of(trainer, callback)
-    facts = run.facts
-    check_pairs(facts.callbacks)
-    return run.schedule, facts

@@ -1,12 +1,8 @@
 """SortedRL: trains on short completions first, without idle slots or starving long ones."""
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
-from lit_rlsched.run.checks import check_logprobs, warn_of_correction
-from lit_rlsched.run.schedule import RunFacts
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
-from lit_rlsched.settings import UsageError
 
 
 class SortedBatching(RolloutCallback):
@@ -76,37 +72,16 @@ class SortedBatching(RolloutCallback):
             f"update's worth of them is ready; the others {others} under the new weights"
         )
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the rule into the schedule."""
-        schedule, run = rollout_schedule(trainer, self)
-        whole = run.learner.needs_group or "DownSampling" in run.callbacks
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the rule, and what becomes of stale tokens."""
+        whole = facts.learner.needs_group or "DownSampling" in facts.callbacks
         unit: Unit = "group" if whole else "completion"
-        given = run.settings
-        rule = self.settings.rule(given.prompts_per_round, given.num_generations, unit)
-        if given.steps_per_round > 1:
-            raise UsageError(
-                f"`steps_per_round={given.steps_per_round}` with `SortedBatching`: each of its "
-                "rounds is one update. Use `steps_per_round=1` and `SortedBatching("
-                f"update_prompts={max(1, rule.update_prompts // given.steps_per_round)})`."
-            )
-        if self.settings.mode == "partial":
-            self._check_partial(run, pl_module)
-        elif self.settings.mode == "verified":
-            who, what = "`SortedBatching(mode='verified')`", "drafts are verified by"
-            check_logprobs(who, given.engine, given.sampling, what)
-        schedule.rule = rule
+        sizes = facts.settings.prompts_per_round, facts.settings.num_generations
+        schedule.rule = self.settings.rule(*sizes, unit)
         schedule.mask_stale_tokens = self.settings.mask_stale_tokens
-
-    def _check_partial(self, run: RunFacts, pl_module: LightningModule) -> None:
-        """Check that stale tokens are trained against the policy that drew them."""
-        given = run.settings
-        check_logprobs("`SortedBatching(mode='partial')`", given.engine, given.sampling)
-        steps, most = given.num_iterations, self.settings.max_staleness
-        if most is not None and most < steps:
-            raise UsageError(
-                f"`SortedBatching(max_staleness={most})` with `num_iterations={steps}`: a round "
-                "takes that many optimizer steps, so no completion could be resumed. Use "
-                f"{steps} or more, or `mode='on_policy'`."
-            )
-        masked = self.settings.mask_stale_tokens
-        warn_of_correction("`SortedBatching(mode='partial')`", pl_module.hparams, masked)
+        who = f"`SortedBatching(mode={self.settings.mode!r})`"
+        if self.settings.mode == "partial":
+            schedule.compares_logprobs[who] = "tokens are trained against"
+            schedule.trains_on_stale = who
+        elif self.settings.mode == "verified":
+            schedule.compares_logprobs[who] = "drafts are verified by"

@@ -3,9 +3,9 @@
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.speculation import Drafting
-from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
 
 ROUNDS = 10
@@ -55,26 +55,8 @@ class Speculation(RolloutCallback):
         tokens, most = self.settings.tokens, self.settings.while_running
         return f"decode steps verify {tokens} draft tokens while at most {most} completions run"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the settings into the schedule."""
-        schedule, run = rollout_schedule(trainer, self)
-        given, engine = run.settings, run.settings.engine
-        longest, tokens = given.sampling.max_completion_length, self.settings.tokens
-        if not engine.speculates:
-            raise UsageError(
-                f"`Speculation`: `{engine.name}` does not verify draft tokens. Remove the "
-                "callback, or use `VLLMEngine` or `TransformersEngine`."
-            )
-        if tokens >= longest:
-            raise UsageError(
-                f"`Speculation({tokens=})` with `max_completion_length={longest}`: no draft can be "
-                f"that long. Use at most {longest - 1}, such as the default, 4."
-            )
-        if given.sampling.min_p > 0:
-            raise UsageError(
-                f"`Speculation` with `min_p={given.sampling.min_p}`: vLLM draws no draft tokens "
-                "with it. Use `top_p`, or remove the callback."
-            )
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set how the engine drafts."""
         schedule.drafting = self.settings
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:

@@ -1,25 +1,9 @@
 """RollPacker's stream trainer: gradients are computed while the rollout is still running."""
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
-from lit_rlsched.run.checks import check_decodes_by_itself
-from lit_rlsched.run.schedule import RunFacts
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.settings import UsageError
-
-
-def streaming_obstacle(pl_module: LightningModule, run: RunFacts) -> str | None:
-    """Say why gradients of parts cannot form the update, or `None` if they can."""
-    if (steps := run.settings.steps_per_round) > 1:
-        return (
-            f"with `steps_per_round={steps}` the groups of the first optimizer step "
-            "are known only at the end of the round. Use `steps_per_round=1`; `num_iterations` may "
-            "be any number"
-        )
-    if (why := run.learner.streaming_obstacle()) is None and pl_module.automatic_optimization:
-        return "in automatic optimization Lightning forgets gradients before the first micro-batch"
-    return why
 
 
 class StreamedTraining(RolloutCallback):
@@ -66,12 +50,8 @@ class StreamedTraining(RolloutCallback):
         """Return what the callback does in words."""
         return "gradients are computed while other completions decode"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the setting into the schedule, if partial gradients can form the update."""
-        if stage != "fit":
-            return
-        schedule, run = rollout_schedule(trainer, self)
-        check_decodes_by_itself("`StreamedTraining`", run.settings.engine)
-        if (why := streaming_obstacle(pl_module, run)) is not None:
-            raise UsageError(f"`StreamedTraining`: {why}.")
-        schedule.streaming = Streaming(self.start)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set when gradients are computed."""
+        if facts.trains:
+            schedule.streaming = Streaming(self.start)
+            schedule.beside_update.append("`StreamedTraining`")

@@ -3,10 +3,8 @@
 import math
 from typing import Any
 
-from lightning import LightningModule, Trainer
-
-from lit_rlsched.callbacks.rollout_callback import RolloutCallback, rollout_schedule
-from lit_rlsched.run.checks import check_logprobs
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.settings import UsageError, check_count
 
@@ -86,17 +84,15 @@ class TailBatching(RolloutCallback):
             f"are ready; the others run {later}{kept}"
         )
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the rule into the schedule."""
-        schedule, run = rollout_schedule(trainer, self)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the rule."""
         if self.reuse_drafts:
             most = self.max_deferrals
             setting = "reuse_drafts=True" if most is None else f"max_deferrals={most}"
-            who, what = f"`TailBatching({setting})`", "drafts are verified by"
-            check_logprobs(who, run.settings.engine, run.settings.sampling, what)
+            schedule.compares_logprobs[f"`TailBatching({setting})`"] = "drafts are verified by"
         settings: dict[str, Any] = {
-            "update_prompts": run.settings.prompts_per_round,
-            "num_generations": run.settings.num_generations,
+            "update_prompts": facts.settings.prompts_per_round,
+            "num_generations": facts.settings.num_generations,
             "prompt_ratio": self.prompt_ratio,
             "completion_ratio": self.completion_ratio or 1.0,
             "shares": self.per_domain,

@@ -11,14 +11,12 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
 from lit_rlsched.settings import UsageError, check_finite, check_name, check_template_kwargs
 from lit_rlsched.training.precision import check_precision
-from lit_rlsched.types import Sampling
 
 _LEAST = {
     "prompts_per_round": 1,
@@ -256,89 +254,6 @@ def check_same_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
                     f"Rank {rank} has `{name}={value}`, and rank 0 has `{name}={ranks[0][name]}`. "
                     "Start all of them with the same package and the same settings."
                 )
-
-
-def check_group_size(num_generations: int, needs_group: bool) -> None:
-    """Refuse groups of one completion where a completion is compared with its group."""
-    if needs_group and num_generations < 2:
-        raise UsageError(
-            f"`num_generations={num_generations}`: use 2 or more (a baseline needs a second "
-            "completion), or `GRPOModule(advantage='reinforce++')`, which needs none."
-        )
-
-
-def check_decodes_by_itself(needed_by: str, engine: RolloutEngine) -> None:
-    """Refuse an engine that decodes only when the trainer calls it."""
-    if not engine.decodes_by_itself:
-        raise UsageError(
-            f"{needed_by} needs an engine that decodes while the trainer computes, and "
-            f"`{engine.name}` does so only when it is called. Use "
-            f"`engine=ProcessEngine({engine.name}(...))`."
-        )
-
-
-def warn_of_correction(who: str, module: Mapping[str, Any], masked: bool = False) -> None:
-    """Warn of a module that does not correct stale tokens, or not as it was told to.
-
-    Args:
-        who: The callback whose rounds have stale tokens, for the message.
-        module: The module's settings.
-        masked: Whether stale tokens are left out of the loss.
-    """
-    mode, rloo = module.get("importance_sampling_mode"), module.get("loss_type") == "rloo"
-    old = module.get("old_logprobs")
-    if old == "trainer" or (rloo and old is None):
-        if mode is None and not masked:
-            setting = "`old_logprobs='trainer'` and " if old else ""
-            rank_zero_warn(
-                f"{who} with {setting}`importance_sampling_mode=None` trains on tokens of earlier "
-                "policies as if the newest had drawn them. Set `importance_sampling_mode`"
-                + (", or leave `old_logprobs` out." if old else ".")
-            )
-    elif mode not in (None, "sequence_mask") and not rloo:
-        rank_zero_warn(
-            f"`importance_sampling_mode={mode!r}` has no effect with {who}, where the clipped "
-            "ratio is already relative to the policy that drew each token. Set "
-            "`old_logprobs='trainer'` to use it."
-        )
-
-
-def check_logprobs(
-    needed_by: str,
-    engine: RolloutEngine,
-    sampling: Sampling,
-    what: str = "tokens are trained against",
-) -> None:
-    """Refuse an engine and a sampling whose log-probs are not those of the policy.
-
-    Args:
-        needed_by: The setting that needs them, for the message.
-        engine: The run's engine.
-        sampling: The run's sampling.
-        what: What that setting does with them, for the message.
-    """
-    if not engine.logprobs:
-        raise UsageError(
-            f"{needed_by} with `{engine.name}`: {what} the log-probs they were drawn "
-            "with, and this engine gives none. Use `VLLMEngine` or `TransformersEngine`, or leave "
-            f"{needed_by} out."
-        )
-    if sampling.truncated:
-        raise UsageError(
-            f"{needed_by} with `top_p={sampling.top_p}, top_k={sampling.top_k}, "
-            f"min_p={sampling.min_p}`: {what} log-probs of the whole distribution, and the "
-            "engine's are of a truncated one. Use `top_p=1, top_k=0, min_p=0`, or leave "
-            f"{needed_by} out."
-        )
-
-
-def check_one_process(world_size: int, callback: str) -> None:
-    """Refuse a callback that splits the engine over the devices on which other ranks train."""
-    if world_size > 1:
-        raise UsageError(
-            f"`{callback}` splits the engine over the node's devices, and `Trainer` trains on "
-            f"{world_size} of them. Remove the callback, or use `devices=1`."
-        )
 
 
 def check_parallelism(

@@ -1,7 +1,8 @@
-"""The schedule of a run: everything that callbacks set, and which callbacks work together."""
+"""The schedule of a run: everything that callbacks set."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.scheduling.ahead_rollout import Correction
@@ -12,8 +13,7 @@ from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
-from lit_rlsched.settings import UsageError
-from lit_rlsched.training.learner import Learner
+from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.selection import Selection
 
 
@@ -21,7 +21,7 @@ from lit_rlsched.training.selection import Selection
 class Schedule:
     """Settings that the callbacks of one run have made, one field each; every run has a new one.
 
-    A callback sets its field in `setup`, before the engine starts.
+    A callback sets its field in `apply`, before the engine starts.
     """
 
     rule: RoundRule
@@ -51,6 +51,12 @@ class Schedule:
     """Exclude tokens of earlier policy versions from the loss: `SortedBatching`."""
     drafting: Drafting | None = None
     """How the engine drafts tokens, to verify several in a decode step: `Speculation`."""
+    compares_logprobs: dict[str, str] = field(default_factory=dict)
+    """Settings that need the engine's log-probs to be those of the policy, and what for."""
+    beside_update: list[str] = field(default_factory=list)
+    """Callbacks that need an engine that decodes while the trainer computes."""
+    trains_on_stale: str | None = None
+    """Setting with which rounds train on tokens of earlier policy versions."""
 
     @property
     def verifies_drafts(self) -> bool:
@@ -67,121 +73,47 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts about a run for a callback that sets its schedule."""
+    """What a switch may know of a run. The defaults are those of a run without a Trainer."""
 
     settings: RunSettings
-    learner: Learner
-    callbacks: frozenset[str]
-    """Class names of the Trainer's callbacks and of their base classes."""
+    learner: Learner = field(default_factory=PlainLearner)
+    callbacks: frozenset[str] = frozenset()
+    """Class names of the callbacks and of their base classes."""
+    trains: bool = True
+    """Whether the run is a `fit`."""
+    module: Mapping[str, Any] = field(default_factory=dict)
+    """Hyperparameters of the module."""
+    automatic: bool = False
+    """Whether Lightning takes the module's optimizer steps."""
+    ranks: int = 1
+    """Number of processes that train."""
+    sharded: str | None = None
+    """Name of the strategy, if it shards the policy."""
+    prompts: int | None = None
+    """Number of training prompts, once they are read; `None` for a stream."""
+
+    def streaming_obstacle(self) -> str | None:
+        """Say why gradients of parts cannot form the update, or `None` if they can."""
+        if (steps := self.settings.steps_per_round) > 1:
+            return (
+                f"with `steps_per_round={steps}` the groups of the first optimizer step are known "
+                "only at the end of the round. Use `steps_per_round=1`; `num_iterations` may be "
+                "any number"
+            )
+        if (why := self.learner.streaming_obstacle()) is None and self.automatic:
+            return (
+                "in automatic optimization Lightning forgets gradients before the first "
+                "micro-batch. Use a module with manual optimization"
+            )
+        return why
 
 
-def class_names(callbacks: Iterable[object]) -> frozenset[str]:
-    """Return the names of the classes of callbacks and of their base classes."""
-    return frozenset(of.__name__ for callback in callbacks for of in type(callback).__mro__)
+@runtime_checkable
+class Switch(Protocol):
+    """A callback that sets fields of the schedule."""
 
+    sets: str | None
+    """What it decides, in words; two switches that decide the same are refused."""
 
-REFUSED = {
-    ("InFlightUpdates", "SortedBatching"): "Both decide when a round ends. Remove one of them.",
-    ("InFlightUpdates", "TailBatching"): "Both decide when a round ends. Remove one of them.",
-    ("InFlightUpdates", "StreamedTraining"): (
-        "A round is drawn before the update that it would be part of begins. Remove one of them."
-    ),
-    ("AheadRollout", "SortedBatching"): "They do not work together yet. Remove one of them.",
-    ("AheadRollout", "TailBatching"): "They do not work together yet. Remove one of them.",
-    ("AheadRollout", "DrainFilling"): (
-        "With `AheadRollout` free slots begin the next round already, or the round after it is "
-        "drawn as a whole. Remove one of them."
-    ),
-    ("SortedBatching", "TailBatching"): "Both decide when a round ends. Remove one of them.",
-    ("AheadRollout", "Speculation"): (
-        "How many tokens of a round are drawn ahead depends on the number of decode steps, so it "
-        "would draw other tokens. Remove one of them."
-    ),
-    ("DrainFilling", "Speculation"): (
-        "How many tokens of the next round are begun depends on the number of decode steps, so it "
-        "would draw other tokens. Remove one of them."
-    ),
-    ("InFlightUpdates", "Speculation"): (
-        "New weights go in after a number of decode steps, so it would draw other tokens. Remove "
-        "one of them."
-    ),
-    ("DynamicSampling", "SortedBatching"): (
-        "`SortedBatching` draws no new prompts until its pool is used up, so a prompt could not be "
-        "replaced. Remove one of them; `DownSampling(drop_uninformative=True)` leaves such prompts "
-        "out of the update."
-    ),
-    ("MicroGroupSampling", "ParallelismPlanner"): (
-        "`MicroGroupSampling` decodes no more completions than the key-value cache can hold, so "
-        "nothing is preempted and `ParallelismPlanner` would only ever halve. Remove one of them."
-    ),
-}
-"""Pairs of callbacks that cannot work together, and why."""
-CHANGED = {
-    ("AheadRollout", "StreamedTraining"): (
-        "With `correction='verify'` gradients are streamed anyway, and `StreamedTraining` only "
-        "sets `start`; with `importance` it is refused."
-    ),
-    ("DownSampling", "SortedBatching"): (
-        "Completions are selected from whole groups, so rounds train on whole groups with every "
-        "`advantage`."
-    ),
-    ("DrainFilling", "DynamicSampling"): (
-        "A prompt that replaces another takes the slots of drafts, which go on when slots are free "
-        "again."
-    ),
-    ("DrainFilling", "SortedBatching"): (
-        "Drafts are begun of prompts that the pool holds beyond those of a round "
-        "(`oversubscribe`) and, in the last round of a pool, of the next pool. They are verified "
-        "in every mode."
-    ),
-    ("DrainFilling", "TailBatching"): (
-        "Drafts are begun of fresh prompts and, where the next round is likely to be long, of "
-        "losers that have no draft. Prompts with a draft are ahead in the next race."
-    ),
-    ("LengthPrediction", "MicroGroupSampling"): (
-        "The predictions order the completions that wait for a slot: `longest_first` unless "
-        "`order` says otherwise, `shortest_first` where rounds end early."
-    ),
-    ("DynamicSampling", "StreamedTraining"): (
-        "The engine waits for the trainer between two decode steps, so little overlaps."
-    ),
-    ("LengthPrediction", "StreamedTraining"): (
-        "If completions wait for slots, the engine waits for the trainer between two decode steps, "
-        "so little overlaps."
-    ),
-    **{
-        (name, "Speculation"): (
-            "Completions are the same, but not always those that are in time: text that repeats "
-            "needs fewer steps. `speculation/trained_over_drawn_speed` shows it."
-        )
-        for name in ("DynamicSampling", "SortedBatching", "TailBatching")
-    },
-    ("AdaptiveTimeouts", "TailBatching"): (
-        "A race includes the reward: a call that hangs delays its prompt no longer than the "
-        "adaptive time-out."
-    ),
-}
-"""Pairs of callbacks that work together, where one changes the other. All other pairs just work."""
-
-
-def check_pairs(names: Collection[str]) -> None:
-    """Refuse callbacks that cannot work together.
-
-    Args:
-        names: Names of their classes.
-
-    Raises:
-        UsageError: names both callbacks and says what to do instead.
-    """
-    for pair, why in REFUSED.items():
-        if set(pair) <= set(names):
-            raise UsageError(f"`{pair[0]}` with `{pair[1]}`: {why}")
-
-
-def pairs_as_markdown() -> str:
-    """The table of pairs in `docs/explanation/architecture.md`."""
-    lines = ["| callback | with | |", "|---|---|---|"]
-    refused = {pair: f"**refused**. {why}" for pair, why in REFUSED.items()}
-    for (first, second), note in (refused | CHANGED).items():
-        lines.append(f"| `{first}` | `{second}` | {note} |")
-    return "\n".join(lines)
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the fields. It needs no Trainer."""

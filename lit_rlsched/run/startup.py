@@ -24,10 +24,10 @@ from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
+from lit_rlsched.run.combinations import check
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import heed
-from lit_rlsched.run.run_settings import RunSettings
-from lit_rlsched.run.schedule import Schedule
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
@@ -52,7 +52,7 @@ class Startup:
     """Prompts, policy and engine settings of a run whose policy is loaded and schedule is set.
 
     Args:
-        settings: What the user has set.
+        facts: What the user has set, and how the Trainer runs.
         schedule: What callbacks have set.
         rows: Data sets that were read, by stage.
         trainer: The run's Trainer.
@@ -65,13 +65,14 @@ class Startup:
 
     def __init__(
         self,
-        settings: RunSettings,
+        facts: RunFacts,
         schedule: Schedule,
         rows: Mapping[str, RowTable | RowStream],
         trainer: Trainer,
         team: Team,
         scored: bool = True,
     ) -> None:
+        settings = facts.settings
         self._settings, self._schedule, self._trainer = settings, schedule, trainer
         self._team, self._scored = team, scored
         limit = settings.sampling.max_completion_length
@@ -107,7 +108,6 @@ class Startup:
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
         self._check_ranks()
-        self._check_drafts()
         self._check_rows()
         self._slots = schedule.slots.share(len(settings.engine.engines))
         if self.prompts.stream:
@@ -115,13 +115,7 @@ class Startup:
         elif train := self.prompts.train:
             schedule.rule.check_enough(len(train))
             schedule.rule.check_domains(train)
-            self._check_gen_batches()
-        if (probe := schedule.resolved_probe_tokens(limit)) >= limit:
-            raise UsageError(
-                f"`LengthPrediction(probe_tokens={probe})` leaves nothing to predict of "
-                f"completions with `max_completion_length={limit}`. Use less, or 0 to predict from "
-                "the prompt alone."
-            )
+            check(schedule, replace(facts, prompts=len(train)))
         self._order = schedule.slots.resolved_order(
             schedule.lengths is not None, schedule.rule.ends_early
         )
@@ -154,7 +148,7 @@ class Startup:
             )
 
     def _check_ranks(self) -> None:
-        """Refuse settings that do not work with a sharded policy."""
+        """Refuse a module that does not shard its policy as rollouts need it."""
         if not is_sharded(self._trainer):
             return
         module = self._trainer.lightning_module
@@ -163,50 +157,6 @@ class Startup:
                 f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
                 "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
                 "`configure_model`, or use `strategy='ddp'`."
-            )
-        if self._schedule.verifies_drafts:
-            raise UsageError(
-                "Drafts are verified with weights of earlier policy versions, which "
-                f"`{type(self._trainer.strategy).__name__}` has only in parts. Use "
-                "`strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., max_deferrals=...)`, "
-                "`SortedBatching(mode='verified')`, `AheadRollout(correction='verify')`, "
-                "`InFlightUpdates(too_old='verify')` and `DrainFilling` out."
-            )
-
-    def _check_drafts(self) -> None:
-        """Refuse drafts of several policy versions.
-
-        Also refuse drafts whose memory would decide which completions end first.
-        """
-        schedule, rule = self._schedule, self._schedule.rule
-        mixed = rule.max_staleness != 0
-        if rule.keeps_drafts and (mixed or schedule.in_flight is not None):
-            why = f"has `keeps_drafts` and `max_staleness={rule.max_staleness}`"
-            why = why if mixed else "has drafts, and `InFlightUpdates` changes weights meanwhile"
-            raise UsageError(
-                f"`{type(rule).__name__}` {why}: a draft would have tokens of several policy "
-                "versions, and the weights of one are kept. Use `max_staleness=0` without "
-                "`InFlightUpdates`, or `keeps_drafts=False`."
-            )
-        budget = schedule.slots.memory_budget
-        if schedule.fills_drain and schedule.rule.ends_early and budget is not None:
-            raise UsageError(
-                f"`DrainFilling` with `MicroGroupSampling(memory_budget={budget!r})`, in rounds "
-                "that end early: completions would wait for memory that drafts take, so the drafts "
-                "would decide what is trained on. Use `slots` in place of `memory_budget`."
-            )
-
-    def _check_gen_batches(self) -> None:
-        """Refuse `DynamicSampling` if a round may draw more prompts than there are."""
-        schedule, prompts_per_round = self._schedule, self._settings.prompts_per_round
-        prompts = len(self.prompts.train) - schedule.rule.most_deferred
-        most, fit = schedule.max_num_gen_batches, prompts // prompts_per_round
-        if most > fit:
-            fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
-            raise UsageError(
-                f"`DynamicSampling(max_num_gen_batches={most})` may draw "
-                f"{most * prompts_per_round} prompts in a round, and `train_data` holds "
-                f"{prompts}. {fix} lower `prompts_per_round`."
             )
 
     @property

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning import Callback, Trainer
+from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -21,7 +21,9 @@ from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
-from lit_rlsched.run.checks import check_group_size, check_logprobs, check_same_ranks, check_trainer
+from lit_rlsched.run.checks import check_same_ranks, check_trainer
+from lit_rlsched.run.combinations import make_schedule
+from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, stop_together
 from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.saving.resuming import (
@@ -34,7 +36,7 @@ from lit_rlsched.run.saving.resuming import (
     check_whole_groups,
     complete,
 )
-from lit_rlsched.run.schedule import RunFacts, Schedule, class_names
+from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.run.wandb_runs import describe_runs
@@ -64,6 +66,8 @@ class TrainingRun:
         """What the user has set; with several ranks the engine is in a process of its own."""
         self.schedule = Schedule(FullRound(settings.prompts_per_round))
         """Everything that callbacks have set for this run."""
+        self.facts = RunFacts(settings)
+        """What callbacks may know of the run when they set the schedule."""
         planner = RoundPlanner(RolloutBuffer(), settings.sampling, settings.num_generations)
         self.rounds = TrainingRounds(RoundRunner(planner))
         """Draws the rounds and holds the pool."""
@@ -115,12 +119,6 @@ class TrainingRun:
     def pool(self) -> RolloutBuffer:
         """Groups drawn from the data and not yet trained on."""
         return self.rounds.runner.planner.pool
-
-    @property
-    def facts(self) -> RunFacts:
-        """Facts for callbacks that set the schedule."""
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        return RunFacts(self.settings, self.learner, class_names(callbacks))
 
     @property
     def learner(self) -> Learner:
@@ -180,13 +178,12 @@ class TrainingRun:
         """Number of steps taken of the current round."""
         return (trainer or self.trainer).global_step - self._start + self._empty_steps
 
-    def join(self, trainer: Trainer) -> None:
-        """Form a team with the Trainer's other processes.
+    def join(self, trainer: Trainer, trains: bool) -> None:
+        """Form a team with the Trainer's other processes, and let its callbacks set the schedule.
 
         Raises:
-            UsageError: the Trainer's strategy or one of its callbacks is not
-                supported, or processes differ in version, seed or sizes.
-            UsageError: the Trainer's precision is not supported.
+            UsageError: the Trainer's strategy, precision or one of its callbacks is not supported,
+                processes differ in version, seed or sizes, or settings do not go together.
         """
         self._trainer = trainer
         check_trainer(trainer)
@@ -197,6 +194,17 @@ class TrainingRun:
             self.team = DistributedTeam()
             check_same_ranks(self.team.all_gather({"version": __version__, **self._same}))
             stop_together(trainer)
+        module = trainer.lightning_module
+        self.facts = RunFacts(
+            self.settings,
+            self.learner,
+            trains=trains,
+            module=module.hparams,
+            automatic=module.automatic_optimization,
+            ranks=trainer.world_size,
+            sharded=type(trainer.strategy).__name__ if is_sharded(trainer) else None,
+        )
+        self.schedule = make_schedule(trainer.callbacks, self.facts)  # type: ignore[attr-defined]
 
     @property
     def _same(self) -> dict[str, Any]:
@@ -230,18 +238,10 @@ class TrainingRun:
             rank_zero_warn(f"No rewards are computed: {error}")
 
     def begin(self) -> None:
-        """Read the Trainer's settings, start the clock, describe the run to W&B, and check it.
-
-        Raises:
-            UsageError: data module and module contradict each other.
-        """
-        settings = self.settings
-        self.fit_settings = FitSettings(self.trainer, settings.steps_per_epoch)
+        """Read the Trainer's settings, start the clock, and describe the run to W&B."""
+        self.fit_settings = FitSettings(self.trainer, self.settings.steps_per_epoch)
         self.clock.start()
-        describe_runs(self.trainer, settings.engine)
-        check_group_size(settings.num_generations, self.learner.needs_group)
-        if self.learner.needs_engine_logprobs(off_policy=False):
-            check_logprobs("`old_logprobs='engine'`", settings.engine, settings.sampling)
+        describe_runs(self.trainer, self.settings.engine)
 
     def start(self) -> None:
         """Start the session, unless it runs; the module has loaded the policy.
@@ -253,7 +253,7 @@ class TrainingRun:
             return
         self.check_resumed()
         self._startup = startup = Startup(
-            self.settings, self.schedule, self.rows, self.trainer, self.team, self._scored
+            self.facts, self.schedule, self.rows, self.trainer, self.team, self._scored
         )
         if startup.prompts.train:
             self.rounds.runner.planner.connect(startup.source)

@@ -64,12 +64,9 @@ class PlannedRun:
         make_fake(module, *references)
         datamodule.trainer, trainer.datamodule = trainer, datamodule  # type: ignore[attr-defined]
         datamodule.setup("fit")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if getattr(callback, "sets", None):  # the others may open files
-                callback.setup(trainer, module, "fit")
         run = datamodule.run
         self.settings, self.schedule = run.settings, run.schedule
-        self.startup = Startup(run.settings, run.schedule, run.rows, trainer, run.team)
+        self.startup = Startup(run.facts, run.schedule, run.rows, trainer, run.team)
         self.spec = replace(self.startup.spec, device=torch.device(device))
         self.token_bytes = self.startup.cache_bytes_per_token(self.spec)
         self.spec = replace(self.spec, slots=self.slots(run.settings.num_generations))
