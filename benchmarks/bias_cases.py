@@ -182,7 +182,7 @@ class World:
             length, there = self._settle(name, law)
             completion.token_ids = array("i", [1] * there)
             completion.logprobs = array("d", [0.0] * there)
-            completion.version_spans = [(version, there)]
+            completion.segments = [(version, there)]
             if there == length:
                 completion.finish_reason = "stop"
         return DraftAudit()
@@ -230,7 +230,7 @@ class World:
         session.close()
 
     def _old(self, completion: Completion, version: int) -> tuple[tuple[int, int], ...]:
-        spans = completion.version_spans
+        spans = completion.segments
         if self.schedule.ahead == "importance":
             return tuple(spans)
         old = [span for span in spans if span[0] < version]

@@ -132,7 +132,8 @@ def decode(
         audit.add(drawn.harvest, drawn.trace)
         resumed += sum(drawn.begun[ran] for ran in set(drawn.trace.spans["request"]))
         trained = [c for group in drawn.harvest.trained for c in group.completions]
-        stale += sum(len(c.token_ids) - c.tokens_of(version) for c in trained)
+        spans = [segment for c in trained for segment in c.segments]
+        stale += sum(tokens for author, tokens in spans if author != version)
     return Drained(traces, audit.metrics(), resumed, stale)
 
 

@@ -109,7 +109,7 @@ class Mistaken(Drafts):
             if fate == "kept":
                 completion.token_ids = array("i", draft.token_ids)
                 completion.logprobs = array("d", draft.logprobs)
-                completion.version_spans = [(version, len(draft.token_ids))]
+                completion.segments = [(version, len(draft.token_ids))]
                 if ended:
                     completion.finish_reason = "stop" if draft.token_ids[-1] == EOS else "length"
         return super().verify(groups, policy, version, **how)

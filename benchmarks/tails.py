@@ -146,7 +146,7 @@ class Verifier:
                 tokens.append(EOS if length == kept + 1 else EOS + 1)
             completion.token_ids = array("i", tokens)
             completion.logprobs = array("d", bytes(8 * len(tokens)))
-            completion.version_spans = [(version, len(tokens))]
+            completion.segments = [(version, len(tokens))]
             if tokens[-1] == EOS:
                 completion.finish_reason = "stop"
             elif len(tokens) == LIMIT:

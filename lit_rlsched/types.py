@@ -126,6 +126,10 @@ class Event:
     """Policy version of the weights that drew the tokens; set by the worker."""
 
 
+ENVIRONMENT = -1
+"""Author of tokens that no policy has drawn, such as the reply of a tool."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens of a deferred completion, for a newer policy to verify."""
@@ -133,18 +137,18 @@ class Draft:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log-prob of each token under the policy that drew it."""
-    version_spans: Sequence[tuple[int, int]]
-    """`(policy version, number of tokens)` in order, as in `Completion`."""
+    segments: Sequence[tuple[int, int]]
+    """`(policy version, number of tokens)` in order: a draft has no tokens of an environment."""
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions of the policies that drew it, in order."""
-        return tuple(version for version, _ in self.version_spans)
+        return tuple(version for version, _ in self.segments)
 
     def first(self, tokens: int) -> "Draft":
         """Return the draft of its first tokens."""
         spans, left = [], tokens
-        for version, drawn in self.version_spans:
+        for version, drawn in self.segments:
             if left > 0:
                 spans.append((version, min(drawn, left)))
             left -= drawn
@@ -174,8 +178,9 @@ class Completion:
     token_ids: "array[int]" = field(default_factory=no_ids)
     logprobs: "array[float]" = field(default_factory=no_floats)
     """Log-prob of each token under the policy that drew it."""
-    version_spans: list[tuple[int, int]] = field(default_factory=list)
-    """`(policy version, number of tokens)` in order; the numbers add up to `len(token_ids)`."""
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    """`(author, number of tokens)` in order; the numbers add up to `len(token_ids)`. The author is
+    the version of the policy that drew them, or `ENVIRONMENT`."""
     finish_reason: FinishReason | None = None
     text: str = ""
     scores: list[float | None] | None = None
@@ -212,7 +217,7 @@ class Completion:
             else:
                 self.token_ids.extend(new)
                 self.logprobs.extend(event.logprobs)
-            spans = self.version_spans
+            spans = self.segments
             last, tokens = spans[-1] if spans else (None, 0)
             if last == version:
                 spans[-1] = version, tokens + len(new)
@@ -221,6 +226,12 @@ class Completion:
         if event.finish_reason is not None and event.finish_reason != "paused":
             self.finish_reason = event.finish_reason
 
+    def take_reply(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of an environment. Their log-probs are 0, and nothing trains on them."""
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend([0.0] * len(token_ids))
+        self.segments.append((ENVIRONMENT, len(token_ids)))
+
     def restart(self) -> None:
         """Discard everything drawn so far."""
         blank = Completion(self.index, attempts=self.attempts + bool(self.token_ids))
@@ -228,8 +239,11 @@ class Completion:
             setattr(self, name, getattr(blank, name))
 
     def put_off(self) -> None:
-        """Move the drawn tokens into `draft` and reset."""
-        draft = Draft(self.token_ids, self.logprobs, self.version_spans)
+        """Move the tokens up to the first of an environment into `draft`, and reset."""
+        draft = Draft(self.token_ids, self.logprobs, self.segments)
+        if ENVIRONMENT in draft.versions:
+            turn = draft.versions.index(ENVIRONMENT)
+            draft = draft.first(sum(tokens for _, tokens in self.segments[:turn]))
         self.restart()
         self.draft = draft
 
@@ -239,17 +253,29 @@ class Completion:
             self,
             token_ids=self.token_ids[:],
             logprobs=self.logprobs[:],
-            version_spans=[*self.version_spans],
+            segments=[*self.segments],
         )
 
     def staleness(self, version: int) -> int:
         """Number of policy versions between its first token and `version`."""
-        return version - self.version_spans[0][0] if self.version_spans else 0
+        authors = (author for author, _ in self.segments if author != ENVIRONMENT)
+        return version - next(authors, version)
 
-    def tokens_of(self, version: int) -> int:
-        """Number of tokens at its end that were drawn under `version`."""
-        spans = self.version_spans
-        return spans[-1][1] if spans and spans[-1][0] == version else 0
+    @property
+    def drawn(self) -> int:
+        """Number of tokens that policies have drawn, without those of an environment."""
+        replies = sum(tokens for author, tokens in self.segments if author == ENVIRONMENT)
+        return len(self.token_ids) - replies
+
+    def mask(self, version: int | None = None) -> list[float]:
+        """Return 1 for each token that a policy has drawn, or that of `version`; 0 for others."""
+        if version is None and self.drawn == len(self.token_ids):
+            return [1.0] * len(self.token_ids)
+        return [
+            float(author != ENVIRONMENT and version in (None, author))
+            for author, tokens in self.segments
+            for _ in range(tokens)
+        ]
 
     @property
     def finished(self) -> bool:

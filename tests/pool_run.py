@@ -37,7 +37,7 @@ class Rounds(RolloutCallback):
             [[g.id, c.index, [*c.token_ids]] for g in round.groups for c in g.completions]
         )
         for c in round.completions:
-            assert c.finished and c.scored and sum(n for _, n in c.version_spans) == len(c.logprobs)
+            assert c.finished and c.scored and sum(n for _, n in c.segments) == len(c.logprobs)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         name = "sampling/sampling_logp_difference/max"

@@ -387,7 +387,7 @@ def describe(completion: Any) -> dict[str, Any]:
         "token_ids": list(c.token_ids),
         "text": c.text,
         "finish_reason": c.finish_reason,
-        "version_spans": [list(span) for span in c.version_spans],
+        "version_spans": [list(span) for span in c.segments],
         "scores": c.scores,
         "extra": c.extra,
         "logged": c.logged,

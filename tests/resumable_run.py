@@ -228,7 +228,7 @@ class Uids(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         self.uids.extend(g.id for g in round.groups)
-        self.spans.extend(len(c.version_spans) for c in round.completions)
+        self.spans.extend(len(c.segments) for c in round.completions)
 
     def state_dict(self):
         return {"uids": self.uids, "spans": self.spans}

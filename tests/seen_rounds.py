@@ -29,11 +29,7 @@ class Rounds(RolloutCallback):
     @property
     def drawn(self):
         return [
-            [
-                (g.id, c.index, [*c.token_ids], c.version_spans)
-                for g in r.groups
-                for c in g.completions
-            ]
+            [(g.id, c.index, [*c.token_ids], c.segments) for g in r.groups for c in g.completions]
             for r in self.rounds
         ]
 

@@ -60,8 +60,8 @@ def test_the_engine_is_killed_in_a_short_and_in_a_long_round(fit, sums):
     for round in kill.rounds:
         for completion in round.completions:
             assert completion.finished and completion.scored and not completion.dropped
-            assert sum(n for _, n in completion.version_spans) == len(completion.token_ids)
-            assert {version for version, _ in completion.version_spans} == {round.version}
+            assert sum(n for _, n in completion.segments) == len(completion.token_ids)
+            assert {version for version, _ in completion.segments} == {round.version}
             assert all(map(math.isfinite, completion.logprobs))
         # a restarted engine has the weights of the round: what it drew has their log-probs
         assert round.metrics["rollout/engine_restarts"] == sum(

@@ -80,7 +80,7 @@ def test_every_trained_token_is_on_policy(fit):
     fit(callbacks=[recorder], trainer={"max_epochs": 3})
     for round in recorder.rounds:
         for completion in round.completions:
-            assert completion.version_spans == [(round.version, len(completion.token_ids))]
+            assert completion.segments == [(round.version, len(completion.token_ids))]
 
 
 def test_every_prompt_once_before_any_twice(fit):

@@ -46,7 +46,7 @@ def test_drafts_of_the_same_policy_are_kept_whole(ends):
     assert verifier.positions == 10_000
     for completion in groups[0].completions:
         assert completion.finish_reason == ("stop" if ends else None)
-        assert completion.version_spans == [(3, 500)] and completion.draft is None
+        assert completion.segments == [(3, 500)] and completion.draft is None
 
 
 def test_the_farther_the_policies_the_less_is_kept():

@@ -129,7 +129,7 @@ def _row(
     }
     after = {
         "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
-        "completion_length": len(completion.token_ids),
+        "completion_length": completion.drawn,
         "finish_reason": completion.finish_reason,
         "round": round.ordinal,
     }

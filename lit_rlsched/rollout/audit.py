@@ -178,7 +178,7 @@ def settle(
 
 def attempt(completion: Completion) -> Attempt:
     """Return the completion's current length, as an attempt."""
-    return Attempt(len(completion.token_ids), completion.finished, not completion.attempts)
+    return Attempt(completion.drawn, completion.finished, not completion.attempts)
 
 
 def mean_length(attempts: Sequence[Attempt]) -> float:
@@ -248,7 +248,7 @@ class PoolAudit:
         self.discarded_tokens += harvest.discarded_tokens
         self.recovered_tokens += harvest.drafts.accepted_tokens
         completions = [c for group in harvest.trained for c in group.completions]
-        self.trained += (len(c.token_ids) for c in completions if not c.dropped)
+        self.trained += (c.drawn for c in completions if not c.dropped)
         ended = [attempt(c) for c in completions]
         self.first += (a for a in (*ended, *harvest.discarded, *harvest.drafted) if a.first)
 

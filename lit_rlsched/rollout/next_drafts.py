@@ -33,7 +33,7 @@ class Following:
     @property
     def tokens(self) -> int:
         """Number of tokens drawn so far."""
-        return sum(len(sample.completion.token_ids) for sample in self.samples)
+        return sum(sample.completion.drawn for sample in self.samples)
 
     @property
     def begun(self) -> int:

@@ -19,7 +19,7 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
     """Return groups as flat tensors. Prompts are stored by uid; texts are not stored."""
     groups = list(groups)
     completions = [c for g in groups for c in g.completions]
-    spans = [s for c in completions for s in c.version_spans]
+    spans = [s for c in completions for s in c.segments]
     drafts = [c.draft for c in completions]
     return {
         "groups": [
@@ -38,9 +38,9 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
         "offsets": _offsets(c.token_ids for c in completions),
         "token_ids": _joined((c.token_ids for c in completions), np.int32),
         "logprobs": _joined((c.logprobs for c in completions), np.float64),
-        "span_offsets": _offsets(c.version_spans for c in completions),
+        "span_offsets": _offsets(c.segments for c in completions),
         "spans": torch.tensor(spans, dtype=torch.int64).reshape(-1, 2),
-        "draft_spans": [d and [*d.version_spans] for d in drafts],
+        "draft_spans": [d and [*d.segments] for d in drafts],
         "draft_offsets": _offsets(d.token_ids if d else () for d in drafts),
         "draft_ids": _joined((d.token_ids for d in drafts if d), np.int32),
         "draft_logprobs": _joined((d.logprobs for d in drafts if d), np.float64),
@@ -58,7 +58,7 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
         "index": state["index"].tolist(),
         "token_ids": _arrays("i", state["token_ids"], offsets),
         "logprobs": _arrays("d", state["logprobs"], offsets),
-        "version_spans": [spans[a:b] for a, b in pairwise(span_offsets)],
+        "segments": [spans[a:b] for a, b in pairwise(span_offsets)],
         "finish_reason": [_FINISH[i] for i in state["finish"].tolist()],
         "scores": state["scores"],
         "extra": [json.loads(extra or "{}") for extra in state["extra"]],

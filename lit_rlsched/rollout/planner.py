@@ -51,7 +51,7 @@ class RolloutBuffer:
     def tokens(self) -> int:
         """Number of tokens drawn so far of all completions, drafts included."""
         drafts = (c.draft.token_ids if c.draft else () for c in self.completions)
-        return sum(len(c.token_ids) for c in self.completions) + sum(map(len, drafts))
+        return sum(c.drawn for c in self.completions) + sum(map(len, drafts))
 
     def restart(self) -> int:
         """Reset every completion to its state before the first draw.

@@ -53,7 +53,7 @@ class Verified(NamedTuple):
         metrics, trace = round.metrics, round.trace
         if trace is None or not trace.decode_steps or "ahead_rollout/tokens" not in metrics:
             return None
-        lengths = [len(c.token_ids) for c in round.completions]
+        lengths = [c.drawn for c in round.completions]
         steps = max(max(lengths), sum(lengths) / trace.slots)
         waited = metrics["time/rollout"] + metrics["ahead_rollout/wait_seconds"]
         return cls(

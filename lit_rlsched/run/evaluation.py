@@ -83,7 +83,7 @@ class Evaluated:
         assert group is not None, "one of the two was drawn"
         rewards = reward_matrix([group], self.reward_weights)
         figures["reward"] = float(rewards.nan_to_num(nan=0.0).mean())
-        figures["completions/mean_length"] = fmean(len(c.token_ids) for c in shown)
+        figures["completions/mean_length"] = fmean(c.drawn for c in shown)
         figures["completions/clipped_ratio"] = fmean(c.finish_reason == "length" for c in shown)
         return figures
 
@@ -168,7 +168,7 @@ def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[d
                 "prompt": group.prompt.text,
                 "completion": completion.text,
                 "temperature": group.sampling.temperature,
-                "completion_length": len(completion.token_ids),
+                "completion_length": completion.drawn,
                 "finish_reason": completion.finish_reason,
                 **dict(zip(reward_funcs, completion.scores or [], strict=False)),
             }

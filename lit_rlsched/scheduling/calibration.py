@@ -89,7 +89,7 @@ class CalibratedPredictor:
         expected = within_limit(samples, self._valid(self.predictor.predict(samples), from_history))
         for sample, *pair in zip(samples, expected.tolist(), from_history.tolist(), strict=True):
             if self.revises or sample.id not in self._asked:
-                self._asked[sample.id] = (len(sample.completion.token_ids), pair[0], pair[1])
+                self._asked[sample.id] = (sample.completion.drawn, pair[0], pair[1])
         return (from_history if self.fallback else expected).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
@@ -122,7 +122,7 @@ class CalibratedPredictor:
         if (asked := self._asked.pop(sample.id, None)) is None:
             return None
         have, expected, from_history = asked
-        remaining = len(sample.completion.token_ids) - have
+        remaining = sample.completion.drawn - have
         if remaining <= 0:
             return None  # the completion was restarted after the prediction
         capped = sample.completion.finish_reason == "length"

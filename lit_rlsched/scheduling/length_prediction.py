@@ -49,13 +49,14 @@ class LengthPredictor(RemembersInit, ABC):
 
 def drawn(samples: Sequence[Sample]) -> np.ndarray:
     """Number of drawn tokens of each completion, `[N]`."""
-    return np.array([len(sample.completion.token_ids) for sample in samples])
+    return np.array([sample.completion.drawn for sample in samples])
 
 
 def within_limit(samples: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
     """Clip predictions `[N]` to between 1 and the tokens that each completion may still draw."""
     caps = np.array([s.group.sampling.max_completion_length for s in samples])
-    return np.clip(tokens, 1.0, np.maximum(caps - drawn(samples), 1.0))
+    have = np.array([len(s.completion.token_ids) for s in samples])
+    return np.clip(tokens, 1.0, np.maximum(caps - have, 1.0))
 
 
 def tensor(values: np.ndarray) -> Any:
@@ -174,9 +175,9 @@ class SiblingMax(LengthPredictor):
         estimates = np.array(self.history.predict(samples))
         for i, sample in enumerate(samples):
             siblings = sample.group.completions
-            have = len(sample.completion.token_ids)
+            have = sample.completion.drawn
             if any(c.finish_reason is not None for c in siblings):
-                longest = max(len(c.token_ids) for c in siblings)
+                longest = max(c.drawn for c in siblings)
                 estimates[i] = longest - have if longest > have else estimates[i]
             elif sample.completion.index == 0:
                 estimates[i] = np.inf

@@ -230,7 +230,7 @@ class TokenConditioned(LengthPredictor):
             samples, raw.tolist(), x.astype(np.float32), strict=True
         ):
             self._waiting.pop(sample.id, None)  # move it to the end
-            self._waiting[sample.id] = (len(sample.completion.token_ids), tokens, features.copy())
+            self._waiting[sample.id] = (sample.completion.drawn, tokens, features.copy())
         while len(self._waiting) > self.max_waiting:
             del self._waiting[next(iter(self._waiting))]
         return within_limit(samples, expected).tolist()
@@ -242,8 +242,8 @@ class TokenConditioned(LengthPredictor):
         for sample in samples:
             asked = self._waiting.pop(sample.id, None)
             # a restarted completion may be shorter than at its prediction
-            if asked is not None and len(sample.completion.token_ids) > asked[0]:
-                pairs.append((len(sample.completion.token_ids) - asked[0], *asked[1:]))
+            if asked is not None and sample.completion.drawn > asked[0]:
+                pairs.append((sample.completion.drawn - asked[0], *asked[1:]))
         if not pairs:
             return
         came, raw = np.array([p[:2] for p in pairs]).T

@@ -28,7 +28,7 @@ from lit_rlsched.training.micro_batches import PASS, split_by_tokens
 from lit_rlsched.training.policy import evaluating
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
-from lit_rlsched.types import Completion, Draft, Group, Sample, stable_hash
+from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, stable_hash
 
 
 def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Drafts:
         completions = [c for group in pool for c in group.completions]
         live = {v for c in completions if c.draft for v in c.draft.versions}
         if all_tokens:
-            live |= {v for c in completions for v, _ in c.version_spans}
+            live |= {v for c in completions for v, _ in c.segments} - {ENVIRONMENT}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
             self.keep_version(policy, version)
@@ -231,7 +231,7 @@ class Drafts:
         audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - len(cut)
         for one in finite:
             completion, ids = one.sample.completion, one.sample.completion.token_ids
-            completion.version_spans = [(version, len(ids))]
+            completion.segments = [(version, len(ids))]
             if ids[-1] in eos_token_ids:
                 completion.finish_reason = "stop"
             elif len(ids) >= one.sample.group.sampling.max_completion_length:
@@ -244,7 +244,7 @@ class Drafts:
         """Use the log-probs of the verification as the old ones, if a draft was kept whole."""
         whole = {id(completion) for completion in self.kept_whole}
         for completion in completions:
-            if id(completion) in whole and completion.tokens_of(version):
+            if id(completion) in whole and version in dict(completion.segments):
                 completion.old_logprobs = completion.logprobs
 
     def _knows(self, draft: Draft) -> bool:
@@ -314,7 +314,7 @@ def _cut(
     for version, weights in drew.items():
         with _with(policy, weights):
             old[version] = completion_states(policy, *tensors)
-    spans = [span for one in batch for span in one.draft.version_spans]
+    spans = [span for one in batch for span in one.draft.segments]
     by = torch.tensor([version for version, tokens in spans for _ in range(tokens)])
 
     def both(positions: slice) -> tuple[Tensor, Tensor]:

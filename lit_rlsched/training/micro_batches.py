@@ -178,15 +178,12 @@ class StepTotals:
     """Train only on tokens drawn by this policy version; `None`: by any."""
 
     def trained(self, completion: Completion) -> int:
-        """Number of tokens trained on, at the end of the completion."""
-        if self.version is None:
-            return len(completion.token_ids)
-        return completion.tokens_of(self.version)
+        """Number of tokens trained on."""
+        return completion.drawn if self.version is None else int(sum(self.mask(completion)))
 
     def mask(self, completion: Completion) -> list[float]:
         """Mask of the tokens that are trained on."""
-        trained = self.trained(completion)
-        return [0.0] * (len(completion.token_ids) - trained) + [1.0] * trained
+        return completion.mask(self.version)
 
 
 class PaddingCount(NamedTuple):

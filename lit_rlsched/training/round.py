@@ -220,5 +220,5 @@ def _logprobs(round: Round) -> RoundLogprobs:
             length = len(c.token_ids)
             old[i, :length] = torch.tensor(c.old_logprobs)
             ref[i, :length] = torch.tensor(c.ref_logprobs)
-            mask[i, :length] = 1
+            mask[i, :length] = torch.tensor(c.mask())
     return RoundLogprobs(old, ref, mask)

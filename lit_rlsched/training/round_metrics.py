@@ -16,7 +16,7 @@ from lit_rlsched.training.advantages import standard_deviation
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.selection import selection_metrics
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import ENVIRONMENT, Completion, Group
 
 if TYPE_CHECKING:
     from lit_rlsched.training.weight_sync import PolicyReader
@@ -58,7 +58,7 @@ def measure(
         **speculation_metrics(round.trace, {sample.id for sample in trained}),
         **harvest_metrics(round, harvest),
         "rollout/trained_over_drawn_length": length_bias(
-            [len(sample.completion.token_ids) for sample in trained], harvest.ran
+            [sample.completion.drawn for sample in trained], harvest.ran
         ),
         **(staleness_metrics(kept, round.version) if update.off_policy else {}),
         **(selection_metrics(round, harvest) if update.selection else {}),
@@ -69,8 +69,8 @@ def measure(
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Lengths and the share of truncated completions: `completions/*`."""
-    lengths = [len(c.token_ids) for c in completions]
-    ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"] or [0]
+    lengths = [c.drawn for c in completions]
+    ended = [c.drawn for c in completions if c.finish_reason == "stop"] or [0]
     metrics: dict[str, float] = {}
     for kind, values in (("length", lengths), ("terminated_length", ended)):
         metrics[f"completions/mean_{kind}"] = fmean(values)
@@ -202,8 +202,9 @@ def staleness_metrics(
     """
     counts: Counter[int] = Counter()
     for completion in completions:
-        for drawn_under, tokens in completion.version_spans:
-            counts[version - drawn_under] += tokens
+        for drawn_under, tokens in completion.segments:
+            if drawn_under != ENVIRONMENT:
+                counts[version - drawn_under] += tokens
     total = max(1, counts.total())
     shares = {f"staleness/{k}": counts[k] / total for k in range(bins)}
     older = sum(n for k, n in counts.items() if k >= bins)
@@ -232,7 +233,7 @@ def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -
     samples = [
         s
         for s in round.samples
-        if len(s.completion.version_spans) > 1 and s.completion.tokens_of(round.version)
+        if len(s.completion.segments) > 1 and any(s.completion.mask(round.version))
     ][:MOST]
     if not samples:
         return {}
@@ -241,7 +242,7 @@ def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -
     )
     gaps = [
         (ours - torch.tensor(s.completion.logprobs, dtype=ours.dtype))[
-            -s.completion.tokens_of(round.version) :
+            torch.tensor(s.completion.mask(round.version)) == 1
         ]
         for s, ours in zip(samples, logprobs, strict=True)
     ]

@@ -93,7 +93,7 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, correctio
 
 def test_importance_trains_on_completions_that_are_one_round_older(fit, tiny_model, sums):
     seen, _, _ = run(fit, tiny_model, "importance", val_data=sums[80:82])
-    versions = [{v for c in r.completions for v, _ in c.version_spans} for r in seen.rounds]
+    versions = [{v for c in r.completions for v, _ in c.segments} for r in seen.rounds]
     assert versions == [{0}, {0}, {2}, {4}]
     assert [r.version for r in seen.rounds] == [0, 2, 4, 6]
     assert [r.metrics["staleness/mean"] for r in seen.rounds] == [0, 2, 2, 2]
@@ -104,7 +104,7 @@ def test_verified_rounds_are_drawn_by_the_newest_policy(fit, tiny_model):
     seen, _, data = run(fit, tiny_model, "verify")
     for round in seen.rounds:
         for completion in round.completions:
-            assert completion.version_spans == [(round.version, len(completion.token_ids))]
+            assert completion.segments == [(round.version, len(completion.token_ids))]
     first, *later = (r.metrics for r in seen.rounds)
     assert all(0 < r.metrics["pool/useful_token_share"] <= 1 for r in seen.rounds)
     assert "drafts/tokens" not in first
@@ -321,7 +321,7 @@ def test_a_round_that_was_drawn_ahead_is_dropped_without_the_callback(fit, tiny_
     )
     (after,) = seen.rounds
     assert after.version == 4 and after.metrics.get("staleness/mean", 0) == 0
-    assert all(c.version_spans[0][0] == 4 for c in after.completions)
+    assert all(c.segments[0][0] == 4 for c in after.completions)
     assert data.run.counters["num_discarded_tokens"] > 0
 
 

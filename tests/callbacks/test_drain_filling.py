@@ -75,7 +75,7 @@ def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule
         assert told == [0, *(r.metrics["rollout/draft_tokens"] for r in rounds)]
         for round in seen.rounds:
             for c in round.completions:
-                assert c.version_spans == [(round.version, len(c.token_ids))] and not c.attempts
+                assert c.segments == [(round.version, len(c.token_ids))] and not c.attempts
         assert not list(data.run.pool)
 
 

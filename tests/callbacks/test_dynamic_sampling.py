@@ -335,5 +335,5 @@ def test_what_another_schedule_left_in_the_pool_is_begun_anew(fit, tmp_path):
     (round,) = recorder.rounds
     assert len(round.groups) == 8
     for c in round.completions:
-        assert c.version_spans == [(1, len(c.token_ids))] and len(c.token_ids) <= 160
+        assert c.segments == [(1, len(c.token_ids))] and len(c.token_ids) <= 160
     assert round.metrics["rollout/discarded_tokens"] > 0

@@ -55,7 +55,7 @@ class Rounds(RolloutCallback):
     def drawn(self):
         return [
             [
-                (g.id, c.index, [*c.token_ids], [*c.logprobs], c.version_spans)
+                (g.id, c.index, [*c.token_ids], [*c.logprobs], c.segments)
                 for g in r.groups
                 for c in g.completions
             ]
@@ -91,7 +91,7 @@ def logprobs(policy, group, completion):
 
 def gaps_of(seen, group, completion):
     """How far the log-prob of each token is from that of the policy of its version."""
-    spans = completion.version_spans
+    spans = completion.segments
     versions = [version for version, tokens in spans for _ in range(tokens)]
     expected = {v: logprobs(seen.policies[v], group, completion) for v, _ in spans}
     drawn = enumerate(zip(completion.logprobs, versions, strict=True))
@@ -107,7 +107,7 @@ def test_each_token_was_drawn_by_its_version(fit, tiny_model, decoder):
         assert len(round.groups) == 4, "an update's prompts, as no two are ready in the same turn"
         for group in round.groups:
             for completion in group.completions:
-                spans = completion.version_spans
+                spans = completion.segments
                 versions = [version for version, tokens in spans for _ in range(tokens)]
                 assert versions == sorted(versions) and len(versions) == len(completion.token_ids)
                 assert 0 <= round.version - versions[0] <= 2 * STEPS
@@ -142,7 +142,7 @@ def test_what_would_be_too_old_is_verified(fit, tiny_model, decoder):
         for group in round.groups:
             for completion in group.completions:
                 assert completion.scores == [float(len(completion.text))]
-                spans = completion.version_spans
+                spans = completion.segments
                 assert sum(tokens for _, tokens in spans) == len(completion.token_ids)
                 assert 0 <= round.version - spans[0][0] <= STEPS
                 several += len(spans) > 1
@@ -222,7 +222,7 @@ def test_caches_of_older_weights_change_what_is_drawn(fit, tiny_model, cache, mo
     found = [r.metrics["in_flight/cache_kl"] for r in seen.rounds[1:]]
     assert len(found) == 2
     assert max(found) < 1e-9 if cache == "recompute" else min(found) > 1e-7
-    versions = [v for r in seen.rounds for c in r.completions for v, _ in c.version_spans]
+    versions = [v for r in seen.rounds for c in r.completions for v, _ in c.segments]
     assert {*versions} == {0, 1, 2, 3, 4}
 
 

@@ -105,7 +105,7 @@ def log_probs(model, group, completion):
 
 def versions(completion):
     """The policy version of each token."""
-    return [version for version, tokens in completion.version_spans for _ in range(tokens)]
+    return [version for version, tokens in completion.segments for _ in range(tokens)]
 
 
 def check_pools(recorder, size, generations):
@@ -183,7 +183,7 @@ def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, e
     for round in recorder.rounds:
         for row in round.samples:
             c, at = row.completion, versions(row.completion)
-            spans[len(c.version_spans)] += 1
+            spans[len(c.segments)] += 1
             assert len(at) == len(c.token_ids) == len(c.logprobs)
             assert at == sorted(at) and at[-1] <= round.version
             stored = torch.tensor(c.logprobs)
@@ -211,7 +211,7 @@ def test_every_token_is_of_the_newest_version(fit, tiny_model, engine, mode):
         model = module_of(tiny_model, recorder.weights[round.version]).model
         for row in round.samples:
             c = row.completion
-            assert c.version_spans == [(round.version, len(c.token_ids))]
+            assert c.segments == [(round.version, len(c.token_ids))]
             with torch.no_grad():
                 now = log_probs(model, row.group, c)
             torch.testing.assert_close(torch.tensor(c.logprobs), now, rtol=0, atol=1e-4)
@@ -521,7 +521,7 @@ def partial_gradients(fit, tiny_model, batching=None, **module):
     callbacks = [recorder, batching, MicroGroupSampling(slots=8)]
     fit(policy, callbacks, trainer={"max_epochs": 4}, **settings)
     assert sum(any(c.advantage for c in r.completions) for r in recorder.rounds) >= 3
-    assert len({v for c in recorder.completions for v, _ in c.version_spans}) >= 3
+    assert len({v for c in recorder.completions for v, _ in c.segments}) >= 3
     return recorder
 
 
@@ -619,7 +619,7 @@ def test_rloo_in_partial_mode(fit, tiny_model):
     module = RLOOModule(tiny_model, learning_rate=1e-3, beta=0.5)
     callbacks = [recorder, SortedBatching(pool_rounds=4, mode="partial")]
     fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
-    assert any(len(c.version_spans) > 1 for c in recorder.completions)
+    assert any(len(c.segments) > 1 for c in recorder.completions)
     for round in recorder.rounds:
         model = module_of(tiny_model, recorder.weights[round.version]).model
         rewards = []
@@ -651,7 +651,7 @@ def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model, mask_stale_tokens
     reference, ours, _ = fit(ours, [recorder, batching()], trainer=double, **SMALL)
     assert trainer.global_step == reference.global_step == 4
     assert theirs.trained == recorder.trained
-    assert any(len(c.version_spans) > 1 for c in theirs.completions)
+    assert any(len(c.segments) > 1 for c in theirs.completions)
     torch.testing.assert_close(vector(plain.lm), vector(ours.model), rtol=0, atol=1e-6)
 
 
@@ -755,9 +755,7 @@ def test_with_a_memory_budget_and_predicted_lengths(fit, tiny_model):
     done = [(g.id, c.index) for r in recorder.rounds[:end] for g in r.groups for c in g.completions]
     assert len(done) == len(pools) * 6 * 2
     of = {v: module_of(tiny_model, weights) for v, weights in recorder.weights.items()}
-    several = [
-        r for rd in recorder.rounds for r in rd.samples if len(r.completion.version_spans) > 1
-    ]
+    several = [r for rd in recorder.rounds for r in rd.samples if len(r.completion.segments) > 1]
     assert several
     for row in several:
         at = versions(row.completion)

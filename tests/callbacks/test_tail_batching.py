@@ -92,7 +92,7 @@ def check(recorder, update=4, size=2, raced=5):
             places = [c.index for c in g.completions]
             assert len(places) == size == len(set(places)) and places == sorted(places)
             assert all(c.finished and c.scored for c in g.completions)
-            assert all(c.version_spans == [(r.version, len(c.token_ids))] for c in g.completions)
+            assert all(c.segments == [(r.version, len(c.token_ids))] for c in g.completions)
         assert not any(k.startswith("staleness/") for k in r.metrics)
     assert len(recorder.trained) == len(set(recorder.trained))
     assert set(recorder.trained) | set(queue) == seen
@@ -213,7 +213,7 @@ def check_races(recorder, update=4, raced=5, most=8):
         assert ("drafts/tokens" in r.metrics) == bool(drafts_of(plan))
         for c in r.completions:
             assert c.finished and c.scored and c.draft is None
-            assert c.version_spans == [(r.version, len(c.token_ids))]
+            assert c.segments == [(r.version, len(c.token_ids))]
             assert len(c.logprobs) == len(c.token_ids)
     assert len(recorder.trained) == len(set(recorder.trained))
 
@@ -336,7 +336,7 @@ def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, complet
         replaced += sum(g.deferred > 0 and g.id not in planned for g in r.groups)
         for c in r.completions:
             assert c.finished and c.draft is None
-            assert c.version_spans == [(r.version, len(c.token_ids))]
+            assert c.segments == [(r.version, len(c.token_ids))]
         metrics, drafts = r.metrics, drafts_of(plan)
         drafted = sum(len(d.token_ids) for d in drafts)
         assert metrics.get("drafts/tokens", 0) >= drafted

@@ -102,7 +102,7 @@ def test_steps_share_the_groups_out(size, steps, seed):
 def spanned(*spans, advantage=1.0, reason="stop", dropped=None, uid="a"):
     """Tokens of several policy versions."""
     made = row(2, sum(n for _, n in spans), advantage, reason, dropped, uid)
-    made.completion.version_spans = list(spans)
+    made.completion.segments = list(spans)
     return made
 
 

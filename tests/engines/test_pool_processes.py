@@ -234,8 +234,8 @@ def test_a_pool_of_prompts_is_left_to_another_number_of_engines(fit, tmp_path):
     trained = [group.id for round in rounds.rounds for group in round.groups]
     assert len(trained) == len(set(trained)) >= 6
     for c in (c for round in rounds.rounds for c in round.completions):
-        assert sum(tokens for _, tokens in c.version_spans) == len(c.token_ids)
-    kept = [c.version_spans for c in rounds.rounds[1].completions if len(c.version_spans) > 1]
+        assert sum(tokens for _, tokens in c.segments) == len(c.token_ids)
+    kept = [c.segments for c in rounds.rounds[1].completions if len(c.segments) > 1]
     assert kept, "completions went on in the other engine"
 
 

@@ -180,7 +180,7 @@ def test_partial_keeps_what_is_left():
     assert harvest.discarded == [Attempt(9, False)]
     first, second = harvest.left[0].completions
     assert (first.scores, first.text, first.extra) == ([1.0], "text", {"column": 1})
-    assert first.finish_reason == "length" and second.version_spans == [(3, 1), (4, 7)]
+    assert first.finish_reason == "length" and second.segments == [(3, 1), (4, 7)]
 
 
 def test_on_policy_throws_nothing_away_that_is_trained_alone():
@@ -299,14 +299,14 @@ def test_what_is_old_becomes_a_draft_finished_or_not():
     old = group("a", done, completion(1, (3, 2)), young, Completion(3))
     before = put_off_old([old], 7, rule)
     assert [(c.index, was.finished) for c, was in before] == [(0, True), (1, False)]
-    assert [c.draft and c.draft.version_spans for c in old.completions] == [
+    assert [c.draft and c.draft.segments for c in old.completions] == [
         [(3, 1), (5, 2)],
         [(3, 2)],
         None,
         None,
     ]
     assert not done.scored and not done.attempts, "drawn on, it is the same draw"
-    assert not restart_stale([old], 7, rule) and young.version_spans == [(4, 1), (5, 2)]
+    assert not restart_stale([old], 7, rule) and young.segments == [(4, 1), (5, 2)]
     assert put_off_old([group("b", completion(0, (3, 1)))], 7, FullRound(1)) == []
     for (c, was), kept in ((before[0], 3), (before[1], 2)):
         c.draft, c.token_ids = None, was.token_ids[:kept]

@@ -31,7 +31,7 @@ def completions(draw, index, scored):
         index=index,
         token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n)),
         logprobs=draw(st.lists(floats, min_size=n, max_size=n)),
-        version_spans=[(v, k) for v, k in ((1, split), (2, n - split)) if k],
+        segments=[(v, k) for v, k in ((1, split), (2, n - split)) if k],
         finish_reason=draw(st.sampled_from([None, "stop", "length"])),
         scores=draw(st.none() | st.lists(st.none() | floats, min_size=2, max_size=2)),
         advantage=draw(floats),
@@ -131,7 +131,7 @@ def test_a_completion_keeps_the_version_of_each_token():
     completion.take(Event("x", [1, 2], [-1.0, -2.0]), version=4)
     completion.take(Event("x", [3], [-3.0]), version=4)
     completion.take(Event("x", [6], [-4.0], "stop"), version=5)
-    assert completion.version_spans == [(4, 3), (5, 1)]
+    assert completion.segments == [(4, 3), (5, 1)]
     assert completion.finish_reason == "stop"
 
 
@@ -164,11 +164,11 @@ def test_partial_completions_survive_a_checkpoint():
     other.load_state_dict(saved(pool.state_dict()), prompts.__getitem__)
     assert list(other) == list(pool) == list(partial_pool()[0])
     half, done = next(iter(other)).completions
-    assert (half.attempts, half.version_spans, half.scored) == (2, [(3, 1), (5, 2)], False)
+    assert (half.attempts, half.segments, half.scored) == (2, [(3, 1), (5, 2)], False)
     assert (done.scores, done.logged) == ([1.0, None], {"spread": [0.5, 0.25]})
     assert done.extra == {"answer": [1, None, "x"], "nested": {"y": 0.5}}
     half.take(Event("a@0/0", [1], [-0.75], "stop"), version=6)  # goes on, and not in the other
-    assert half.version_spans == [(3, 1), (5, 2), (6, 1)]
+    assert half.segments == [(3, 1), (5, 2), (6, 1)]
     assert list(pool) == list(partial_pool()[0])
 
 
@@ -236,7 +236,7 @@ def test_the_first_tokens_of_a_draft_keep_their_versions():
     draft = half.draft
     assert draft.versions == (3, 5) and draft.first(3) == draft == draft.first(9)
     assert draft.first(2) == Draft(draft.token_ids[:2], draft.logprobs[:2], [(3, 1), (5, 1)])
-    assert draft.first(1).version_spans == [(3, 1)] and draft.first(0).version_spans == []
+    assert draft.first(1).segments == [(3, 1)] and draft.first(0).segments == []
 
 
 def test_a_checkpoint_of_drafts_of_one_version_each_can_be_read():
@@ -247,10 +247,3 @@ def test_a_checkpoint_of_drafts_of_one_version_each_can_be_read():
     packed["draft_versions"] = [s and s[0][0] for s in spans]
     assert packed["draft_versions"].count(5) == 1
     assert unpack(packed, prompts.__getitem__) == [*pool]
-
-
-def test_which_tokens_are_of_a_version():
-    half = Completion(0, [5, 6, 7], [-0.5, -0.25, -2.0], [(3, 1), (5, 2)])
-    assert [half.tokens_of(version) for version in (3, 4, 5, 6)] == [0, 0, 2, 0]
-    assert [half.staleness(version) for version in (3, 5, 8)] == [0, 2, 5]
-    assert (Completion(0).tokens_of(0), Completion(0).staleness(7)) == (0, 0)

@@ -75,7 +75,7 @@ def lose(groups, version=1):
             ahead = stable_hash(group.id, completion.index) % (LIMIT + 1)
             if 0 < ahead < len(completion.token_ids):
                 del completion.token_ids[ahead:], completion.logprobs[ahead:]
-                completion.version_spans = [(version, ahead)]
+                completion.segments = [(version, ahead)]
             completion.put_off()
 
 
@@ -103,7 +103,7 @@ def test_drafts_become_draws_of_the_policy_that_verifies_them():
         whole = ends or len(completion.token_ids) == LIMIT
         assert completion.finish_reason == ("stop" if ends else "length" if whole else None)
         assert completion.draft is None and completion.attempts == 1
-        assert completion.version_spans == [(4, len(completion.token_ids))]
+        assert completion.segments == [(4, len(completion.token_ids))]
     decode(policy, groups, 4)
     completions = [c for g in groups for c in g.completions]
     assert chi_square(completions, expected) > 0.01
@@ -204,7 +204,7 @@ def test_a_version_is_kept_while_it_has_drafts():
 
 def test_versions_of_all_tokens_are_kept_if_they_may_become_drafts():
     policy, drafts, (group,) = make_policy(0), Drafts(), groups_of(1)
-    group.completions[0].version_spans = [(3, 1), (5, 2)]
+    group.completions[0].segments = [(3, 1), (5, 2)]
     for version in (3, 4, 5):
         drafts.keep_version(policy, version)
     was = drafts.weights[3]
@@ -220,7 +220,7 @@ def test_a_draft_of_unknown_weights_is_discarded():
     drafts, groups = lost(policy, 2)
     other = groups[0].completions[0]
     tokens = len(other.draft.token_ids)
-    spans = [(0, 1), *other.draft.version_spans]
+    spans = [(0, 1), *other.draft.segments]
     other.draft = Draft(other.draft.token_ids, other.draft.logprobs, spans)
     audit = verify(drafts, policy, groups)
     assert other == Completion(0, attempts=other.attempts)
@@ -260,7 +260,7 @@ def test_the_log_probs_of_the_engine_are_compared_with_the_trainers():
     for completion in (c for g in groups for c in g.completions):
         if (draft := completion.draft) is not None:
             told = [p + (0.01 if i % 2 else -0.03) for i, p in enumerate(draft.logprobs)]
-            completion.draft = Draft(draft.token_ids, told, draft.version_spans)
+            completion.draft = Draft(draft.token_ids, told, draft.segments)
     later, twin, unchecked = moved(policy, by=0.3), *(copy.deepcopy(groups) for _ in range(2))
     few = verify(drafts, later, copy.deepcopy(groups[:20]), allowed_gap=0)  # too few to judge
     assert 0 < few.compared < 256

@@ -54,7 +54,7 @@ class Run:
                     continue
                 self.verified[group.id, completion.index, draft.versions] += 1
                 kept = (len(draft.token_ids) + 1) // 2
-                completion.draft, completion.version_spans = None, [(version, kept)]
+                completion.draft, completion.segments = None, [(version, kept)]
                 completion.token_ids.extend(draft.token_ids[:kept])
                 completion.logprobs.extend(draft.logprobs[:kept])
                 audit.tokens += len(draft.token_ids)

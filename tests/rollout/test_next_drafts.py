@@ -99,7 +99,7 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
         for group in part:
             i = groups.index(group)
             most, length, (completion,) = kept[i], own[i], group.completions
-            completion.draft, completion.version_spans = None, [(1, most)]
+            completion.draft, completion.segments = None, [(1, most)]
             completion.token_ids.extend([7] * most)
             completion.logprobs.extend([0.0] * most)
             completion.finish_reason = "stop" if most == length else None
@@ -196,7 +196,7 @@ def test_a_cut_draft_has_all_its_tokens(own, later, slots):
     whole.put_off()
     for sample, length in zip(whole.samples, later, strict=True):
         assert not sample.completion.token_ids and not sample.completion.attempts
-        assert sample.completion.draft.version_spans == [(3, length)]
+        assert sample.completion.draft.segments == [(3, length)]
         assert len(sample.completion.draft.token_ids) == length
     assert not Following(whole.groups, "later").samples, "a draft is not drawn on"
 

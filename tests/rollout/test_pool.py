@@ -228,7 +228,7 @@ class Round:
             for c in (c for group in part for c in group.completions):
                 length = len(c.draft.token_ids)
                 most = kept.randint(1, length)
-                c.draft, c.version_spans = None, [(1, most)]
+                c.draft, c.segments = None, [(1, most)]
                 c.token_ids.extend([7] * most)
                 c.logprobs.extend([0.0] * most)
                 c.finish_reason = "stop" if most == length else None

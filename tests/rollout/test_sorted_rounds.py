@@ -314,7 +314,7 @@ def test_on_policy_trains_on_the_newest_policy_alone(case):
     for _ in range(2):
         for r in run.whole_pool():
             for c in (c for g in r.trained for c in g.completions):
-                assert c.version_spans == [(r.version, len(c.token_ids))]
+                assert c.segments == [(r.version, len(c.token_ids))]
                 assert len(c.logprobs) == len(c.token_ids)
             for c in (c for g in r.left for c in g.completions):
                 assert c == Completion(c.index, attempts=c.attempts)
@@ -335,12 +335,12 @@ def test_partial_keeps_who_drew_each_token(case):
         first = run.version
         for r in run.whole_pool():
             for group, c in ((g, c) for g in [*r.trained, *r.left] for c in g.completions):
-                versions = [version for version, _ in c.version_spans]
-                assert len(c.logprobs) == len(c.token_ids) == sum(n for _, n in c.version_spans)
+                versions = [version for version, _ in c.segments]
+                assert len(c.logprobs) == len(c.token_ids) == sum(n for _, n in c.segments)
                 assert versions == sorted(set(versions))
                 assert all(first <= v <= r.version for v in versions)
                 start = 0
-                for version, tokens in c.version_spans:
+                for version, tokens in c.segments:
                     expected = drawn_logprobs(group, c, start, tokens, version)
                     assert list(c.logprobs[start : start + tokens]) == expected
                     start += tokens

@@ -149,7 +149,7 @@ def accept_some(groups, version, limit, whole=0):
                 completion.logprobs.append(-0.5)
                 replaced += 1
             n = len(completion.token_ids)
-            completion.version_spans = [(version, n)]
+            completion.segments = [(version, n)]
             ends = completion.token_ids[-1] == 1
             completion.finish_reason = "stop" if ends else "length" if n == limit else None
     return audit, replaced
@@ -366,7 +366,7 @@ def test_each_update_is_as_large_as_the_synchronous_one(case):
             assert set(places) <= set(range(case.rule.launched(case.size)))
             for c in g.completions:
                 assert c.finished and c.scored and not c.dropped
-                assert c.version_spans == [(r.version, len(c.token_ids))]
+                assert c.segments == [(r.version, len(c.token_ids))]
                 assert len(c.logprobs) == len(c.token_ids) > 0
                 assert (c.finish_reason == "stop") == (c.token_ids[-1] == 1)
         ids = [g.id for g in r.plan]

@@ -53,7 +53,7 @@ def test_steps_of_a_round_divide_by_their_average():
     for at, one in enumerate(round.groups):
         for completion in one.completions:
             completion.token_ids = [7] * (at + 1)
-            completion.logprobs, completion.version_spans = [-1.0] * (at + 1), [(0, at + 1)]
+            completion.logprobs, completion.segments = [-1.0] * (at + 1), [(0, at + 1)]
     round.groups[3].completions[1].dropped = "unscored"
     update = update_of(steps_per_round=2, num_iterations=2)
     steps = [update.step(round, i) for i in range(4)]

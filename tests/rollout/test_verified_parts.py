@@ -28,7 +28,7 @@ def group(name, completions, draft=None):
 
 def keep(completion, tokens, of=8):
     """What a verification leaves of a draft."""
-    completion.draft, completion.version_spans = None, [(1, tokens)]
+    completion.draft, completion.segments = None, [(1, tokens)]
     completion.token_ids.extend([7] * tokens)
     completion.logprobs.extend([0.0] * tokens)
     completion.finish_reason = "stop" if tokens == of else None

@@ -22,14 +22,14 @@ PERCENTILES = (50, 90, 99)
 
 def length_histogram(round: Round) -> Figure:
     """Plot the round's completion lengths; the axis is logarithmic if a few are much longer."""
-    lengths = np.array([len(c.token_ids) for c in round.completions])
+    lengths = np.array([c.drawn for c in round.completions])
     limit = max(group.sampling.max_completion_length for group in round.groups)
     marks = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
     skewed = lengths.min() > 0 and marks[-1] > 5 * marks[0]
     low, high = lengths.min(), max(lengths.max(), lengths.min() + 1)
     edges = np.geomspace(low, high, 41) if skewed else np.linspace(low, high, 41)
     parts = {
-        reason: [len(c.token_ids) for c in round.completions if c.finish_reason == reason]
+        reason: [c.drawn for c in round.completions if c.finish_reason == reason]
         for reason in FINISHES
     }
     present = [reason for reason in FINISHES if parts[reason]]

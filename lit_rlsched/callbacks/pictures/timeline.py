@@ -133,7 +133,7 @@ def _kept_tokens(round: Round, trace: RolloutTrace) -> dict[str, int]:
     decoded: Counter[str] = Counter()
     for request, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
         decoded[request] += tokens
-    kept = {s.id: len(s.completion.token_ids) - decoded[s.id] for s in round.samples}
+    kept = {s.id: s.completion.drawn - decoded[s.id] for s in round.samples}
     # verification draws a token after a rejected draft
     least = 2 if "drafts/tokens" in round.metrics else 1
     return {request: tokens for request, tokens in kept.items() if tokens >= least}
