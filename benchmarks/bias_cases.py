@@ -19,8 +19,9 @@ from benchmarks import tabular
 from benchmarks.tabular import Law, Tokens
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.scheduling.admission import Admission
@@ -194,13 +195,12 @@ class World:
         session = simulated_session(engine, how.slots, LIMIT + 1, lambda: Admission(how.slots))
         session.controller.scorer = session.scorer = Scores(self)  # type: ignore[assignment]
         selection, batches = how.selection, how.max_num_gen_batches
-        watchers = Watchers(
-            verify=self.verify,
-            stop=Stop(selection, [1.0]) if selection and selection.reward_range else None,
-            is_replaced=(lambda group: is_uninformative(group, [1.0])) if batches > 1 else None,
-            max_num_gen_batches=batches,
-            drafts_next="cut" if how.fills_drain else None,
-        )
+        hooks = RoundHooks()
+        hooks.verify = self.verify  # type: ignore[method-assign]
+        hooks.is_replaced = lambda group: is_uninformative(group, [1.0])  # type: ignore[method-assign]
+        hooks.stop = Stop(selection, [1.0]) if selection and selection.reward_range else None
+        hooks.max_num_gen_batches = batches
+        hooks.drafts_next = "cut" if how.fills_drain else None
         visits = [Visit(Prompt(f"{i}", "", (p,)), f"{i}") for i, p in enumerate(prompts)]
         planner = RoundPlanner(RolloutBuffer(), Sampling(LIMIT), how.generations)
         planner.source = Prompts(visits)  # type: ignore[assignment]
@@ -215,7 +215,7 @@ class World:
         number = 1 if how.ahead == "verify" else 0
         while how.rounds is None or number < how.rounds:
             self.version = number
-            drawn = runner.run(session, rule, number, number, lambda groups: watchers)
+            drawn = runner.run(session, rule, number, number, hooks)
             if not drawn.planned:
                 break
             runner.commit(drawn)

@@ -42,7 +42,7 @@ from benchmarks.tails import (
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
@@ -127,7 +127,7 @@ def rounds(
                 completion.put_off()
             planner.pool.settle(groups, groups)
         verifier.positions = 0
-        drawn = runner.run(session, rule, version, version, lambda g: Watchers(verify=verifier))
+        drawn = runner.run(session, rule, version, version, verifier)
         runner.commit(drawn)
         harvest = drawn.harvest
         trained = sum(len(c.token_ids) for g in harvest.trained for c in g.completions)

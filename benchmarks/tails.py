@@ -34,6 +34,7 @@ from benchmarks import results
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
+from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
@@ -108,7 +109,7 @@ class Lengths:
         return min(LIMIT, max(than + 1, length))
 
 
-class Verifier:
+class Verifier(RoundHooks):
     """Accept drafts by the rule of a real run, for policies that differ by a given distance.
 
     The ratio `p/q` of a token is log-normal.
@@ -127,7 +128,7 @@ class Verifier:
         self.ages: dict[int, DraftAudit] = {}
         """Drafts of the last call, by versions since they were drawn."""
 
-    def __call__(self, groups: Sequence[Group], version: int) -> DraftAudit:
+    def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         """Turn drafts into completions, as `training.draft_verifier` does."""
         self.positions, self.ages = 0, {}
         for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):

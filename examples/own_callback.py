@@ -13,6 +13,7 @@ import re
 from statistics import fmean
 
 from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.settings import UsageError
 
 
 class PatternShare(RolloutCallback):
@@ -23,7 +24,7 @@ class PatternShare(RolloutCallback):
         name: Name of the metric.
 
     Raises:
-        ValueError: `pattern` is not a regular expression.
+        UsageError: `pattern` is not a regular expression.
     """
 
     def __init__(self, pattern: str, name: str = "completions/pattern_share"):
@@ -31,7 +32,7 @@ class PatternShare(RolloutCallback):
             self.pattern = re.compile(pattern)
         except re.error as error:
             message = f"`PatternShare({pattern=})` is not a regular expression: {error}."
-            raise ValueError(message) from None
+            raise UsageError(message) from None
         self.name = name
 
     def on_round_end(self, trainer, pl_module, round):

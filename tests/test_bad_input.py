@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoTokenizer
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -337,12 +336,12 @@ def test_sorted_batching_that_cannot_work(fit, batching, settings, message):
         (
             [DynamicSampling(5)],
             {"prompts_per_round": 20},
-            r"max_num_gen_batches=5\)` may draw 100 prompts .*`train_data` holds 80. Use 4 or less",
+            r"max_num_gen_batches=5\)` with `train_data` of 80 prompts: .*draw 100. Use 4 or less",
         ),
         (
             [DynamicSampling(2)],
             {"prompts_per_round": 50},
-            r"max_num_gen_batches=2\)` may draw 100 prompts .* holds 80. (?!Use 1).*prompts_per_r",
+            r"max_num_gen_batches=2\)` with .* of 80 prompts: .*draw 100. (?!Use 1).*prompts_per_r",
         ),
         (
             [SortedBatching(2), DynamicSampling()],
@@ -392,7 +391,7 @@ def test_two_callbacks_that_end_rounds(fit):
     )
     for callbacks in ([SortedBatching(), TailBatching()], [SortedBatching(), SortedBatching()]):
         with pytest.raises(
-            MisconfigurationException,
+            UsageError,
             match=message.replace("TailBatching", type(callbacks[1]).__name__),
         ):
             fit(callbacks=callbacks)

@@ -128,7 +128,7 @@ def test_a_class_of_the_user_may_take_any_name_and_passes_on_the_others() -> Non
 
     mine = Mine("model", args=3, beta=0.5)
     assert mine.args == 3 and mine.hparams.beta == 0.5
-    with pytest.raises(UsageError, match="max_grad_norm"):
+    with pytest.raises(TypeError, match="max_grad_norm"):
         Mine("model", args=3, max_grad_norm=1.0)
 
     class Other(RolloutDataModule):

@@ -31,7 +31,7 @@ from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.run import wandb_runs
 from lit_rlsched.run.run_config import algorithm, commit, run_config, run_name, versions
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.settings import UsageError, plain
+from lit_rlsched.settings import plain
 from lit_rlsched.text import without_secrets
 
 # Arguments of a constructor.
@@ -92,7 +92,7 @@ def test_objects_are_copied_and_sent_to_processes_as_before():
     for made in (DownSampling(keep=2), VLLMEngine(kv_cache_gib=1.5), Countdown(size=3)):
         assert pickle.loads(pickle.dumps(made)).init_args == made.init_args
         assert copy.deepcopy(made).init_args == made.init_args
-    with pytest.raises(UsageError, match=r"DownSampling.__init__\(\) missing 1 required"):
+    with pytest.raises(TypeError, match=r"DownSampling.__init__\(\) missing 1 required"):
         DownSampling()
 
 

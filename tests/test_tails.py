@@ -41,7 +41,7 @@ def drafted(n, tokens, ends):
 @pytest.mark.parametrize("ends", [True, False])
 def test_drafts_of_the_same_policy_are_kept_whole(ends):
     groups, verifier = drafted(20, 500, ends), Verifier(Lengths(0.5), 1e-9)
-    audit = verifier(groups, 3)
+    audit = verifier.verify(groups, 3)
     assert (audit.tokens, audit.accepted_tokens, audit.completed) == (10_000, 10_000, 20)
     assert verifier.positions == 10_000
     for completion in groups[0].completions:
@@ -53,7 +53,7 @@ def test_the_farther_the_policies_the_less_is_kept():
     kept = []
     for distance in (0.001, 0.01, 0.1):
         groups, verifier = drafted(100, 1000, False), Verifier(Lengths(0.5), distance)
-        audit = verifier(groups, 1)
+        audit = verifier.verify(groups, 1)
         kept.append(audit.accepted_tokens / audit.tokens)
         cut = 100 - audit.completed
         assert cut > 0 and verifier.positions == 1000 * (100 + 2 * cut)
@@ -66,7 +66,7 @@ def test_the_farther_the_policies_the_less_is_kept():
 def test_older_drafts_are_of_a_policy_farther_away():
     def kept(distance, version):
         groups, verifier = drafted(60, 1000, False), Verifier(Lengths(0.5), distance)
-        audit = verifier(groups, version)
+        audit = verifier.verify(groups, version)
         assert verifier.ages == {version: audit}
         return audit.accepted_tokens / audit.tokens
 

@@ -119,7 +119,7 @@ class InFlightUpdates(AheadRollout):
 
         def update() -> None:
             assert run.session is not None
-            if run.session.update(version) and self.settings.too_old == "verify":
-                run.rounds.drafts.keep_version(run.startup.policy, version)
+            verifies = self.settings.too_old == "verify"
+            run.rounds.overlap.update(run.session, run.startup.policy, version, verifies)
 
         run.lead(update)

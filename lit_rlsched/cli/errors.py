@@ -88,10 +88,12 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
 
 
 @contextmanager
-def of_lightning() -> Iterator[None]:
-    """Turn errors of Lightning's constructors, which check settings, into a `UsageError`."""
+def of_arguments() -> Iterator[None]:
+    """Turn errors of constructors, Lightning's and jsonargparse's included, into a `UsageError`."""
     try:
         yield
+    except UsageError:
+        raise
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         raise UsageError(str(error)) from error
 

@@ -34,7 +34,7 @@ from lit_rlsched.cli.errors import (
     OnlyInFiles,
     Parser,
     command_of,
-    of_lightning,
+    of_arguments,
     plain_warnings,
     refusals,
 )
@@ -183,6 +183,11 @@ class RolloutCLI(LightningCLI):
         else:
             self._folder = choose_folder(config, subcommand)
 
+    def instantiate_classes(self) -> None:
+        """Make the objects of the configuration; an error is about their arguments."""
+        with of_arguments():
+            super().instantiate_classes()
+
     def _estimate_on_cpu(self, config: Namespace) -> None:
         """Use a Trainer on the CPU, so that a machine without the run's GPU can estimate it."""
         trainer = config.trainer
@@ -217,8 +222,7 @@ class RolloutCLI(LightningCLI):
         config["plugins"] = with_atomic_io(config["plugins"])
         refuse_unseen_gpu(config["accelerator"])
         refuse_missing_gpus(config["accelerator"], config["devices"])
-        with of_lightning():
-            self.trainer = super()._instantiate_trainer(config, callbacks)
+        self.trainer = super()._instantiate_trainer(config, callbacks)
         check_trainer(self.trainer)  # before the Trainer starts other processes
         for callback in self._callbacks(SaveConfig):
             callback.config = self._given

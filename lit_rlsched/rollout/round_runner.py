@@ -15,12 +15,12 @@ from lit_rlsched.rollout.audit import (
     restart_stale,
     settle,
 )
+from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.scoring import EarlyStop, Feedback
+from lit_rlsched.rollout.scoring import Feedback
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.ahead_rollout import AfterRound
-from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group, Prompt, Sample
@@ -30,35 +30,6 @@ AHEAD = "ahead"
 prompts."""
 BESIDE = "beside"
 """Part of the seeds of completions drawn beside a validation."""
-Verify = Callable[[Sequence[Group], int], DraftAudit]
-"""Turns drafts of the groups into completions of the given policy version."""
-
-
-def no_drafts(groups: Sequence[Group], version: int) -> DraftAudit:
-    """Verify nothing: for rounds that begin without drafts."""
-    return DraftAudit()
-
-
-@dataclass(frozen=True, slots=True)
-class Watchers:
-    """Hooks of the trainer into a round; by default none."""
-
-    verify: Verify = no_drafts
-    """Called with groups before they are submitted."""
-    stop: EarlyStop | None = None
-    """Stops groups that need no more completions."""
-    is_replaced: Callable[[Group], bool] | None = None
-    """Returns whether another prompt takes the place of a complete group."""
-    max_num_gen_batches: int = 1
-    """Bound on the prompts of a round, replacements included, as a multiple of an update's."""
-    advanced: Callable[[RoundState, RolloutTrace], None] = lambda state, trace: None
-    """Called each time a group completes."""
-    drafts_next: AfterRound | None = None
-    """What happens to the drafts that free slots begin; `None`: they begin none."""
-
-
-Prepare = Callable[[list[Group]], Watchers]
-"""Called with the groups of a round before anything is drawn; returns the round's hooks."""
 
 
 @dataclass(slots=True)
@@ -93,7 +64,7 @@ class RoundInProgress:
         number: Number of rounds before this one.
         version: Policy version of the weights.
         salt: Changes the seeds.
-        prepare: Called with the planned groups; returns the round's hooks.
+        hooks: The trainer's part in the round.
     """
 
     def __init__(
@@ -104,7 +75,7 @@ class RoundInProgress:
         number: int,
         version: int,
         salt: str,
-        prepare: Prepare,
+        hooks: RoundHooks,
     ) -> None:
         began = time.perf_counter()
         self._planner = planner = runner.planner
@@ -113,13 +84,15 @@ class RoundInProgress:
         self.groups = planner.plan(rule)
         before = put_off_old(self.groups, version, rule)
         self._stale = restart_stale(self.groups, version, rule)
-        self._watch = prepare(self.groups)
+        self._hooks = hooks
+        hooks.planned(self.groups)
         self._drafts, self._verifying = DraftAudit(), 0.0
         self._begun: dict[str, int] = {}
         self._metrics: dict[str, float] = {}
         self._failed = session.failures()
-        feedback = Feedback(self._watch.stop, self._another if self._watch.is_replaced else None)
-        self._following, how = None, self._watch.drafts_next
+        replaces = hooks.max_num_gen_batches > 1
+        feedback = Feedback(hooks.stop, self._another if replaces else None)
+        self._following, how = None, hooks.drafts_next
         if how != "go_on":
             self._verify_begun(self.groups)
         give_scores_back(before)
@@ -148,14 +121,13 @@ class RoundInProgress:
     def _verify(self, groups: Sequence[Group]) -> None:
         verified = time.perf_counter()
         with self._session.timeline.doing("verify", TRAINER):
-            self._drafts += self._watch.verify(groups, self.version)
+            self._drafts += self._hooks.verify(groups, self.version)
         self._verifying += time.perf_counter() - verified
 
     def _another(self, group: Group) -> Group | None:
         """Return a group that takes the place of a complete one, if it is to be replaced."""
-        assert self._watch.is_replaced is not None
-        most = self._watch.max_num_gen_batches * self.rule.update_prompts
-        if not self._watch.is_replaced(group) or len(self.groups) >= most:
+        most = self._hooks.max_num_gen_batches * self.rule.update_prompts
+        if not self._hooks.is_replaced(group) or len(self.groups) >= most:
             return None
         drawn = self._planner.replacement(group, self.groups, self.rule)
         if drawn is not None:
@@ -168,11 +140,11 @@ class RoundInProgress:
         """Decode and score the groups until the rule ends the round."""
         began = time.perf_counter()
         controller, trace = self._session.controller, self._session.trace
-        beside_update = self._watch.drafts_next == "go_on"
+        beside_update = self._hooks.drafts_next == "go_on"
         for _ in self._rollout:
             if beside_update and controller.intervenes:
                 continue  # the engine would wait now, and decodes beside the update
-            self._watch.advanced(controller.state, trace)
+            self._hooks.advanced(controller.state, trace)
         self._metrics = controller.end_predictions() | self._session.metrics()
         self._state, self._trace = controller.state, trace
         self._failed = self._session.failures() - self._failed
@@ -188,7 +160,7 @@ class RoundInProgress:
             metrics["rollout/drafts_begun"] = self._following.begun
         if self._drafts.tokens:
             metrics["time/drafts"] = self._verifying
-        if self._watch.is_replaced:
+        if self._hooks.max_num_gen_batches > 1:
             batches = len(self.groups) / self.rule.update_prompts
             metrics["dynamic_sampling/num_gen_batches"] = batches
         metrics["time/rollout"] = self._seconds
@@ -238,7 +210,7 @@ class RoundRunner:
         rule: RoundRule,
         number: int,
         version: int,
-        prepare: Prepare = lambda groups: Watchers(),
+        hooks: RoundHooks | None = None,
         salt: str = "",
     ) -> RoundInProgress:
         """Plan a round and give the engine the weights; the arguments are those of `run`.
@@ -246,7 +218,7 @@ class RoundRunner:
         `salt` tells rounds of the same version apart.
         """
         salt = self.salt_with(salt)
-        return RoundInProgress(self, session, rule, number, version, salt, prepare)
+        return RoundInProgress(self, session, rule, number, version, salt, hooks or RoundHooks())
 
     def run(
         self,
@@ -254,7 +226,7 @@ class RoundRunner:
         rule: RoundRule,
         number: int,
         version: int,
-        prepare: Prepare = lambda groups: Watchers(),
+        hooks: RoundHooks | None = None,
     ) -> DrawnRound:
         """Draw and score a round.
 
@@ -263,9 +235,9 @@ class RoundRunner:
             rule: Decides which prompts the round takes, when it ends, and what becomes of the rest.
             number: Number of rounds before this one.
             version: Policy version of the weights.
-            prepare: Called with the planned groups; returns the round's hooks.
+            hooks: The trainer's part in the round.
         """
-        begun = self.begin(session, rule, number, version, prepare)
+        begun = self.begin(session, rule, number, version, hooks)
         begun.decode()
         return begun.harvest()
 

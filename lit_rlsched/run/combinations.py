@@ -264,11 +264,12 @@ COMBINATIONS: Sequence[Combination] = [
     Combination(
         "`Speculation(tokens={tokens})`",
         "`max_completion_length={limit}`",
-        "no draft can be that long. Use fewer, such as the default, 4.",
+        "no draft can be that long. Use at most {less}.",
         lambda s, f: when(
             s.drafting and s.drafting.tokens >= f.settings.sampling.max_completion_length,
             tokens=s.drafting and s.drafting.tokens,
             limit=f.settings.sampling.max_completion_length,
+            less=f.settings.sampling.max_completion_length - 1,
         ),
     ),
     Combination(

@@ -10,8 +10,8 @@ from lit_rlsched.run.evaluation import Evaluated, check_scored, evaluate, never_
 from lit_rlsched.run.interrupts import begin_validation
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.run.training_run import TrainingRun
+from lit_rlsched.training.hooks import Drawing
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
-from lit_rlsched.training.rounds import Drawing
 
 
 class _Loader:
@@ -87,14 +87,14 @@ class Evaluation:
     def _evaluate(self) -> Iterator[Evaluated]:
         run, stage, session = self._run, self._stage, self._run.session
         assert session is not None
-        version, rounds, following = run.trainer.global_step, run.rounds, None
+        version, overlap, following = run.trainer.global_step, run.rounds.overlap, None
         if how := self._between_rounds():
-            following = rounds.begin_beside(how)
+            following = overlap.beside(how)
 
         def look(evaluated: Sequence[Evaluated]) -> None:
             self._check_accuracy(evaluated)
             if how and following:
-                rounds.keep_begun(how, following)
+                overlap.keep_begun(how, following)
 
         prompts = run.held_out(stage)
         done, settings = count(1), run.settings.evaluation

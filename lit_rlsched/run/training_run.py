@@ -42,10 +42,11 @@ from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, lo
 from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.hooks import Drawing, RoundSettings
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
-from lit_rlsched.training.rounds import Drawing, RoundSettings, TrainingRounds
+from lit_rlsched.training.rounds import TrainingRounds
 from lit_rlsched.training.update import Update
 
 T = TypeVar("T")
@@ -284,7 +285,7 @@ class TrainingRun:
         if self.fit_settings is not None:
             self.fit_settings.undo()
         self.clock.stop()
-        self.rounds.next.abandon()
+        self.rounds.overlap.abandon()
         self.team.close()
         self.team = Team()
         self.close()
@@ -361,7 +362,7 @@ class TrainingRun:
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
         if self.schedule.ahead:
-            self.lead(self.rounds.next.wait)
+            self.lead(self.rounds.overlap.wait)
 
     def drawing(self, number: int) -> Drawing:
         """Return the `Drawing` of a round under the current weights."""
@@ -442,7 +443,7 @@ class TrainingRun:
         planner = self.rounds.runner.planner
         if not isinstance(planner.source, StreamSource):
             return None
-        groups = [*planner.pool, *self.rounds.next.groups, *(round.groups if round else ())]
+        groups = [*planner.pool, *self.rounds.overlap.groups, *(round.groups if round else ())]
         return planner.source.pack(groups)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -482,7 +483,7 @@ class TrainingRun:
         self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
-        pool, following = self.pool, self.rounds.next
+        pool, following = self.pool, self.rounds.overlap
         if (following.tokens and schedule.ahead != "importance") or not schedule.ahead:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()

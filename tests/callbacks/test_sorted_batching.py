@@ -606,7 +606,7 @@ def test_the_ratio_to_the_engines_log_probs(fit, tiny_model, setting):
 def test_settings_that_partial_mode_overrules(fit, tiny_model):
     truncated = {"importance_sampling_mode": "token_truncate"}
     partial = [SortedBatching(mode="partial")]
-    with pytest.warns(UserWarning, match="has no effect with.*old_logprobs='trainer'"):
+    with pytest.warns(UserWarning, match="has no effect.*old_logprobs='trainer'"):
         fit(GRPOModule(tiny_model, **truncated), partial, trainer={"max_epochs": 1})
     uncorrected = {"old_logprobs": "trainer", "importance_sampling_mode": None}
     with pytest.warns(UserWarning, match="as if the newest had drawn them"):

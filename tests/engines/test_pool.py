@@ -12,7 +12,6 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.pool_worker import WINDOW
 from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 SPEC = EngineSpec("", 4, 64, (1,), kv_cache_bytes=1000)
@@ -93,12 +92,12 @@ def test_the_clock_and_the_steps_are_those_of_the_engine_that_is_ahead():
 def test_an_engine_that_fails_leaves_nothing_in_the_others():
     first, second = Noted(), Noted()
     second.fails = "start"
-    with pytest.raises(UsageError, match="not this one"):
+    with pytest.raises(ValueError, match="not this one"):
         started(first, second)
     assert first.closed and second.closed
     second.fails = "submit"
     pool = started(first, second)
-    with pytest.raises(UsageError, match="not this one"):
+    with pytest.raises(ValueError, match="not this one"):
         pool.submit(requests("ab"))
     assert pool.stats().running == 0
     pool.submit(requests("a"))
@@ -117,7 +116,7 @@ def test_an_error_of_one_comes_after_the_calls_of_all():
 
     pool = EnginePool([Noted(), Noted()])
     pool.decodes_by_itself = True
-    with pytest.raises(UsageError, match="not this one"):
+    with pytest.raises(ValueError, match="not this one"):
         pool.each(call)
     assert ended == [pool.engines[1]]
 

@@ -271,7 +271,7 @@ def test_only_the_engine_with_the_slot_asks_for_adapters():
     ("enabled", "message"), [(True, r"^`VLLM.*\(GPT2.*merged"), (False, "^GPT2")]
 )
 def test_a_model_for_which_vllm_has_no_lora_is_refused(enabled, message):
-    with pytest.raises(UsageError, match=message), naming_lora(enabled):
+    with pytest.raises(ValueError, match=message), naming_lora(enabled):
         raise ValueError("GPT2LMHeadModel does not support LoRA yet.")
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
@@ -63,8 +64,9 @@ class Run:
 
     def round(self):
         number = len(self.rounds)
-        how = Watchers(verify=self.verify, drafts_next="cut" if self.drains else None)
-        drawn = self.runner.run(self.session, self.rule, number, number, lambda groups: how)
+        hooks = RoundHooks()
+        hooks.verify, hooks.drafts_next = self.verify, "cut" if self.drains else None
+        drawn = self.runner.run(self.session, self.rule, number, number, hooks)
         self.runner.commit(drawn)
         if drawn.following is not None:
             for sample in drawn.following.samples:

@@ -7,7 +7,8 @@ import pytest
 
 from lit_rlsched.rollout import round_runner
 from lit_rlsched.rollout.audit import DraftAudit, Harvest
-from lit_rlsched.rollout.round_runner import RoundRunner, Watchers
+from lit_rlsched.rollout.hooks import RoundHooks
+from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
@@ -38,8 +39,10 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     planner = SimpleNamespace(
         plan=lambda rule: [first], replacement=lambda group, groups, rule: second
     )
-    watchers = Watchers(verify, is_replaced=lambda group: True, max_num_gen_batches=2)
-    drawn = RoundRunner(planner).run(session, FullRound(1), 0, 0, lambda groups: watchers)
+    hooks = RoundHooks()
+    hooks.verify, hooks.is_replaced = verify, lambda group: True
+    hooks.max_num_gen_batches = 2
+    drawn = RoundRunner(planner).run(session, FullRound(1), 0, 0, hooks)
     assert drawn.planned == [first, second]
     assert drawn.harvest.drafts.tokens == 6
     assert drawn.metrics["time/drafts"] == 20.0

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner, Verify, Watchers, no_drafts
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
@@ -89,7 +90,7 @@ def simulated_rounds(
     sampling: Sampling,
     num_generations: int,
     rules: Callable[[int], RoundRule],
-    verify: Verify = no_drafts,
+    hooks: RoundHooks | None = None,
 ) -> Iterator[DrawnRound]:
     """Yield rounds until no prompt is left. Each round has its own policy version.
 
@@ -99,16 +100,14 @@ def simulated_rounds(
         sampling: Sampling settings of all prompts.
         num_generations: Completions per prompt that are trained on.
         rules: Returns the rule of a round, given its number.
-        verify: Verifies drafts.
+        hooks: The trainer's part in each round.
     """
     planner = RoundPlanner(RolloutBuffer(), sampling, num_generations)
     source: Any = PromptList(visits)
     planner.source = source
     runner = RoundRunner(planner)
     for number in count():
-        drawn = runner.run(
-            session, rules(number), number, number, lambda groups: Watchers(verify=verify)
-        )
+        drawn = runner.run(session, rules(number), number, number, hooks)
         if not drawn.planned:
             return
         runner.commit(drawn)

@@ -81,7 +81,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if is_sharded_checkpoint(path):
             return read_checkpoint(path)
         local = _is_local_file_protocol(path) and not str(path).startswith("http")
-        if local and Path(path).exists():
+        if local:
+            if not Path(path).exists():
+                raise CheckpointError(f"There is no checkpoint `{path}`. Give an existing file.")
             _check_file(path)
         with refusing(path):
             checkpoint = super().load_checkpoint(path, *args, **kwargs)

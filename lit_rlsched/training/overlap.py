@@ -1,4 +1,19 @@
-"""The round after the current one, which is drawn while the current one is trained on."""
+"""Where rollout and update overlap, in one place.
+
+In the order of a round, with the callback that asks for it:
+
+```
+engine   [ rollout n ......... drain ][ beside the update      ][ rollout n + 1 ...
+trainer  [ waits     | gradients     ][ optimizer steps of n   ][ waits
+               StreamedTraining: gradients of ready groups, while others decode (`TrainerHooks`)
+                         DrainFilling: free slots begin n + 1 (`Following`), cut at the end
+                                     AheadRollout("verify"): they go on (`ahead`)
+                                     AheadRollout("importance"): n + 1 itself decodes (`ahead`)
+                                     InFlightUpdates: and gets the weights of each step (`update`)
+                                     a validation begins n + 1 too, with DrainFilling (`beside`)
+                                                               AheadRollout: `take` gives n + 1
+```
+"""
 
 import time
 from collections import Counter
@@ -6,58 +21,68 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import Any
 
+from torch import nn
+
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.packing import pack, unpack
-from lit_rlsched.rollout.round_runner import (
-    AHEAD,
-    DrawnRound,
-    Prepare,
-    RoundInProgress,
-    RoundRunner,
-)
+from lit_rlsched.rollout.round_runner import AHEAD, DrawnRound, RoundInProgress, RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.training.draft_verifier import Drafts
+from lit_rlsched.training.hooks import Drawing, TrainerHooks
 from lit_rlsched.types import Group, Prompt
 
 _ATTEMPTS = ("ran", "unfinished", "stale", "stopped", "drafted")
 
 
-class NextRound:
-    """Draws the next round in the background: the round itself, or drafts of its completions.
+class Overlap:
+    """Draws the next round beside the current one: the round itself, or drafts of its completions.
 
     The weights at its beginning and seeds decide what is drawn, timing does not. `wait` ends the
     rollout in the background; do not read the pool before.
 
     Args:
         runner: Draws rounds and holds the pool.
+        drafts: Verifies drafts, with the weights that drew them.
     """
 
-    def __init__(self, runner: RoundRunner) -> None:
+    def __init__(self, runner: RoundRunner, drafts: Drafts) -> None:
         self._runner = runner
+        self._kept = drafts
         self._session: RolloutSession | None = None
         self._round: RoundInProgress | None = None
+        self._following: Following | None = None
+        """The next round, if drafts of it were begun beside the current one and go on."""
         self._drafts: Following | None = None
         self._drawn: DrawnRound | None = None
         self._beside: dict[str, float] = {}
         """Metrics of the rollout in the background."""
         self._metrics: dict[str, float] = {}
 
-    def begin(
-        self,
-        session: RolloutSession,
-        rule: RoundRule,
-        number: int,
-        version: int,
-        prepare: Prepare,
-    ) -> None:
-        """Begin to draw the round; see `RoundRunner.run`."""
-        self._session = session
-        self._round = self._runner.begin(session, rule, number, version, prepare, AHEAD)
-        session.in_background(self._round.decode)
+    def follows(self, following: Following | None) -> None:
+        """Remember the drafts that a rollout has begun, if they are to go on."""
+        self._following = following if following is not None and following.goes_on else None
 
-    def go_on(self, session: RolloutSession, following: Following) -> None:
+    def ahead(self, how: Drawing, hooks: TrainerHooks) -> None:
+        """Begin to draw the round after the current one, in the background until `take`.
+
+        Nothing is begun for rounds that are not drawn ahead.
+        """
+        if self._following is not None:
+            self._kept.keep_version(how.policy, how.version)
+            self._go_on(how.session, self._following)
+        elif how.settings().ahead == "importance":
+            if how.rule.verifies_from is not None and how.version not in self._kept.weights:
+                self._kept.keep_version(how.policy, how.version)
+            self._session = how.session
+            self._round = self._runner.begin(
+                how.session, how.rule, how.number, how.version, hooks, AHEAD
+            )
+            how.session.in_background(self._round.decode)
+
+    def _go_on(self, session: RolloutSession, following: Following) -> None:
         """Draw the rest of the round's drafts, which the current rollout has begun."""
         self._session = session
         self._drafts = following
@@ -71,6 +96,33 @@ class NextRound:
             session.score_on()
 
         session.in_background(decode)
+
+    def update(self, session: RolloutSession, policy: nn.Module, version: int, keep: bool) -> None:
+        """Give a rollout in the background the weights of an optimizer step.
+
+        Args:
+            session: Runs the rollout.
+            policy: It has the weights of `version`.
+            version: The new policy version.
+            keep: Whether tokens of this version may become drafts, which its weights verify.
+        """
+        if session.update(version) and keep:
+            self._kept.keep_version(policy, version)
+
+    def beside(self, how: Drawing) -> Following | None:
+        """Return the next round, for another rollout under the same weights to begin its drafts.
+
+        `None` if the schedule has none, no round follows, or the next round may end early:
+        prompts with a draft would then be ahead of others.
+        """
+        if not how.settings().fills_drain or how.rule.ends_early:
+            return None
+        return self._runner.begin_beside(how.rule)
+
+    def keep_begun(self, how: Drawing, following: Following) -> None:
+        """Put the drafts of `beside` into the pool, for the round to verify."""
+        self._runner.keep_begun(following)
+        self._kept.keep(how.policy, how.version, self._runner.planner.pool)
 
     def wait(self) -> None:
         """Wait until the rollout in the background has ended, if there is one.
