@@ -1,9 +1,7 @@
 """A started engine and its scorer: rollouts under the current weights."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -12,8 +10,8 @@ from typing import Any, TypeVar
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.rollout.background import Background
 from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.meetings import Meetings
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
@@ -72,20 +70,11 @@ class RolloutSession:
         self._synced: Mapping[str, float] = {}
         self._admission = admission or (lambda: Admission(spec.slots // len(engine.engines)))
         self._rollout: Generator[Group | None, None, None] = (g for g in list[Group]())
-        self._threads = futures.ThreadPoolExecutor(1, "rollout")
-        self._background: futures.Future[None] | None = None
-        self._held: list[Callable[[], None]] | None = None
-        """Hooks that the rollout in the background has not called yet."""
+        self.background = background = Background(in_flight, heed)
+        """Runs rollouts beside the trainer."""
         self._watch: Callable[[Completion], None] | None = None
-        self._closing = False
-        self._wanted = threading.Event()
-        """Set while the trainer waits for the rollout in the background."""
         self._began = 0
         """Policy version that the rollout began with."""
-        self._in_flight = in_flight
-        self._meetings: Meetings | None = None
-        """Of the current or last rollout in the background."""
-        self._trainer_heed = heed
         try:
             give_back(spec.device)
             engine.start(spec)
@@ -93,9 +82,9 @@ class RolloutSession:
             self.controller = RolloutController(
                 worker,
                 scorer,
-                on_completion=self._held_back(on_completion, watched=True),
-                on_group=self._held_back(on_group),
-                heed=self._heed,
+                on_completion=background.kept(self._watched(on_completion)),
+                on_group=background.kept(self._unwatched(on_group)),
+                heed=background.heed,
                 **controller,
             )
         except BaseException:
@@ -121,7 +110,7 @@ class RolloutSession:
         metrics: dict[str, float] = {}
         if self.controller.waits_for_scores:
             metrics["rollout/score_wait_seconds"] = self.controller.waited
-        if (met := self._meetings) is not None:
+        if (met := self.background.meetings) is not None:
             metrics["in_flight/engine_wait_seconds"] = met.rollout_seconds
             metrics["in_flight/trainer_wait_seconds"] = met.trainer_seconds
             metrics["in_flight/updates"] = len(met.switches)
@@ -174,8 +163,8 @@ class RolloutSession:
 
     def score_on(self) -> None:
         """Score the drafts, in the background, until the trainer waits or all have their scores."""
-        while self.scorer.scores_ahead and not self._wanted.is_set():
-            self._heed()
+        while self.scorer.scores_ahead and not self.background.wanted.is_set():
+            self.background.heed()
             self.scorer.turn(SCORE_SECONDS)
 
     def _run(
@@ -203,7 +192,7 @@ class RolloutSession:
                 controller.worker.end_round()
                 yield None
                 with self._on_timeline():
-                    controller.worker.go_on(self._heed, self.scorer)
+                    controller.worker.go_on(self.background.heed, self.scorer)
         finally:
             if following is not None:
                 controller.worker = worker
@@ -220,7 +209,7 @@ class RolloutSession:
         finally:
             if not self.engine.virtual_clock:
                 timeline.add_trace(self.trace)
-            if self._held is None:  # not in the background
+            if not self.background.running:
                 waiting = TRAINER
                 self.rollout_ended = timeline.now()
                 timeline.add(TRAINER, "rollout", began, self.rollout_ended, ENGINES)
@@ -232,15 +221,8 @@ class RolloutSession:
 
         Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
         """
-        self._held = []
-        self._wanted.clear()
         self.engine.policy_changes()
-        if (how := self._in_flight) is not None:
-            replay = None if how.replay is None else how.replay.get(self._began, ())
-            self._meetings = meetings = Meetings(how.pace, how.turns, replay)
-            self.controller.before_step = meetings.before_step
-            decode = partial(_with_end, decode, meetings.end)
-        self._background = self._threads.submit(decode)
+        self.background.start(decode, self.controller, self._began)
 
     def update(self, version: int) -> bool:
         """Give a rollout in the background the weights of a new version where they meet.
@@ -248,58 +230,31 @@ class RolloutSession:
         Returns:
             Whether they met: not if the rollout is over.
         """
-        how, meetings = self._in_flight, self._meetings
-        if self._background is None or how is None or meetings is None:
+        worker, doing = self.controller.worker, self.timeline.doing
+        if not self.background.running:
             return False
-        worker, keep = self.controller.worker, how.cache == "keep"
-        doing = self.timeline.doing
-        with doing("meeting", TRAINER, waits_for=ENGINES), meetings.trainer() as met:
-            if met:
-                worker.suspend(keep)
-                with doing(WEIGHTS, TRAINER, ENGINES):
-                    self._synced = self._sync(version, keep=keep)
-                worker.resume(version)
-                self.trace.updates.append((self._began, self.trace.decode_steps, version))
-                self.engine.policy_changes()
-        return met
+        with doing("meeting", TRAINER, waits_for=ENGINES), self.background.meeting() as how:
+            if how is None:
+                return False
+            keep = how.cache == "keep"
+            worker.suspend(keep)
+            with doing(WEIGHTS, TRAINER, ENGINES):
+                self._synced = self._sync(version, keep=keep)
+            worker.resume(version)
+            self.trace.updates.append((self._began, self.trace.decode_steps, version))
+            self.engine.policy_changes()
+        return True
 
     def wait(self) -> None:
         """Wait for the rollout in the background, if there is one; its exception is raised here."""
-        background, held = self._background, self._held
-        if background is None or held is None:
-            return
-        self._wanted.set()
-        if self._meetings is not None:
-            self._meetings.release()
-        try:
-            with self.timeline.doing("rollout", TRAINER, waits_for=ENGINES):
-                futures.wait([background])
-        except BaseException:  # a second Ctrl-C
-            self._closing = True
-            raise
-        self._background = self._held = self.controller.before_step = None
-        background.result()
-        for hook in held:
-            hook()
+        if self.background.running:
+            self.background.wait(self.timeline.doing("rollout", TRAINER, waits_for=ENGINES))
 
-    def _heed(self) -> None:
-        if self._held is None:
-            self._trainer_heed()
-        elif self._closing:
-            raise futures.CancelledError
+    def _watched(self, hook: Callable[[Completion], None]) -> Callable[[Completion], None]:
+        return lambda completion: (self._watch or hook)(completion)
 
-    def _held_back(self, hook: Callable[[T], None], watched: bool = False) -> Callable[[T], None]:
-        """Return a hook that is called if the rollout calls hooks, after one in the background."""
-
-        def call(of: T) -> None:
-            if self._held is not None:
-                self._held.append(partial(hook, of))
-            elif self._watch is None:
-                hook(of)
-            elif watched:
-                self._watch(of)  # type: ignore[arg-type]
-
-        return call
+    def _unwatched(self, hook: Callable[[Group], None]) -> Callable[[Group], None]:
+        return lambda group: hook(group) if self._watch is None else None
 
     def restart(self, tensor_parallel_size: int) -> None:
         """Restart the engine with its model split over `tensor_parallel_size` devices.
@@ -313,7 +268,7 @@ class RolloutSession:
                 slots.
         """
         running = getgeneratorstate(self._rollout) == GEN_RUNNING
-        if running or self._background is not None:
+        if running or self.background.running:
             raise UsageError(
                 "The engine cannot restart during a rollout. Do it in `on_round_start` or "
                 "`on_round_end`."
@@ -327,21 +282,12 @@ class RolloutSession:
 
     def close(self) -> None:
         """Close the engine and the reward workers, even if one of them fails to close."""
-        self._closing = True
+        self.background.close()
         with ExitStack() as stack:
-            stack.callback(self._threads.shutdown)
             stack.callback(self.scorer.close)
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)
-            if self._background is not None:
-                futures.wait([self._background])
-
-
-def _with_end(decode: Callable[[], None], end: Callable[[], None]) -> None:
-    try:
-        decode()
-    finally:
-        end()
+            stack.callback(self.background.shutdown)
 
 
 def _first_part(rollout: Generator[T | None, None, None]) -> Generator[T, None, None]:

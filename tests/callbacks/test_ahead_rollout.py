@@ -63,9 +63,10 @@ def in_turn(monkeypatch):
     """Draw ahead before the update instead of beside it."""
 
     def decode_now(self, decode):
-        self._held = []
+        beside = self.background
+        beside._held = []
         decode()
-        held, self._held = self._held, None
+        held, beside._held = beside._held, None
         for hook in held:
             hook()
 
@@ -343,7 +344,7 @@ def test_saving_is_not_charged_for_the_rollout(fit, tiny_model, tmp_path, monkey
 
     def note(trainer, *args, **kwargs):
         session = trainer.datamodule.run.session
-        waits.append(session is not None and session._background is not None)
+        waits.append(session is not None and session.background.running)
         return save(trainer, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "save_checkpoint", note)

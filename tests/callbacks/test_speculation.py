@@ -16,6 +16,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.callbacks import speculation as callback
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.scheduling.step_times import StepTimes
+from lit_rlsched.settings import UsageError
 
 
 class Recorder(RolloutCallback):

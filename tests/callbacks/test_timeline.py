@@ -98,7 +98,7 @@ class Held(RolloutCallback):
         in_background(begin)
 
     def on_train_batch_start(self, trainer, *args):
-        if (background := trainer.datamodule.run.session._background) is not None:
+        if (background := trainer.datamodule.run.session.background._rollout) is not None:
             self.begins.set()
             background.result(60)
             self.begins.clear()
