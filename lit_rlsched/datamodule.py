@@ -15,16 +15,15 @@ from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.run import checks
-from lit_rlsched.run.evaluation import EvaluationSettings
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.run_config import logged_settings
-from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
 from lit_rlsched.settings import KnownArguments
+from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings
 from lit_rlsched.types import Sampling
 
 

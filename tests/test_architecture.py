@@ -14,9 +14,9 @@ from lit_rlsched.run.combinations import (
     combinations_as_markdown,
     make_schedule,
 )
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/explanation/architecture.md").read_text()

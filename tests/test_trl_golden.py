@@ -1,7 +1,6 @@
 """Our advantages, losses, gradients and metrics against TRL's own methods on the same tensors."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import split_tensor_dict
 
-from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched import RolloutDataModule
+from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.training.advantages import (
     combine_rewards,
     group_relative,
@@ -314,20 +314,16 @@ def test_several_steps_of_a_round(make_trl: MakeTRL, loss_type: str) -> None:
         )
         for at in range(0, len(sample.lengths), NUM_GENERATIONS)
     ]
-    update = Update(
-        PlainLearner(),
-        FullRound(3),
-        None,
-        REWARD_WEIGHTS,
-        seed=0,
-        runs=0,
+    data = RolloutDataModule(
+        [{"prompt": "ab"}],
+        len,
+        engine=TransformersEngine(),
+        prompts_per_round=3,
         steps_per_round=3,
-        num_iterations=1,
         micro_batch_tokens=64,
-        mask_truncated=False,
-        mask_stale=False,
-        forward_context=nullcontext,
+        seed=0,
     )
+    update = Update(data.run.settings, data.run.schedule, PlainLearner())
     tokens = set()
     for index in range(3):
         step = update.step(Round(0, 0, groups), index)

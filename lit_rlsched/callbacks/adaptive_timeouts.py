@@ -6,10 +6,10 @@ from typing import Any
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class AdaptiveTimeouts(RolloutCallback):

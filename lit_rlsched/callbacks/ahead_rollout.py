@@ -5,10 +5,10 @@ from typing import Any, get_args
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class AheadRollout(RolloutCallback):

@@ -6,10 +6,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
 from lit_rlsched.settings import check_choice, check_count
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.training.selection import Selection
 
 

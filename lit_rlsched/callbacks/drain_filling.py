@@ -1,7 +1,7 @@
 """Slots that idle at the end of a round begin the next one."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class DrainFilling(RolloutCallback):

@@ -1,8 +1,8 @@
 """DAPO's dynamic sampling: replaces prompts that give no gradient."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.settings import check_count
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class DynamicSampling(RolloutCallback):

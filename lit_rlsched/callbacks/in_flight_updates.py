@@ -7,7 +7,6 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.rollout.meetings import recorded_turns
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.in_flight_updates import (
     OWNER,
     Cache,
@@ -19,6 +18,7 @@ from lit_rlsched.scheduling.in_flight_updates import (
 from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.round_metrics import cache_divergence
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class InFlightUpdates(AheadRollout):

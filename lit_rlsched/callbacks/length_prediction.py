@@ -3,11 +3,11 @@
 from typing import Any
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class LengthPrediction(RolloutCallback):

@@ -3,11 +3,11 @@
 from typing import get_args
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.settings import UsageError, check_choice, check_count
 from lit_rlsched.text import format_bytes, parse_bytes
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class MicroGroupSampling(RolloutCallback):

@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.checks import check_parallelism
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.scheduling.parallelism_planner import (
     RoundKind,
@@ -16,6 +15,7 @@ from lit_rlsched.scheduling.parallelism_planner import (
     check_bounds,
 )
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class ParallelismPlanner(RolloutCallback):

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning import Callback, LightningModule, Trainer
 
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.settings import RemembersInit, UsageError
+from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.types import Completion, Group
 
 if TYPE_CHECKING:

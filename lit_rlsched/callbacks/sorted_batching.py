@@ -1,8 +1,8 @@
 """SortedRL: trains on short completions first, without idle slots or starving long ones."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class SortedBatching(RolloutCallback):

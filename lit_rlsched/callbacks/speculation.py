@@ -4,9 +4,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 ROUNDS = 10
 """Rounds with `speculation/seconds_saved` after which a run is told if they are negative in all."""

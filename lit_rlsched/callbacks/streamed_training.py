@@ -1,9 +1,9 @@
 """RollPacker's stream trainer: gradients are computed while the rollout is still running."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class StreamedTraining(RolloutCallback):

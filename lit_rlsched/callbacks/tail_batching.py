@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
 class TailBatching(RolloutCallback):

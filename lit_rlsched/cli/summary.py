@@ -10,12 +10,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.cli.estimate import counted_peaks
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.saving.run_folder import name_of
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.text import counted, format_bytes, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
+from lit_rlsched.training.run_settings import RunSettings
 
 WIDTH = 100
 """Number of characters of a line."""

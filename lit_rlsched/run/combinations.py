@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.run.schedule import RunFacts, Schedule, Switch
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.schedule import RunFacts, Schedule, Switch
 
 Found = Mapping[str, Any] | None
 """Values for the words of a row, or `None` if the row does not apply."""

@@ -2,42 +2,17 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from lightning import LightningModule
 from torchmetrics import MeanMetric
 
-from lit_rlsched.data.repetition import repeat
 from lit_rlsched.run.trainer import is_partial_check, log_now
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.round import no_rewards, reward_matrix
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationSettings:
-    """Which completions to draw of each held-out prompt."""
-
-    sampling: Sampling
-    num_generations: int
-    """Sampled completions per prompt; may be 0."""
-    greedy: bool
-    """Whether to decode one more completion greedily."""
-    threshold: float = 1.0
-    """Minimum score by the first reward function of a correct completion."""
-
-    def groups(self, prompt: Prompt, stage: str) -> tuple[Group | None, Group | None]:
-        """Make the groups of the greedy and of the sampled completions."""
-        greedy = sampled = None
-        if self.greedy:
-            argmax = Sampling(self.sampling.max_completion_length, temperature=0.0)
-            greedy = repeat(prompt, 1, f"{stage}-greedy/{prompt.uid}", argmax)
-        if self.num_generations:
-            key = f"{stage}/{prompt.uid}"
-            sampled = repeat(prompt, self.num_generations, key, self.sampling)
-        return greedy, sampled
+from lit_rlsched.training.run_settings import EvaluationSettings
+from lit_rlsched.types import Completion, Group, Prompt
 
 
 class Evaluated:

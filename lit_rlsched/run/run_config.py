@@ -14,9 +14,9 @@ from lit_rlsched import __version__
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.data.stream import RowStream
-from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
+from lit_rlsched.training.run_settings import RunSettings
 
 _LIBRARIES = {
     "torch": ("torch",),

@@ -27,7 +27,6 @@ from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.combinations import check
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import heed
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
@@ -45,6 +44,7 @@ from lit_rlsched.training.policy import (
     special_tokens,
 )
 from lit_rlsched.training.precision import PASSES, check_float32
+from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 
 

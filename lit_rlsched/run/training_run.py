@@ -25,7 +25,6 @@ from lit_rlsched.run.checks import check_same_ranks, check_trainer
 from lit_rlsched.run.combinations import make_schedule
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, stop_together
-from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.run.saving.resuming import (
     FORMAT,
     SAME_ON_RESUME,
@@ -36,17 +35,18 @@ from lit_rlsched.run.saving.resuming import (
     check_whole_groups,
     complete,
 )
-from lit_rlsched.run.schedule import RunFacts, Schedule
 from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.hooks import Drawing, RoundSettings
+from lit_rlsched.training.hooks import Drawing
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.rounds import TrainingRounds
+from lit_rlsched.training.run_settings import RunSettings
+from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.training.update import Update
 
 T = TypeVar("T")
@@ -130,22 +130,13 @@ class TrainingRun:
     @property
     def update(self) -> Update:
         """How a round becomes optimizer steps, as callbacks have set it so far."""
-        settings, schedule = self.settings, self.schedule
         return Update(
+            self.settings,
+            self.schedule,
             self.learner,
-            schedule.rule,
-            schedule.selection,
-            settings.rewards.weights,
-            seed=settings.seed,
-            runs=self.rounds.runner.runs,
-            steps_per_round=settings.steps_per_round,
-            num_iterations=settings.num_iterations,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            mask_truncated=settings.mask_truncated_completions,
-            mask_stale=schedule.mask_stale_tokens,
-            forward_context=self.trainer.precision_plugin.forward_context,
-            team=self.team,
-            stale=schedule.ahead == "importance",
+            self.rounds.runner.runs,
+            self.trainer.precision_plugin.forward_context,
+            self.team,
         )
 
     @property
@@ -366,25 +357,17 @@ class TrainingRun:
 
     def drawing(self, number: int) -> Drawing:
         """Return the `Drawing` of a round under the current weights."""
-        trainer = self.trainer
+        trainer, limits = self.trainer, self.fit_settings
         assert self.session is not None
         return Drawing(
             self.session,
             self.startup.policy,
-            self.schedule.rule,
+            self.update,
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
-            lambda: self._round_settings,
+            lambda: limits is not None and not limits.is_last_round,
         )
-
-    @property
-    def _round_settings(self) -> RoundSettings:
-        schedule = self.schedule  # callbacks may change it in their hooks
-        goes_on = self.fit_settings is not None and not self.fit_settings.is_last_round
-        ahead, fills = schedule.ahead if goes_on else None, goes_on and schedule.fills_drain
-        batches, verify_sync = schedule.max_num_gen_batches, self.settings.verify_sync
-        return RoundSettings(self.update, schedule.streaming, batches, ahead, fills, verify_sync)
 
     def end_round(self) -> dict[str, float]:
         """End the current round; return the totals of what `limit_train_batches` has dropped."""

@@ -9,9 +9,8 @@ from torch import nn
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.ahead_rollout import AfterRound, Correction
+from lit_rlsched.scheduling.ahead_rollout import AfterRound
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
-from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.selection import Stop, is_uninformative
@@ -22,44 +21,33 @@ from lit_rlsched.types import Group
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSettings:
-    """How a round is drawn and trained on, besides its rule."""
-
-    update: Update
-    streaming: Streaming | None = None
-    """When to compute gradients during the rollout."""
-    max_num_gen_batches: int = 1
-    """Updates' worth of prompts that a round may draw to replace uninformative groups."""
-    ahead: Correction | None = None
-    """Whether the next round is drawn during the update, and how its staleness is corrected."""
-    fills_drain: bool = False
-    """Whether slots that a round leaves free begin the next round, as drafts."""
-    verify_sync: bool = True
-    """Whether the engine's log-probs of drafts are compared with the trainer's."""
-
-    @property
-    def drafts_next(self) -> AfterRound | None:
-        """What becomes of drafts of the next round; `None`: there are none."""
-        if self.ahead == "verify":
-            return "go_on"
-        return "cut" if self.fills_drain else None
-
-
-@dataclass(frozen=True, slots=True)
 class Drawing:
-    """Engine, weights, rule and settings that draw a round."""
+    """Engine, weights and settings that draw a round."""
 
     session: RolloutSession
     policy: nn.Module
     """It has the weights of `version`."""
-    rule: RoundRule
+    update: Update
+    """Trains on it; has the schedule, which `start` may change."""
     number: int
     """Number of rounds before it."""
     version: int
     start: Callable[[list[Group]], None]
     """Called with its groups before they are drawn."""
-    settings: Callable[[], RoundSettings]
-    """Called after `start`, which may change them."""
+    goes_on: Callable[[], bool]
+    """Whether another round follows."""
+
+    @property
+    def rule(self) -> RoundRule:
+        return self.update.schedule.rule
+
+    @property
+    def drafts_next(self) -> AfterRound | None:
+        """What becomes of drafts of the round after it; `None`: there are none."""
+        schedule = self.update.schedule
+        if schedule.ahead == "verify":
+            return "go_on" if self.goes_on() else None
+        return "cut" if schedule.fills_drain and self.goes_on() else None
 
 
 class TrainerHooks(RoundHooks):
@@ -81,19 +69,18 @@ class TrainerHooks(RoundHooks):
         """Gradients of groups that are ready while others decode."""
 
     def planned(self, groups: list[Group]) -> None:
-        how, session = self._how, self._how.session
+        how, session, update = self._how, self._how.session, self._how.update
         how.start(groups)
-        settings = how.settings()
-        self._update = update = settings.update
-        allowed = allowed_gap(session.engine, session.spec) if settings.verify_sync else math.inf
-        self._allowed = allowed
-        if (selection := update.selection) is not None and selection.reward_range is not None:
+        schedule, settings = update.schedule, update.settings
+        checks = settings.verify_sync
+        self._allowed = allowed_gap(session.engine, session.spec) if checks else math.inf
+        if (selection := schedule.selection) is not None and selection.reward_range is not None:
             self.stop = Stop(selection, update.weights)
-        self.max_num_gen_batches = settings.max_num_gen_batches
-        self.drafts_next = settings.drafts_next
-        if settings.streaming is not None and self._divisor is not None:
+        self.max_num_gen_batches = schedule.max_num_gen_batches
+        self.drafts_next = how.drafts_next
+        if schedule.streaming is not None and self._divisor is not None:
             self.stream = GradientStream(
-                settings.streaming,
+                schedule.streaming,
                 update,
                 self._drafts,
                 number=how.number,
@@ -107,16 +94,16 @@ class TrainerHooks(RoundHooks):
             groups,
             self._how.policy,
             version,
-            seed=self._update.seed,
+            seed=self._how.update.settings.seed,
             salt=self._salt,
             eos_token_ids=self._how.session.spec.eos_token_ids,
-            micro_batch_tokens=self._update.micro_batch_tokens,
-            forward_context=self._update.forward_context,
+            micro_batch_tokens=self._how.update.settings.micro_batch_tokens,
+            forward_context=self._how.update.forward_context,
             allowed_gap=self._allowed,
         )
 
     def is_replaced(self, group: Group) -> bool:
-        return is_uninformative(group, self._update.weights)
+        return is_uninformative(group, self._how.update.weights)
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
         if self.stream is not None:

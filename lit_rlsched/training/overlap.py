@@ -73,7 +73,7 @@ class Overlap:
         if self._following is not None:
             self._kept.keep_version(how.policy, how.version)
             self._go_on(how.session, self._following)
-        elif how.settings().ahead == "importance":
+        elif how.update.schedule.ahead == "importance" and how.goes_on():
             if how.rule.verifies_from is not None and how.version not in self._kept.weights:
                 self._kept.keep_version(how.policy, how.version)
             self._session = how.session
@@ -115,7 +115,7 @@ class Overlap:
         `None` if the schedule has none, no round follows, or the next round may end early:
         prompts with a draft would then be ahead of others.
         """
-        if not how.settings().fills_drain or how.rule.ends_early:
+        if how.drafts_next != "cut" or how.rule.ends_early:
             return None
         return self._runner.begin_beside(how.rule)
 

@@ -34,8 +34,8 @@ def measure(
     `planned` are the groups that the round was to decode, `names` the reward functions' names.
     """
     assert round.trace is not None, "a resumed round has its metrics"
-    all_steps = [update.step(round, i) for i in range(update.num_steps)]
-    steps = all_steps[: update.steps_per_round]  # later iterations train on the same
+    all_steps = [update.step(round, i) for i in range(update.settings.steps_per_epoch)]
+    steps = all_steps[: update.settings.steps_per_round]  # later iterations train on the same
     trained = [sample for step in steps for sample in step.samples]
     rewards = reward_matrix(round.groups, update.weights)
     if not update.learner.needs_group:
@@ -61,9 +61,9 @@ def measure(
             [sample.completion.drawn for sample in trained], harvest.ran
         ),
         **(staleness_metrics(kept, round.version) if update.off_policy else {}),
-        **(selection_metrics(round, harvest) if update.selection else {}),
+        **(selection_metrics(round, harvest) if update.schedule.selection else {}),
         **(harvest.drafts.metrics() if harvest.drafts.tokens else {}),
-        **update.rule.metrics(planned),
+        **update.schedule.rule.metrics(planned),
     }
 
 

@@ -54,7 +54,7 @@ class TrainingRounds:
             stream, rollout_ended = hooks.stream, how.session.rollout_ended
         timeline = how.session.timeline
         timeline.mark(rollout_ended)
-        update, names = how.settings().update, how.session.scorer.names
+        update, names = how.update, how.session.scorer.names
         began = timeline.now()
         round = Round(how.number, how.version, drawn.harvest.trained, drawn.trace)
         check_rewards(round, update.weights, sequences)

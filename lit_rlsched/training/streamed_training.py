@@ -39,13 +39,14 @@ class GradientStream:
         self._version = version
         self._divisor = divisor
         self._meanwhile = meanwhile
-        self._ready = Parts(streaming, update.rule.update_prompts, update.micro_batch_tokens).ready
+        prompts, tokens = update.schedule.rule.update_prompts, update.settings.micro_batch_tokens
+        self._ready = Parts(streaming, prompts, tokens).ready
         self._parts: list[OptimizerStep] = []
         self._copies: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
         """Accumulate the gradients of groups that are ready, and record the time in the trace."""
-        for groups in self._ready(self._update.rule.final_groups(state)):
+        for groups in self._ready(self._update.schedule.rule.final_groups(state)):
             began = time.monotonic()
             self._accumulate(groups)
             trace.worked(began, time.monotonic())

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 
 from lit_rlsched.ranks import Team
-from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.round import Round, drop_infinite_rewards, set_advantages
+from lit_rlsched.training.run_settings import RunSettings
+from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Group, Sample, stable_hash
 
@@ -23,38 +25,23 @@ from lit_rlsched.types import Group, Sample, stable_hash
 class Update:
     """Turns a scored round into optimizer steps."""
 
+    settings: RunSettings
+    schedule: Schedule
     learner: Learner
-    rule: RoundRule
-    """The rule that drew the round."""
-    selection: Selection | None
-    """Selects the completions that are trained on; `None`: all."""
-    weights: Sequence[float]
-    """Of the reward functions."""
-    seed: int
-    """The run's."""
-    runs: int
+    runs: int = 0
     """Trainers before this one."""
-    steps_per_round: int
-    num_iterations: int
-    micro_batch_tokens: int
-    mask_truncated: bool
-    """Leave completions cut at the limit out of the loss."""
-    mask_stale: bool
-    """Leave tokens of earlier policy versions out of the loss."""
-    forward_context: ForwardContext
+    forward_context: ForwardContext = nullcontext
     team: Team = field(default_factory=Team)
-    stale: bool = False
-    """Whether rounds are drawn under an earlier policy version than the one that they train."""
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Of the reward functions."""
+        return self.settings.rewards.weights
 
     @property
     def off_policy(self) -> bool:
         """Whether a round may train on tokens of earlier policies."""
-        return self.stale or self.rule.off_policy
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of a round."""
-        return self.steps_per_round * self.num_iterations
+        return self.schedule.ahead == "importance" or self.schedule.rule.off_policy
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -62,11 +49,12 @@ class Update:
 
         For the only step of a round, the forward pass of the step does.
         """
-        return self.num_steps > 1 and not self.learner.needs_engine_logprobs(self.off_policy)
+        several = self.settings.steps_per_epoch > 1
+        return several and not self.learner.needs_engine_logprobs(self.off_policy)
 
     def assign_advantages(self, part: Round) -> None:
         """Select completions of a round or of a part of it, and assign their advantages."""
-        learner, selection = self.learner, self.selection
+        learner, selection = self.learner, self.schedule.selection
         if not part.groups:
             return
         drop_infinite_rewards(part, self.weights)
@@ -80,7 +68,7 @@ class Update:
             self._select(part, selection)
 
     def _select(self, part: Round, selection: Selection) -> None:
-        seed = stable_hash(self.seed, "down_sampling", self.runs, part.number)
+        seed = stable_hash(self.settings.seed, "down_sampling", self.runs, part.number)
         selection.select(part, self.weights, self.learner.needs_group, seed)
 
     @torch.no_grad()
@@ -91,7 +79,7 @@ class Update:
             samples = [s for s in samples if s.completion.old_logprobs is None]
         if not samples:
             return
-        step = OptimizerStep(samples, self.micro_batch_tokens, row_cost=learner.row_cost)
+        step = OptimizerStep(samples, self.settings.micro_batch_tokens, row_cost=learner.row_cost)
         with self.forward_context():  # around all, which casts the weights once
             scores = self.team.share("score", self.score, step)
             for samples, scored in zip(step.micro_batches, scores, strict=True):
@@ -144,25 +132,26 @@ class Update:
         Token means divide by the average over the round's steps, as in TRL, so a token has the same
         weight in every step.
         """
-        iteration, number = divmod(index, self.steps_per_round)
+        seed, steps = self.settings.seed, self.settings.steps_per_round
+        iteration, number = divmod(index, steps)
         groups = [g for g in round.groups if not all(c.dropped for c in g.completions)]
-        parts = split_steps(len(groups), self.steps_per_round, self.seed, round.number, iteration)
+        parts = split_steps(len(groups), steps, seed, round.number, iteration)
         members = [groups[i] for i in parts[number]]
         accumulated = round.accumulated if index == 0 else ()
         step = self._step_of(members, round.version, accumulated=accumulated)
-        if self.steps_per_round > 1:
-            tokens = self._step_of(groups, round.version).totals.tokens / self.steps_per_round
+        if steps > 1:
+            tokens = self._step_of(groups, round.version).totals.tokens / steps
             step.divisor = replace(step.divisor, tokens=tokens)
         return step
 
     def _step_of(self, groups: Sequence[Group], version: int, **parts: Any) -> OptimizerStep:
         return OptimizerStep(
             [Sample(g, c) for g in groups for c in g.completions],
-            self.micro_batch_tokens,
-            mask_truncated=self.mask_truncated,
+            self.settings.micro_batch_tokens,
+            mask_truncated=self.settings.mask_truncated_completions,
             skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.off_policy,
-            only_version=version if self.mask_stale else None,
+            only_version=version if self.schedule.mask_stale_tokens else None,
             row_cost=self.learner.row_cost,
             rank=self.team.rank,
             ranks=self.team.size,

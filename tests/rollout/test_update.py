@@ -1,8 +1,7 @@
-from contextlib import nullcontext
-
 import pytest
 
-from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched import RolloutDataModule
+from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import Selection
@@ -11,17 +10,11 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 def update_of(selection=None, **settings):
-    defaults = {
-        "seed": 0,
-        "runs": 0,
-        "steps_per_round": 1,
-        "num_iterations": 1,
-        "micro_batch_tokens": 64,
-        "mask_truncated": False,
-        "mask_stale": False,
-        "forward_context": nullcontext,
-    }
-    return Update(PlainLearner(), FullRound(4), selection, [1.0], **{**defaults, **settings})
+    defaults = {"seed": 0, "prompts_per_round": 4, "micro_batch_tokens": 64}
+    defaults["engine"] = TransformersEngine()
+    run = RolloutDataModule([{"prompt": "p"}], len, **{**defaults, **settings}).run
+    run.schedule.selection = selection
+    return Update(run.settings, run.schedule, PlainLearner())
 
 
 def group(name, *rewards):

@@ -4,11 +4,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lit_rlsched.data.repetition import repeat
 from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.run.evaluation import EvaluationSettings
-from lit_rlsched.types import Sampling
+from lit_rlsched.types import Group, Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """Which completions to draw of each held-out prompt."""
+
+    sampling: Sampling
+    num_generations: int
+    """Sampled completions per prompt; may be 0."""
+    greedy: bool
+    """Whether to decode one more completion greedily."""
+    threshold: float = 1.0
+    """Minimum score by the first reward function of a correct completion."""
+
+    def groups(self, prompt: Prompt, stage: str) -> tuple[Group | None, Group | None]:
+        """Make the groups of the greedy and of the sampled completions."""
+        greedy = sampled = None
+        if self.greedy:
+            argmax = Sampling(self.sampling.max_completion_length, temperature=0.0)
+            greedy = repeat(prompt, 1, f"{stage}-greedy/{prompt.uid}", argmax)
+        if self.num_generations:
+            key = f"{stage}/{prompt.uid}"
+            sampled = repeat(prompt, self.num_generations, key, self.sampling)
+        return greedy, sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from lit_rlsched.run.run_settings import RunSettings
 from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
@@ -14,6 +13,7 @@ from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.training.learner import Learner, PlainLearner
+from lit_rlsched.training.run_settings import RunSettings
 from lit_rlsched.training.selection import Selection
 
 
