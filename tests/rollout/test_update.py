@@ -36,7 +36,7 @@ def ids(step):
 def test_every_group_is_in_one_step_of_each_iteration():
     round = round_of(*(group(name, 0.0, 1.0) for name in "abcd"))
     update = update_of(steps_per_round=2, num_iterations=2)
-    steps = [ids(update.step(round, i)) for i in range(update.num_steps)]
+    steps = [ids(update.step(round, i)) for i in range(update.settings.steps_per_epoch)]
     assert len(steps) == 4
     assert sorted(steps[0] + steps[1]) == sorted(steps[2] + steps[3]) == ["a", "b", "c", "d"]
 
