@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlsched import callbacks
-from lit_rlsched.run.schedule import CHANGED, REFUSED, check_pairs, class_names, pairs_as_markdown
+from lit_rlsched.run.schedule import CHANGED, REFUSED, check_pairs, pairs_as_markdown
 from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -34,14 +34,6 @@ def test_pairs(pair):
 
 def systems() -> list[list[str]]:
     return [line.split("|")[3:-1] for line in section("systems").splitlines()[2:]]
-
-
-def test_a_callback_that_inherits_from_another_counts_as_one():
-    class Mine(callbacks.SortedBatching):
-        pass
-
-    with pytest.raises(UsageError, match="`DynamicSampling` with `SortedBatching`"):
-        check_pairs(class_names([Mine(), callbacks.DynamicSampling()]))
 
 
 def test_every_file_that_the_table_of_systems_names_exists():
