@@ -60,7 +60,8 @@ def bad(make: Callable, says: str, *args: Any, **settings: Any) -> Any:
     needs = f"(?=.*{re.escape(named[0])})" if named else ""
     function = getattr(make, "func", make).__name__
     call = f"{function}({', '.join([*map(repr, args), *named])})" if args or named else says
-    return pytest.param(partial(make, *args, **settings), f"(?s){needs}.*{says}", id=call[:80])
+    call = re.sub(r" at 0x\w+", "", call)[:80]  # the same in every process
+    return pytest.param(partial(make, *args, **settings), f"(?s){needs}.*{says}", id=call)
 
 
 def unnamed(make: Callable, says: str, *args: Any, **settings: Any) -> Any:
@@ -443,7 +444,7 @@ DATA = [
             ("3", "1 .*must be a dict"),
             (b'{"prompt": "1"}\n\n"\xe9"', r"3 is not UTF-8 \(byte 0xe9"),
             ('{"prompt": "1"}'.encode("utf-16"), "1: the file is UTF-16.*iconv"),
-            (gzip.compress(b"{}"), "1: the file is compressed with gzip.*gunzip"),
+            (gzip.compress(b"{}", mtime=0), "1: the file is compressed with gzip.*gunzip"),
             ('{"prompt": "1"}\n\n{"prompt": "\\ud83d"}', "3 has half of a surrogate pair"),
             (
                 '{"prompt": [{"role": "user", "content": "\\udc00!"}]}',
