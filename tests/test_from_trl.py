@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from lightning import Trainer
-from torch import nn
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -107,19 +106,6 @@ MADE = {
 }
 
 
-def test_a_setting_of_the_same_class_has_no_owner_and_another_has() -> None:
-    with pytest.raises(UsageError, match="TRL's `eval_dataset` is `val_data` here"):
-        RolloutDataModule(*MADE[RolloutDataModule], eval_dataset=[])
-    with pytest.raises(UsageError, match=r"is `GRPOModule\(gradient_clip_val=...\)` here\."):
-        RolloutDataModule(*MADE[RolloutDataModule], max_grad_norm=1.0)
-    with pytest.raises(UsageError, match=r"is `RLOOModule\(normalize_advantages=...\)` here"):
-        GRPOModule("model", normalize_advantages=True)
-    with pytest.raises(UsageError, match=r"such argument\. Did you mean `learning_rate`"):
-        GRPOModule("model", learn_rate=1e-5)
-    with pytest.raises(UsageError, match=r"`TransformersEngine\(\)` takes no arguments"):
-        TransformersEngine(8)
-
-
 def test_a_class_of_the_user_may_take_any_name_and_passes_on_the_others() -> None:
     class Mine(RLOOModule):
         def __init__(self, model: str, **kwargs: object) -> None:
@@ -155,26 +141,6 @@ def test_forms_of_trl() -> None:
     for given, meant in ((True, "group"), (False, "none"), ("batch", "batch")):
         module = GRPOModule("model", scale_rewards=given)
         assert module.hparams.scale_rewards == module.hparams_initial.scale_rewards == meant
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: GRPOModule(nn.Linear(2, 2)), r"`GRPOModule\(model=...\)` is a `Linear` object"),
-        (lambda: RLOOModule(Path("m")), r"`RLOOModule\(model=...\)` is a `PosixPath` object"),
-        (lambda: GRPOModule("m", scale_rewards="no"), "scale_rewards='no'.*Use one of 'group', "),
-        (lambda: data("Qwen/Reward-8B"), "`reward_funcs=Qwen/Reward-8B`: .*Reward models of the"),
-        (lambda: data(["mine.score"]), "`reward_funcs=mine.score`: No module named 'mine'"),
-        (lambda: data([3]), r"`reward_funcs\[0\]=3` is not callable"),
-        (lambda: data([]), "`reward_funcs` is empty"),
-        (lambda: data(countdown_reward, tokenizer=object()), "`.*tokenizer=...\\)` is a `object`"),
-        (lambda: data(countdown_reward, engine="VLLMEngine"), "engine='VLLMEngine'.* is not an en"),
-        (lambda: data(countdown_reward, engine=VLLMEngine), "engine=<class .* is not an engine"),
-    ],
-)
-def test_forms_that_are_refused_say_why(make, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        make()
 
 
 def data(reward_funcs: object, **settings: object) -> RolloutDataModule:

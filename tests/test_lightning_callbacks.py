@@ -66,11 +66,6 @@ def test_the_tuner_is_refused(tiny_model, digits, sums, method):
         getattr(tuner, method)(GRPOModule(tiny_model), datamodule=data)
 
 
-def test_what_a_backbone_is_not(fit):
-    with pytest.raises(UsageError, match=r"`GRPOModule` has none\. Add"):
-        fit(callbacks=[callbacks.BackboneFinetuning()])
-
-
 @pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_sharded_weights_are_not_averaged(name):
     made = callbacks.EMAWeightAveraging() if name[0] == "E" else getattr(callbacks, name)(1e-3)

@@ -183,11 +183,6 @@ def test_the_policy_is_found_and_only_one_is_trained(tiny_policy):
     assert find_policy(two) is tiny_policy
 
 
-def test_the_trainers_own_clipping_is_refused_with_the_way_out(fit):
-    with pytest.raises(Exception, match="gradient_clip_val"):
-        fit(trainer={"gradient_clip_val": 1.0})
-
-
 def test_a_compiled_module_is_refused(tiny_model, sums, digits):
     data = RolloutDataModule(sums, [digits], engine=TransformersEngine(), prompts_per_round=1)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)

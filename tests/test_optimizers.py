@@ -195,8 +195,3 @@ def test_a_fused_step_takes_no_memory():
 def test_it_is_the_default_on_a_gpu():
     assert is_fused(None, "cuda") and not is_fused(None, "cpu")
     assert is_fused("adamw_torch_fused", "cpu") and not is_fused("adamw_torch", "cuda")
-
-
-def test_another_name_is_refused(tiny_model):
-    with pytest.raises(UsageError, match="`optim='adamw_8bit'` is unknown"):
-        GRPOModule(tiny_model, optim="adamw_8bit")

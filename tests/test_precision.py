@@ -306,13 +306,6 @@ def test_an_engine_of_its_own_decodes_in_float64_where_the_trainer_does(fit, exa
             torch.testing.assert_close(logp, other, rtol=0, atol=1e-12)
 
 
-def test_vllm_has_no_float64(fit, tiny_model):
-    with pytest.raises(UsageError, match=r"`precision: 64-true` with `VLLMEngine`: vLLM computes"):
-        fit(engine=VLLMEngine(), trainer={"precision": "64-true"})
-    with pytest.raises(UsageError, match=r"`VLLMEngine\(dtype='float64'\)` is unknown"):
-        VLLMEngine(dtype="float64")
-
-
 @pytest.mark.parametrize(
     ("precision", "engine", "told"),
     [

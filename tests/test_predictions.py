@@ -10,7 +10,6 @@ from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import CompletionWriter
 from lit_rlsched.cli.main import main
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,11 +72,6 @@ def test_a_second_time_without_the_columns_of_rewards(tmp_path, tiny_model, digi
         with pytest.warns(UserWarning, match="No rewards are computed: .*answer"):
             ((rows,),) = [trainer.predict(GRPOModule(tiny_model), datamodule=data)]
         assert rows[0]["digits"] is None
-
-
-def test_another_ending_is_refused():
-    with pytest.raises(UsageError, match=r"CompletionWriter\(path='x.csv'\)`: use a name in"):
-        CompletionWriter("x.csv")
 
 
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):

@@ -1,8 +1,8 @@
-"""Every number of a configuration is checked, by whatever it is called."""
+"""Every number and every word of a configuration is checked, by whatever it is called."""
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -12,7 +12,7 @@ from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import UsageError, constructor_arguments
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -29,6 +29,8 @@ NEEDED: dict[type, dict[str, Any]] = {
     callbacks.DownSampling: {"keep": 4},
     callbacks.MicroGroupSampling: {"slots": 4},
 }
+UNCHECKED = {"key", "lr_scheduler_type", "reference_model"}
+"""Settings that take any word when they are made."""
 OTHERS = [LogNormalLengths, PromptHistory, TokenConditioned, tasks.Countdown]
 
 
@@ -40,9 +42,12 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
     return found
 
 
+NAMED = [getattr(home, name) for home in (callbacks, engines) for name in home.__all__]
+KINDS = [*NEEDED, *(kind for kind in NAMED if kind not in NEEDED), *OTHERS]
+
+
 def floats() -> Iterator[tuple[type, str, Any]]:
-    named = [getattr(home, name) for home in (callbacks, engines) for name in home.__all__]
-    for kind in [*NEEDED, *(k for k in named if k not in NEEDED), *OTHERS]:
+    for kind in KINDS:
         for name, parameter in parameters(kind).items():
             annotation = str(parameter.annotation)
             if "float" not in annotation or "Callable" in annotation:
@@ -74,6 +79,22 @@ def test_what_is_not_finite_is_refused_by_name(kind: type, name: str, value: Any
         value = [float("nan")]
     with pytest.raises(UsageError, match=rf"\b{name}=.*(nan|inf)"):
         kind(**NEEDED.get(kind, {}) | {name: value})
+
+
+def words() -> Iterator[tuple[type, str, tuple[Any, ...]]]:
+    for kind in KINDS:
+        accepted = constructor_arguments(kind)[0]
+        for name, parameter in parameters(kind).items():
+            for hint in (parameter.annotation, *get_args(parameter.annotation)):
+                if get_origin(hint) is Literal and name in accepted and name not in UNCHECKED:
+                    yield kind, name, get_args(hint)
+
+
+@pytest.mark.parametrize(("kind", "name", "choices"), words())
+def test_a_word_that_is_no_choice_is_refused_with_the_choices(kind, name, choices):
+    with pytest.raises(UsageError, match=rf"\b{name}='nonsense'") as refused:
+        kind(**NEEDED.get(kind, {}) | {name: "nonsense"})
+    assert all(str(choice) in str(refused.value) for choice in choices)
 
 
 def test_rows_are_no_settings() -> None:

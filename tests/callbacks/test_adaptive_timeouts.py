@@ -1,7 +1,6 @@
 import pytest
 
 from lit_rlsched.callbacks import AdaptiveTimeouts, RolloutCallback
-from lit_rlsched.settings import UsageError
 
 
 class Limits(RolloutCallback):
@@ -57,19 +56,3 @@ def test_without_the_callback_the_limit_is_the_data_modules(fit):
     limits = Limits()
     fit(callbacks=[limits], trainer={"max_epochs": 1})
     assert {seconds for _, seconds in limits.submitted} == {None}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scale": 0.9}, r"`AdaptiveTimeouts\(scale=0.9\)`: use 1 or more"),
-        ({"minimum": -1}, r"`AdaptiveTimeouts\(minimum=-1\)`: use a number of seconds"),
-        ({"maximum": float("nan")}, r"`AdaptiveTimeouts\(maximum=nan\)`"),
-        ({"maximum": "30"}, r"`AdaptiveTimeouts\(maximum='30'\)`"),
-        ({"minimum": 0.0}, "must be above 0"),
-        ({"minimum": 5.0, "maximum": 4.0}, r"minimum=5.0, maximum=4.0.*Lower `minimum`, or raise"),
-    ],
-)
-def test_limits_that_cannot_be(settings, message):
-    with pytest.raises(UsageError, match=message):
-        AdaptiveTimeouts(**settings)

@@ -22,13 +22,11 @@ from lit_rlsched.callbacks import (
     MicroGroupSampling,
     RolloutCallback,
     RoundCheckpoint,
-    SortedBatching,
     StreamedTraining,
 )
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.settings import UsageError
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.weight_sync import PolicyReader
 
@@ -380,20 +378,3 @@ def test_an_error_beside_training_is_raised(fit, tiny_model, monkeypatch):
     monkeypatch.setattr(RemoteWorker, "advance", breaks)
     with pytest.raises(RuntimeError, match="broken beside training"):
         run(fit, tiny_model, "verify")
-
-
-def test_refusals(fit, tiny_model):
-    with pytest.raises(UsageError, match="must be one of verify, importance"):
-        AheadRollout("none")
-    with pytest.raises(UsageError, match=r"Use `engine=ProcessEngine\(Transf"):
-        fit(callbacks=[AheadRollout()])
-    engine = ProcessEngine(TransformersEngine())
-    direct = ProcessEngine(VLLMEngine(), weight_transfer="nccl")
-    with pytest.raises(UsageError, match="the run is on cpu"):  # and nothing else is wrong
-        fit(callbacks=[AheadRollout()], engine=direct)
-    with pytest.raises(UsageError, match="Remove one of them"):
-        fit(callbacks=[AheadRollout(), SortedBatching()], engine=engine)
-    with pytest.raises(UsageError, match=r"top_p=0\.9"):
-        fit(callbacks=[AheadRollout()], engine=engine, top_p=0.9)
-    with pytest.raises(UsageError, match="Use `correction='verify'`"):
-        fit(callbacks=[AheadRollout("importance"), StreamedTraining()], engine=engine)

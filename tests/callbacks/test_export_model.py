@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import ExportModel
 from lit_rlsched.cli.main import main
-from lit_rlsched.settings import UsageError
 
 IDS = torch.arange(4, 64).view(3, 20)
 
@@ -55,13 +54,6 @@ def test_an_export_that_fails_does_not_fail_the_run(fit, monkeypatch, tmp_path):
     with pytest.warns(match="export/last` is incomplete or not uploaded"):
         fit(callbacks=[ExportModel()], trainer={"max_epochs": 1})
     assert not (tmp_path / "export" / "last").exists()
-
-
-def test_the_callback_refuses(fit):
-    with pytest.raises(UsageError, match="dtype='int8'`: use"):
-        ExportModel(dtype="int8")
-    with pytest.raises(Exception, match=r"`ExportModel\(adapter=True\)`.*lora_rank=0"):
-        fit(callbacks=[ExportModel(adapter=True)])
 
 
 @pytest.mark.slow

@@ -15,13 +15,9 @@ from slow_parts import slowly
 from examples.own_engine import PlainEngine
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
-    AheadRollout,
     InFlightUpdates,
     RolloutCallback,
     RolloutLogger,
-    SortedBatching,
-    StreamedTraining,
-    TailBatching,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.rollout.meetings import Meetings
@@ -246,20 +242,6 @@ def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_
             assert found == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_refusals(fit, tiny_model):
-    with pytest.raises(UsageError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
-        InFlightUpdates(max_staleness=-1)
-    with pytest.raises(UsageError, match=r"InFlightUpdates. with .*needs an engine that"):
-        fit(callbacks=[InFlightUpdates()])
-    engine = ProcessEngine(TransformersEngine())
-    with pytest.raises(UsageError, match=r"prompts_in_flight=9, .*with an update of 4 .*4 to 8"):
-        fit(callbacks=[InFlightUpdates(prompts_in_flight=9)], engine=engine)
+def test_an_engine_that_cannot_go_on_with_a_cache_is_refused(fit):
     with pytest.raises(UsageError, match="engine=ProcessEngine`: this engine cannot go on"):
         fit(callbacks=[InFlightUpdates(cache="keep")], engine=ProcessEngine(PlainEngine()))
-    for other in (SortedBatching(), TailBatching(), StreamedTraining()):
-        with pytest.raises(UsageError, match=r"`InFlightUpdates` with `.*Remove one of them"):
-            fit(callbacks=[InFlightUpdates(), other], engine=engine)
-    with pytest.raises(UsageError, match="2 callbacks that decide when the next"):
-        fit(callbacks=[InFlightUpdates(), AheadRollout()], engine=engine)
-    with pytest.raises(UsageError, match=r"`InFlightUpdates` with `top_p=0\.9"):
-        fit(callbacks=[InFlightUpdates()], engine=engine, top_p=0.9)

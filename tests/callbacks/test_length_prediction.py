@@ -123,12 +123,6 @@ def tiny_model_of(trainer):
     return trainer.lightning_module.hparams.model
 
 
-@pytest.mark.parametrize("predictor", [PromptHistory, "PromptHistory", 3])
-def test_what_is_no_predictor(predictor):
-    with pytest.raises(UsageError, match=r"is no `LengthPredictor`.*PromptHistory\(\)"):
-        LengthPrediction(predictor)
-
-
 class Unsavable(PromptHistory):
     def state_dict(self):
         return {"weights": [1.0, np.ones(3)]}
@@ -138,12 +132,6 @@ def test_a_state_that_no_checkpoint_can_hold(fit):
     message = r"Unsavable.state_dict\(\)\['weights'\]\[1\]` is a `ndarray`"
     with pytest.raises(UsageError, match=message):
         fit(callbacks=[LengthPrediction(Unsavable())])
-
-
-@pytest.mark.parametrize("callbacks", [[MicroGroupSampling(slots=3), MicroGroupSampling(slots=4)]])
-def test_two_of_a_kind(fit, callbacks):
-    with pytest.raises(UsageError, match=r"2 callbacks that decide .*`MicroGroupSampling` and"):
-        fit(callbacks=callbacks)
 
 
 def test_nothing_pauses_where_all_run_at_once(fit):

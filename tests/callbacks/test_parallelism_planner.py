@@ -169,21 +169,6 @@ def test_a_resumed_run_keeps_to_its_own_limits(fit, tmp_path, limits, size):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"maximum": 3}, "`ParallelismPlanner`: `maximum=3`: must be a power of two"),
-        ({"maximum": 0}, "`ParallelismPlanner`: `maximum=0`"),
-        ({"minimum": 2.0}, "`ParallelismPlanner`: `minimum=2.0`"),
-        ({"maximum": 2, "minimum": 4}, r"\(maximum=2, minimum=4\)`: `minimum` must be at most"),
-    ],
-    ids=["three", "zero", "fraction", "order"],
-)
-def test_sizes_that_cannot_be(settings, message):
-    with pytest.raises(UsageError, match=message):
-        ParallelismPlanner(**settings)
-
-
-@pytest.mark.parametrize(
     ("engine", "planner", "others", "message"),
     [
         (TransformersEngine, {}, [], r"nothing to choose: `TransformersEngine`.*Remove the call"),

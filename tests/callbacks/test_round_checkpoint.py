@@ -10,7 +10,6 @@ from lit_rlsched.cli.summary import next_commands
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.settings import UsageError
 
 
 class Clock(RolloutCallback):
@@ -189,10 +188,3 @@ def test_saves_nothing_on_fast_dev_run(fit, tmp_path):
         trainer={"fast_dev_run": True, "enable_checkpointing": True},
     )
     assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("setting", [{"max_share": 0.0}, {"max_share": 2.0}, {"keep": 0}])
-def test_refuses_numbers_out_of_range(setting):
-    ((name, value),) = setting.items()
-    with pytest.raises(UsageError, match=rf"RoundCheckpoint\({name}={value}\)"):
-        RoundCheckpoint(**setting)

@@ -1,6 +1,5 @@
 """A run with draft tokens ends as one without, in fewer decode steps."""
 
-import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -14,9 +13,8 @@ from lit_rlsched.callbacks import (
     TailBatching,
 )
 from lit_rlsched.callbacks import speculation as callback
-from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.scheduling.step_times import StepTimes
-from lit_rlsched.settings import UsageError
 
 
 class Recorder(RolloutCallback):
@@ -167,16 +165,3 @@ def test_a_drafter_that_fails_is_counted_and_told_of_once(fit):
     for metrics in recorder.metrics:
         assert metrics["speculation/drafter_failures"] > 0
         assert "speculation/acceptance" not in metrics
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"engine": SimulatedEngine()}, "`engine=SimulatedEngine`: this engine does not"),
-        ({"max_completion_length": 4}, r"tokens=4.*max_completion_length=4.*at most 3"),
-        ({"min_p": 0.1}, r"`min_p=0.1`.*Use `top_p`"),
-    ],
-)
-def test_what_is_refused(fit, data, message):
-    with warnings.catch_warnings(), pytest.raises(UsageError, match=message):
-        fit(callbacks=[Speculation()], **data)

@@ -19,7 +19,6 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.streamed_training import Streaming
-from lit_rlsched.settings import UsageError
 
 EXACT = {"precision": "64-true", "max_epochs": 3}
 RAGGED = {
@@ -276,43 +275,3 @@ def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
 
 
 # What it refuses.
-
-
-def test_an_engine_in_this_process_is_refused(fit):
-    with pytest.raises(UsageError, match=r"ProcessEngine\(TransformersEngine"):
-        fit(callbacks=[StreamedTraining()])
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"scale_rewards": "batch"}, "scale_rewards='batch'"),
-        ({"advantage": "reinforce++"}, "advantage='reinforce"),
-        ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
-    ],
-)
-def test_what_needs_the_whole_update_is_refused(fit, tiny_model, settings, why):
-    engine = ProcessEngine(TransformersEngine())
-    with pytest.raises(UsageError, match=why):
-        fit(GRPOModule(tiny_model, **settings), [StreamedTraining()], engine=engine)
-
-
-def test_normalised_advantages_are_refused(fit, tiny_model):
-    module = RLOOModule(tiny_model, normalize_advantages=True)
-    with pytest.raises(UsageError, match="normalize_advantages"):
-        fit(module, [StreamedTraining()], engine=ProcessEngine(TransformersEngine()))
-
-
-def test_several_steps_are_refused(fit):
-    with pytest.raises(UsageError, match="steps_per_round=2"):
-        fit(
-            callbacks=[StreamedTraining()],
-            engine=ProcessEngine(TransformersEngine()),
-            steps_per_round=2,
-        )
-
-
-@pytest.mark.parametrize("start", [-0.1, 1.0, "soon"])
-def test_a_start_that_is_no_share_is_refused(start):
-    with pytest.raises(UsageError, match="a share of the update's prompts"):
-        StreamedTraining(start)

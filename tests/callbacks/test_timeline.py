@@ -15,7 +15,6 @@ from lit_rlsched.callbacks.pictures import waits
 from lit_rlsched.callbacks.timeline import TraceFile
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.timeline import DECODE, ENGINES, TRAINER, Interval, Lap
-from lit_rlsched.settings import UsageError
 
 
 class Metrics(RolloutCallback):
@@ -221,9 +220,3 @@ def test_the_picture_says_what_was_saved_and_how_old_tokens_are():
     assert "of drafts 50 % of the tokens were kept" in bottom.get_title(loc="left")
     legend = [t.get_text() for t in figure.legends[0].get_texts()]
     assert legend == ["decoding", "update", "waits for the trainer", "waits for the engines"]
-
-
-@pytest.mark.parametrize("name", ["pictures_every_n_rounds", "rounds_in_picture"])
-def test_numbers_below_1_are_refused(name):
-    with pytest.raises(UsageError, match=f"Timeline.*{name}=0"):
-        Timeline(**{name: 0})

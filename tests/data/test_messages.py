@@ -9,12 +9,10 @@ from character_tokenizer import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from lit_rlsched import RolloutDataModule
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.stream import StreamSource
 from lit_rlsched.data.tokenizing import PromptTokenizer
-from lit_rlsched.rewards import EngineJudgeReward
 from lit_rlsched.settings import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -191,29 +189,6 @@ def test_a_row_has_tools_and_template_arguments_of_its_own() -> None:
     with pytest.raises(UsageError, match=r"row 0 .*`chat_template_kwargs` has `tokenize`"):
         bad = {"prompt": [USER], "chat_template_kwargs": {"tokenize": False}}
         make_prompts([bad], tokenizer, max_prompt_length=99)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tokenize": False},
-        {"max_length": 3, "truncation": True},
-        {"padding": True},
-        {"return_dict": False},
-        {"add_generation_prompt": True, "continue_final_message": True},
-    ],
-)
-def test_arguments_that_are_not_for_templates_are_refused(given: dict[str, Any]) -> None:
-    words = rf"`chat_template_kwargs` has `{next(iter(given))}`|has `truncation`"
-    with pytest.raises(UsageError, match=words):
-        RolloutDataModule([{"prompt": [USER]}], [len], chat_template_kwargs=given)
-    with pytest.raises(UsageError, match=words):
-        EngineJudgeReward("some/model", chat_template_kwargs=given)
-
-
-def test_a_judge_decides_how_its_question_ends() -> None:
-    with pytest.raises(UsageError, match="has `add_generation_prompt`, which is set already"):
-        EngineJudgeReward("some/model", chat_template_kwargs={"add_generation_prompt": False})
 
 
 @pytest.mark.parametrize(

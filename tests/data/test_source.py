@@ -71,29 +71,6 @@ def test_a_chat_on_the_hub_takes_no_instructions(monkeypatch: pytest.MonkeyPatch
         HubDataset("org/name", instructions="Think.").rows()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            '{"prompt": "a"}\n{"question": "b"}',
-            r"bad\.jsonl`, line 2 .*no column `prompt`.*question",
-        ),
-        ('{"prompt": "a"}\n{', r"bad\.jsonl`, line 2 is not JSON"),
-        ('{"prompt": " "}', r"bad\.jsonl`, line 1 .*empty `prompt`"),
-        ('{"prompt": []}', r"line 1 .*empty `prompt`"),
-        ('{"prompt": 3}', r"line 1 .*neither a string nor chat messages"),
-        ('{"prompt": [{"role": "user"}]}', r"line 1 .*`role` and `content`"),
-        ("3", "line 1 .*must be a dict"),
-        ("", r"bad\.jsonl` is empty"),
-    ],
-)
-def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=message):
-        load_rows(path)
-
-
 def test_bad_places_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"missing\.parquet"):
         load_rows(tmp_path / "missing.parquet")
@@ -192,12 +169,6 @@ def test_a_row_keeps_its_name_in_other_company(tokenizer: Tokenizer) -> None:
     assert alone == more[2].uid == "47a205f4b3752022"
 
 
-def test_a_uid_twice_is_refused(tokenizer: Tokenizer) -> None:
-    rows = [{"prompt": "a", "uid": "q1"}, {"prompt": "b"}, {"prompt": "a", "uid": "q1"}]
-    with pytest.raises(UsageError, match="Rows 0 and 2 have the same `uid` 'q1'"):
-        make_prompts(rows, tokenizer, max_prompt_length=64)
-
-
 def test_a_row_without_a_stable_name_is_refused(tokenizer: Tokenizer) -> None:
     row = {"prompt": "a", "checker": object()}
     with pytest.raises(UsageError, match=r"Row 0 has a object in its columns.*Add a column `uid`"):
@@ -290,17 +261,6 @@ def test_more_than_there_are_is_refused() -> None:
     with pytest.raises(UsageError, match=r"`prompts_per_round=4`.*Use 3 or less"):
         source.draw(4)
     assert source.draw(0) == []
-
-
-def test_a_position_in_other_prompts_or_another_order_is_refused() -> None:
-    state = PromptSource(prompts_of(3), seed=0).state_dict()
-    for other in (prompts_of(4), prompts_of(3)[::-1]):
-        with pytest.raises(UsageError, match="another data set"):
-            PromptSource(other, seed=0).load_state_dict(state)
-    with pytest.raises(UsageError, match="`seed=0`, this run has `seed=1`"):
-        PromptSource(prompts_of(3), seed=1).load_state_dict(state)
-    with pytest.raises(UsageError, match="`shuffle=True`, this run has `shuffle=False`"):
-        PromptSource(prompts_of(3), seed=0, shuffle=False).load_state_dict(state)
 
 
 @given(st.data())

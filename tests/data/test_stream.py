@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
-from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.data.stream import StreamSource
 from lit_rlsched.data.tasks import HubDataset
@@ -162,12 +160,6 @@ def test_prompts_of_groups_are_stored_once() -> None:
     assert stored == {one.uid: one, two.uid: two}
 
 
-def test_held_out_data_are_no_stream() -> None:
-    stream = datasets.Dataset.from_list(rows_of(3)).to_iterable_dataset()
-    with pytest.raises(UsageError, match=r"this is a stream.*from_list\(list\(stream\.take"):
-        load_rows(stream)
-
-
 def test_a_hub_data_set_can_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -226,9 +218,3 @@ def test_a_run_on_a_stream_resumes_exactly(fit: Any, sums: list[Any], tmp_path: 
     whole = run(tmp_path / "stream.ckpt", None)
     rest = run(None, tmp_path / "stream.ckpt")
     assert 0 < whole.saved < 5 and rest.rounds == whole.rounds[whole.saved :]
-
-
-def test_domains_of_a_stream_are_refused(fit: Any, sums: list[Any]) -> None:
-    stream = datasets.Dataset.from_list(sums[:30]).to_iterable_dataset()
-    with pytest.raises(UsageError, match=r"per_domain=.*`train_data` is a stream"):
-        fit(callbacks=[TailBatching(1.5, per_domain={"a": 1.0})], train_data=stream)

@@ -52,22 +52,6 @@ def test_ray_is_imported_in_functions_alone():
         assert not re.search(r"^(import|from) ray\b", file.read_text(), re.MULTILINE), file
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"resources": {"GPU": 2}}, "`tensor_parallel_size`"),
-        ({"resources": {"CPU": 0}}, "must be above 0"),
-        ({"resources": {"CPU": float("nan")}}, "must be above 0"),
-        ({"timeout": 0}, r"`RayEngine\(timeout=0\)`"),
-        ({"timeout": float("inf")}, r"`RayEngine\(timeout=inf\)`"),
-        ({"engine": ProcessEngine(SimulatedEngine())}, "one process is enough"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, told):
-    with pytest.raises(UsageError, match=told):
-        RayEngine(**{"engine": SimulatedEngine(), **settings})
-
-
 @in_cluster
 def test_a_cluster_without_the_resources_is_refused_with_what_is_missing():
     began = time.monotonic()

@@ -218,15 +218,6 @@ def test_the_cache_is_as_large_as_it_is_told_to_be() -> None:
     assert SimulatedEngine(kv_block=None).kv_block is None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"per_running": -1.0}, {"max_jump": 0}, {"kv_block": 0}, {"kv_capacity": 0}, {"lengths": []}],
-)
-def test_bad_settings_are_refused(options: dict) -> None:
-    with pytest.raises(UsageError):
-        SimulatedEngine(**options)
-
-
 TEXTS = st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=30), min_size=1, max_size=8)
 
 

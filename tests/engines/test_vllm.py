@@ -34,36 +34,6 @@ def test_says_what_to_install_when_vllm_is_missing(monkeypatch: pytest.MonkeyPat
         VLLMEngine().start(EngineSpec("nowhere", 1, 64, (1,)))
 
 
-@pytest.mark.parametrize("size", [0, 2.0, True])
-def test_refuses_sizes_that_are_none(size: object) -> None:
-    with pytest.raises(UsageError, match=rf"tensor_parallel_size={size}\)`: must be"):
-        VLLMEngine(tensor_parallel_size=size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("speculative_config", {"method": "ngram"}, "`Speculation` changes none"),
-        ("override_generation_config", {"top_k": 5}, "set by `temperature`"),
-        ("tensor_parallel_size", 2, r"itself: `VLLMEngine\(tensor_parallel_size=2\)`"),
-        ("dtype", "float16", r"itself: `VLLMEngine\(dtype='float16'\)`"),
-        ("pipeline_parallel_size", 2, "use `tensor_parallel_size`"),
-        ("data_parallel_size", 2, "one replica"),
-        ("enable_lora", True, r"itself: `VLLMEngine\(enable_lora=True\)`"),
-        ("max_lora_rank", 8, "follows from the policy's adapters"),
-        ("blok_size", 64, "may draw or record something else"),
-    ],
-)
-def test_refuses_what_would_draw_or_record_something_else(
-    name: str, value: object, why: str
-) -> None:
-    message = (
-        rf"`VLLMEngine\(engine_kwargs=\{{'{name}': .* is refused: .*{why}.*Passed on to vLLM are "
-    )
-    with pytest.raises(UsageError, match=message):
-        VLLMEngine(engine_kwargs={"block_size": 64, name: value})
-
-
 def test_the_documentation_lists_what_is_passed_on() -> None:
     page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
     text = page.partition("**`engine_kwargs`**")[2].partition("Every other one")[0]

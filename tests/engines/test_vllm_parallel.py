@@ -341,8 +341,3 @@ def test_a_budget_counts_each_token_once(
     small = replace(spec(request.getfixturevalue(fixture)), kv_cache_bytes=1000)
     args = engine_args(VLLMEngine(tensor_parallel_size=size), small)
     assert args["kv_cache_memory_bytes"] == bytes_
-
-
-def test_more_workers_than_cores_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"size=4\)` needs a core.*may use 3. Use 3 or less"):
-        guest.bind_threads([0, 1, 2], 4)

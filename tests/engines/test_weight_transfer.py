@@ -16,9 +16,6 @@ from torch import Tensor
 
 from lit_rlsched.engines import (
     ProcessEngine,
-    RayEngine,
-    SimulatedEngine,
-    TransformersEngine,
     VLLMEngine,
     _vllm_receiver,
     weight_transfer,
@@ -327,34 +324,6 @@ def test_an_engine_where_nobody_trains(world: World) -> None:
 def test_weights_that_can_be_read_once(world: World) -> None:
     with pytest.raises(UsageError, match="WeightSource"):
         IPCTransfer(SPEC, [Engine(world, 0, "GPU-T")]).write(iter(()), torch.bfloat16)
-
-
-@pytest.mark.parametrize("kind", [ProcessEngine, RayEngine])
-@pytest.mark.parametrize(
-    ("engine", "setting", "message"),
-    [
-        (VLLMEngine, "rdma", r"\(weight_transfer='rdma'\)`: must be one of 'ipc', 'nccl'"),
-        (TransformersEngine, "ipc", r"this is vLLM's, and `TransformersEngine` has no part"),
-        (SimulatedEngine, "nccl", r"this is vLLM's, and `SimulatedEngine` has no part"),
-        (lambda: VLLMEngine(enable_lora=True), "ipc", r"`VLLMEngine\(enable_lora=True\)`"),
-    ],
-    ids=["unknown", "transformers", "simulated", "adapters"],
-)
-def test_an_engine_that_cannot(kind: Any, engine: Any, setting: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as raised:
-        kind(engine(), weight_transfer=setting)
-    assert str(raised.value).startswith(f"`{kind.__name__}(weight_transfer={setting!r})`")
-
-
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("kind", [ProcessEngine, RayEngine])
-@pytest.mark.parametrize("setting", ["ipc", "nccl"])
-def test_a_run_on_the_cpu(kind: Any, setting: str, engines: int) -> None:
-    engine = kind(weight_transfer=setting)
-    if engines > 1:
-        engine = EnginePool.of(engine, engines)
-    with pytest.raises(UsageError, match=r"the run is on cpu.* Leave `weight_transfer` out"):
-        engine.start(EngineSpec("", 4, 64, (1,)))
 
 
 # Where engines are

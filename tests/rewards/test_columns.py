@@ -89,13 +89,6 @@ def test_a_function_that_can_be_called_is_not(function: Callable) -> None:
     RewardScheduler([function]).check_columns(ROWS, "train_data")
 
 
-@pytest.mark.parametrize("name", [*GIVEN, *OFFERED])
-def test_a_column_with_the_name_of_an_argument_is_refused(name: str) -> None:
-    rows = [*ROWS, {"prompt": "p", "answer": "a", name: ["x"]}]
-    with pytest.raises(UsageError, match=rf"The column `{name}` of row 2 of `val_data` .*Rename"):
-        RewardScheduler([cases.length]).check_columns(rows, "val_data")
-
-
 def test_every_argument_that_is_passed_has_a_name_no_column_may_have() -> None:
     def echo(log_failure=None, reward_timeout=None, **columns: Any) -> list[float]:
         columns["log_extra"]("names", [sorted(columns)])
@@ -129,14 +122,6 @@ def test_a_judge_refuses_a_row_that_its_question_would_not_show(
     scheduler.check_rows([("a", {"answer": 0, "highest": 3})])
     with pytest.raises(UsageError, match=message):
         scheduler.check_rows([("a", columns)])
-
-
-@pytest.mark.parametrize("metadata", [None, {"numbers": [1, 2]}, {"numbers": ["1"], "target": 1}])
-def test_a_countdown_that_cannot_be_scored_is_refused(metadata: Any) -> None:
-    scheduler = RewardScheduler([countdown_reward])
-    scheduler.check_rows([("a", {"metadata": '{"numbers": [1, 2], "target": 3}'})])
-    with pytest.raises(UsageError, match="`countdown_reward` refuses the row `b`"):
-        scheduler.check_rows([("b", {"metadata": metadata})])
 
 
 @pytest.mark.parametrize("number", [0, 5])

@@ -124,17 +124,3 @@ def test_a_model_that_cannot_judge_is_refused_at_the_start(tmp_path: Path) -> No
     judge = EngineJudgeReward(str(tmp_path), TransformersEngine())
     with pytest.raises(UsageError, match="its tokenizer has no chat template"):
         judge.warm_up()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"slots": 0}, "`EngineJudgeReward\\(slots=0\\)`: use 1 or more"),
-        ({"max_model_len": 200}, "the answer alone may have `max_tokens=200`"),
-        ({"score_range": (1, 1)}, "`EngineJudgeReward\\(score_range=\\(1, 1\\)\\)`: the first"),
-    ],
-    ids=["slots", "max_model_len", "score_range"],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        EngineJudgeReward(MODEL, TransformersEngine(), **{**SETTINGS, **settings})

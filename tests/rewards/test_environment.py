@@ -17,7 +17,6 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import hide_environment, worker_environment
 from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
-from lit_rlsched.settings import UsageError
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -203,23 +202,6 @@ def test_a_function_that_misses_a_variable_is_told_how_to_get_it(
     jobs, _ = score([needs], ["MY_SETTING", "NOWHERE_SET"])
     assert "list it in `reward_env_vars`" in str(jobs["MY_SETTING"].failures[0])
     assert "reward_env_vars" not in str(jobs["NOWHERE_SET"].failures[0])
-
-
-def test_names_that_cannot_be_passed_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"`reward_env_vars=\['NO_SUCH'\]`: the trainer's environment does not have NO_SUCH",
-    ):
-        RolloutDataModule([{"prompt": "p"}], [len], reward_env_vars=["NO_SUCH"])
-    with pytest.raises(UsageError, match=r"give a list of names, such as `\[PATH\]`"):
-        RewardScheduler([len], env_vars="PATH")
-
-    def function(**kwargs: Any) -> list[float]:
-        return [1.0]
-
-    function.env_vars = "JUDGE_KEY"  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="Make it a tuple of names of environment variables"):
-        RewardScheduler([function])
 
 
 def test_a_worker_runs_the_copy_of_the_package_that_its_parent_runs(tmp_path):

@@ -21,7 +21,6 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards.engine_judge import EngineJudgeReward
 from lit_rlsched.rewards.judge import Judge
-from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "countdown" / "model")
@@ -308,31 +307,6 @@ def test_in_trl_s_hands_a_judge_scores_whole_batches(
         assert scores == [0.7, None, 0.5]
     assert "`judge` gave no score for a completion: unparsed: no grade" in caplog.text
     pickle.loads(pickle.dumps(judge))  # although its client is open
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"template": "Is it good?"}, "it has no `{completion}`, so the judge would not see it"),
-        ({"template": "{completion} as {"}, "Double every brace that is not of a field"),
-        ({"template": '{completion} as {"score": 1}'}, "cannot be the names of columns. Double"),
-        (
-            {"template": "{completion}", "rubric": "x"},
-            "rubric='x'\\)`: the template has no",
-        ),
-        ({"score_pattern": "(a"}, "is not a regular expression"),
-        ({"score_pattern": r"(\d)/(\d)"}, "has 2 groups: exactly one"),
-        ({"score_range": (5, 1)}, r"score_range=\(5, 1\)\)`: the first must be less"),
-        ({"max_tokens": 0}, "`JudgeReward\\(max_tokens=0\\)`: use 1 or more"),
-        ({"max_retries": -1}, "`JudgeReward\\(max_retries=-1\\)`: use 0 or more"),
-        ({"name": "my judge"}, "use letters, digits and underscores"),
-        ({"base_url": "localhost:8000/v1"}, "give an address such as 'http://localhost:8000/v1'"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env='NO_SUCH_KEY'.*is not set"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        JudgeReward(**{"model": "m", "base_url": "http://localhost/v1", **settings})
 
 
 def test_the_judge_s_arguments_are_known_to_the_command_line(

@@ -397,31 +397,6 @@ def test_warming_up_counts_for_no_time_out_and_a_lost_import_ends_the_run(tmp_pa
             collect(scheduler)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"reward_funcs": []}, "`reward_funcs` is empty"),
-        ({"reward_funcs": ["some/model"]}, "`reward_funcs=some/model`: .*Reward models of the Hub"),
-        ({"reward_weights": [1.0, 2.0]}, r"`reward_weights=\[1.0, 2.0\]` has 2 entries, but"),
-        ({"workers": 0}, "`workers=0` must be at least 1"),
-        ({"memory_limit": "much"}, "`memory_limit='much'`: expected a size such as '2GiB'"),
-        ({"memory_limit": "1MB"}, "`memory_limit='1MB'`: use '64MiB' or more"),
-        ({"timeout": 0}, "`timeout=0` must be a positive number"),
-        ({"timeout": float("nan")}, "`timeout=nan` must be"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        RewardScheduler(**{"reward_funcs": [cases.length], **settings})
-
-
-def test_a_reward_model_is_refused() -> None:
-    import torch
-
-    with pytest.raises(UsageError, match="is a torch module"):
-        RewardScheduler([torch.nn.Linear(1, 1)])
-
-
 def test_weights() -> None:
     assert RewardScheduler([cases.length], reward_weights=[0.5]).weights == [0.5]
     assert RewardScheduler([cases.length, cases.judge]).weights == [1.0, 1.0]

@@ -498,13 +498,6 @@ def test_simulated_rounds_on_two_engines():
     assert all(0 <= drawn.trace.bubble_ratio < 1 for drawn in rounds)
 
 
-def test_slots_of_an_engine_are_equal():
-    with pytest.raises(UsageError, match="multiple of the number of engines, 2"):
-        EnginePool([SimulatedEngine(), SimulatedEngine()]).start(EngineSpec("", 3, 64, (1,)))
-    with pytest.raises(UsageError, match="at least one"):
-        EnginePool([])
-
-
 def test_an_idle_engine_is_not_asked_to_step():
     """With one group, the other engine has nothing to do."""
 

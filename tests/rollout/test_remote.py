@@ -553,10 +553,5 @@ def test_the_process_imports_neither_lightning_nor_transformers():
     assert not {"lightning", "transformers", "vllm"} & {*modules.stdout.split()}
 
 
-def test_one_process_is_enough():
-    with pytest.raises(UsageError, match="one process is enough"):
-        ProcessEngine(ProcessEngine(TransformersEngine()))
-
-
 def test_other_engines_are_called_directly(here):
     assert isinstance(here.engine.make_worker(Admission(2)), RolloutWorker)

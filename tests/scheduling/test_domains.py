@@ -47,11 +47,6 @@ def test_whole_quotas(shares, prompts, expected):
     assert quotas(shares, prompts) == expected
 
 
-def test_a_domain_without_a_prompt_is_named():
-    with pytest.raises(UsageError, match=r"no prompt of 'b' in a round of 4\. Raise"):
-        quotas({"a": 0.9, "b": 0.1}, 4)
-
-
 def prompts(**numbers):
     return [
         Prompt(f"{d}{i}", "?", (1,), {"domain": d}) for d, n in numbers.items() for i in range(n)

@@ -15,7 +15,6 @@ from lit_rlsched.scheduling.down_sampling import (
     percentile,
     random,
 )
-from lit_rlsched.settings import UsageError
 
 NAN = math.nan
 rules = st.sampled_from(list(RULES.values()))
@@ -276,46 +275,11 @@ def test_never_chooses_twice_as_an_overwritten_view_does():
 
 
 @pytest.mark.parametrize("rule", RULES.values())
-@pytest.mark.parametrize(
-    ("rewards", "keep", "message"),
-    [
-        ([1, 2], 0, "`keep=0` of 2 rewards in a group: use 1 to 2"),
-        ([1, 2], 3, "`keep=3` of 2 rewards in a group: use 1 to 2"),
-        ([[1, 2]], -1, "`keep=-1` of 2"),
-        (1.0, 1, r"`rewards` has the shape \(\): give one row per group"),
-        ([[[1.0]]], 1, r"the shape \(1, 1, 1\)"),
-    ],
-)
-def test_bad_input(rule, rewards, keep, message):
-    with pytest.raises(UsageError, match=message):
-        rule(rewards, keep)
-
-
-@pytest.mark.parametrize("rule", RULES.values())
 def test_an_infinite_reward_is_no_score(rule):
     infinite = [[1.0, math.inf, 0.0, 2.0], [-math.inf, 3.0, math.inf, 5.0]]
     absent = [[1.0, math.nan, 0.0, 2.0], [math.nan, 3.0, math.nan, 5.0]]
     assert rule(infinite, 3).tolist() == rule(absent, 3).tolist()
     assert rule(infinite, 3)[1].tolist() == [1, 3, -1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((True, "random", (0.0, 1.0), 0.9), r"early_stop=True, rule='random'\)`: groups stop at"),
-        ((True, "max_variance", (1.0, 1.0), 0.9), r"reward_range=\(1.0, 1.0\)\)`: give the smal"),
-        ((True, "max_variance", (-math.inf, 1.0), 0.9), r"range=\(-inf, 1.0\)\)`: give"),
-        ((True, "max_variance", (0.0, math.inf), 0.9), r"range=\(0.0, inf\)\)`: give"),
-        ((True, "max_variance", (0.0, 1.0), -0.1), r"min_length_ratio=-0.1\)`: use 0"),
-        ((True, "max_variance", (0.0, 1.0), 1.1), r"min_length_ratio=1.1\)`: use 0"),
-        ((False, "random", (0.5, 1.0), 0.9), r"range=\(0.5, 1.0\), .*: they have no effect"),
-        ((False, "random", (0.0, 2.0), 0.9), r"range=\(0.0, 2.0\), .*: they have no effect"),
-        ((False, "random", (0.0, 1.0), 0.5), r"ratio=0.5\)` without .*: they have no effect"),
-    ],
-)
-def test_settings_of_an_early_stop_are_checked(arguments, message):
-    with pytest.raises(UsageError, match=rf"`DownSampling\(.*{message}"):
-        check_early_stop(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """How old a token may get when prompts go on from round to round, and prompts that overtake."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.in_flight_updates import (
-    InFlight,
     WindowedRound,
     capacity,
     taken,
@@ -152,15 +150,3 @@ def test_wrong_sizes_are_refused(prompts):
     WindowedRound(8, 17, 2, 1, "verify")
     with pytest.raises(UsageError, match=r"prompts_in_flight=7, .*use 8 or more\."):
         WindowedRound(8, 7, 2, 1, "verify")
-
-
-def test_wrong_settings_are_refused():
-    for name, value in (("pace", "fast"), ("cache", "drop"), ("turns", 0), ("too_old", "drop")):
-        with pytest.raises(UsageError, match=rf"`InFlightUpdates\({name}="):
-            replace(InFlight(), **{name: value})
-    with pytest.raises(UsageError, match=r"too_old='verify', cache='keep'.*Use `cache='rec"):
-        InFlight(cache="keep", too_old="verify")
-    with pytest.raises(UsageError, match=r"repeats by itself\. Leave `replay` out"):
-        InFlight("turns", replay={0: [32]})
-    with pytest.raises(UsageError, match=r"of that run changed at turn 30\. Use its `turns`"):
-        InFlight("free", replay={0: [32, 30]})

@@ -1,6 +1,5 @@
 import io
 import json
-import re
 
 import numpy as np
 import pytest
@@ -265,54 +264,14 @@ def test_learning_is_deterministic():
     assert learn(TokenConditioned())[0].tolist() == learn(TokenConditioned())[0].tolist()
 
 
-def test_another_number_of_features_is_refused():
-    with pytest.raises(UsageError, match=r"has 39 features, the saved one 23"):
-        TokenConditioned(features=32).load_state_dict(TokenConditioned(features=16).state_dict())
-
-
-def test_bad_settings_are_refused():
-    with pytest.raises(UsageError, match="decay=0"):
-        PromptHistory(decay=0)
-    with pytest.raises(UsageError, match="ridge=0"):
-        TokenConditioned(ridge=0)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("decay", 1.01, ": use more than 0, at most 1."),
-        ("decay", -0.1, ": use more than 0, at most 1."),
-        ("shrinkage", -0.1, ": use 0 or more."),
-        ("half_life", 0.0, ": use more than 0."),
-        ("max_prompts", 0, ": must be a whole number, 1 or more."),
-    ],
-)
-def test_settings_of_the_history(setting, value, message):
-    with pytest.raises(UsageError, match=re.escape(f"`PromptHistory({setting}={value})`{message}")):
-        PromptHistory(**{setting: value})
-    with pytest.raises(UsageError, match="`decay=nan` must be finite"):
-        PromptHistory(decay=float("nan"))
+def test_settings_of_the_history_at_their_bounds():
     history = PromptHistory(decay=1, shrinkage=0, half_life=1e-3, max_prompts=1)
     history.observe(finished("a", 10) + finished("b", 30))
     assert history.state_dict()["uids"] == ["b"]
     PromptHistory(decay=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("features", 0, ": must be a whole number, 1 or more."),
-        ("ridge", -1, ": use more than 0."),
-        ("half_life", 0, ": use more than 0."),
-        ("max_waiting", 0, ": must be a whole number, 1 or more."),
-    ],
-)
-def test_settings_of_the_regression(setting, value, message):
-    expected = re.escape(f"`TokenConditioned({setting}={value})`{message}")
-    with pytest.raises(UsageError, match=expected):
-        TokenConditioned(**{setting: value})
-    with pytest.raises(UsageError, match=r"`ridge=nan` must be finite"):
-        TokenConditioned(ridge=float("nan"))
+def test_settings_of_the_regression_at_their_bounds():
     smallest = TokenConditioned(features=1, ridge=1e-3, half_life=1e-3, max_waiting=1)
     assert smallest.predict(started("a")) == [CAP] and smallest.predict([]) == []
 

@@ -14,7 +14,6 @@ from lit_rlsched.scheduling.planning import (
     makespan,
     plan_makespan,
 )
-from lit_rlsched.settings import UsageError
 
 whole = st.integers(0, 50)
 fractions = st.floats(0, 1000)
@@ -250,26 +249,3 @@ def test_ten_thousand_jobs(slots, epsilon):
 def test_within_three_percent_of_the_bound(n, slots, seed):
     lengths = np.ceil(np.random.default_rng(seed).lognormal(6, 1, n)).clip(max=1024).astype(int)
     assert makespan(plan_makespan(lengths, slots), lengths) <= 1.03 * lower_bound(lengths, slots)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plan_makespan([1], 1, 0), "`epsilon=0`: use more than 0"),
-        (lambda: plan_makespan([1], 1, -0.1), "`epsilon=-0.1`"),
-        (lambda: plan_makespan([1], 1, math.nan), "`epsilon=nan`"),
-        (lambda: plan_makespan([1], 0), "`slots=0`: use 1 or more"),
-        (lambda: longest_first([1], -1), "`slots=-1`: use 1 or more"),
-        (lambda: lower_bound([1], 0), "`slots=0`: use 1 or more"),
-        (lambda: plan_makespan([1, -2], 1), r"`lengths\[1\]=-2`: use a finite"),
-        (lambda: longest_first([math.nan], 1), r"`lengths\[0\]=nan`"),
-        (lambda: lower_bound([1, math.inf], 1), r"`lengths\[1\]=inf`"),
-        (lambda: plan_makespan([1], 2, loads=[0, -1]), r"`loads\[1\]=-1`"),
-        (lambda: plan_makespan([1], 2, loads=[0]), "`loads` has 1 values for 2 slots: give one"),
-        (lambda: lower_bound([1], 1, []), "`loads` has 0 values for 1 slots"),
-        (lambda: makespan([[0], []], [1], [1]), "`loads` has 1 values for 2 slots"),
-    ],
-)
-def test_bad_input(call, message):
-    with pytest.raises(UsageError, match=message):
-        call()

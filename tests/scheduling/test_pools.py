@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from benchmarks.bubbles import bubble_ratio, decode, draw_lengths
 from lit_rlsched.rollout.simulate.pools import pool_bubble_ratio, recommend_slots
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.settings import UsageError
 
 modes = st.sampled_from(["on_policy", "partial"])
 orders = st.sampled_from(["fifo", "least_attained"])
@@ -145,27 +144,3 @@ def test_slots_for_four_thousand_completions(mode, order):
     ratios = [pool_bubble_ratio(lengths, 1024, q, *how) for q in (slots, slots + 1)]
     assert ratios[0] <= 0.05 < ratios[1]
     assert recommend_slots(lengths.reshape(-1, 8), 128, 0.05, *how) == pytest.approx(slots, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: recommend_slots([1], 1, 1.0), "`bubble_ratio=1.0`: use 0 or more, and less"),
-        (lambda: recommend_slots([1], 1, -0.1), "`bubble_ratio=-0.1`"),
-        (lambda: recommend_slots([1], 0), "`update=0`: use 1 or more"),
-        (lambda: recommend_slots([], 1), r"`lengths` has the shape \(0,\): give one per compl"),
-        (lambda: recommend_slots([[[1]]], 1), r"the shape \(1, 1, 1\)"),
-        (lambda: recommend_slots([2, 0], 1), "`lengths` has 0: a completion has 1 token or more"),
-        (lambda: recommend_slots([2, math.nan], 1), r"`lengths\[1\]=nan`"),
-        (lambda: pool_bubble_ratio([1], 1, 0), "`slots=0`: use 1 or more"),
-        (lambda: recommend_slots([1], 1, order="planned"), "`order='planned'`: use 'fifo' or 'lea"),
-        (lambda: recommend_slots([1], 1, order="least_attained"), "a share of `max_completion_len"),
-        (
-            lambda: pool_bubble_ratio([1, 9], 1, 1, "partial", "least_attained", 8),
-            "`lengths` has 9, which is more than `max_completion_length=8`",
-        ),
-    ],
-)
-def test_bad_input(call, message):
-    with pytest.raises(UsageError, match=message):
-        call()

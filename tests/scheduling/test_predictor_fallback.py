@@ -10,7 +10,6 @@ from told_lengths import CAP, LENGTHS, Told, asked, finish, play
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
 from lit_rlsched.scheduling.recorded_lengths import Oracle
-from lit_rlsched.settings import UsageError
 
 
 def test_nonsense_is_replaced_by_the_history_and_counted():
@@ -116,12 +115,6 @@ def test_a_predictor_that_is_only_as_good_is_not_used_again():
     calibrated.fallback = True
     calibrated._average(1000, {f"length_prediction/{name}": 0.5 for name in names})
     assert calibrated.fallback
-
-
-def test_a_history_cannot_stand_in_for_its_own_predictor():
-    predictor = SiblingMax()
-    with pytest.raises(UsageError, match="learn everything twice"):
-        CalibratedPredictor(predictor, predictor.history)
 
 
 class Broken(PromptHistory):

@@ -1,31 +1,7 @@
-import math
-
 import pytest
 
 from lit_rlsched.scheduling.sorted_batching import SortedRound, SortedSettings
 from lit_rlsched.settings import UsageError
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "off_policy"}, r"`SortedBatching\(mode='off_policy'\)` is unknown"),
-        ({"pool_rounds": 0}, r"`SortedBatching\(pool_rounds=0\)`: must be a whole number, 1 or"),
-        ({"pool_rounds": 1.5}, r"`SortedBatching\(pool_rounds=1.5\)`"),
-        ({"update_prompts": 0}, r"`SortedBatching\(update_prompts=0\)`: must be a whole number, 1"),
-        (
-            {"mode": "partial", "max_staleness": 0},
-            r"`SortedBatching\(max_staleness=0\)`: must be a whole number, 1 or more\. For tokens",
-        ),
-        ({"oversubscribe": 0.99}, r"`SortedBatching\(oversubscribe=0.99\)`: must be 1 or more"),
-        ({"oversubscribe": math.inf}, r"`SortedBatching\(oversubscribe=inf\)`: must be 1 or more"),
-        ({"max_staleness": 1}, r"\(max_staleness=1, mode='on_policy'\)`.* leave `max_staleness`"),
-        ({"mask_stale_tokens": True}, r"\(mask_stale_tokens=True, mode='on_policy'\)`.* leave"),
-    ],
-)
-def test_settings_that_are_refused(settings, message):
-    with pytest.raises(UsageError, match=message):
-        SortedSettings(**settings)
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,6 @@ def test_a_drafter_that_cannot_be_made_is_refused(path):
         Drafting(drafter=path)
 
 
-@pytest.mark.parametrize("name", ["tokens", "while_running"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-def test_a_count_below_one_is_refused(name, value):
-    with pytest.raises(
-        ValueError, match=rf"`Speculation\({name}={value}\)`: .* 1 or more\. Remove"
-    ):
-        Drafting(**{name: value})
-
-
 def followers(texts, end):
     """What followed the longest known end of `ENDS`, by trying all places.
 

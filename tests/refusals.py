@@ -1,0 +1,667 @@
+"""What is refused, and with which words: calls, and regexes of their messages.
+
+Each list is one thing that is set. A row is built when its test runs.
+"""
+
+import gzip
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from character_tokenizer import make_tokenizer
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+
+from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
+from lit_rlsched import callbacks as cb
+from lit_rlsched import engines as en
+from lit_rlsched.data.prompts import make_prompts
+from lit_rlsched.data.rows import load_rows
+from lit_rlsched.data.source import PromptSource
+from lit_rlsched.data.tasks import Countdown, ReasoningGym
+from lit_rlsched.engines._vllm_args import engine_args
+from lit_rlsched.engines._vllm_guest import bind_threads
+from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.spec import AdapterSpec
+from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
+from lit_rlsched.rewards import functions as rewards
+from lit_rlsched.rewards.answers import checked_entry
+from lit_rlsched.rewards.checks import GIVEN, OFFERED
+from lit_rlsched.rollout.simulate.pools import pool_bubble_ratio, recommend_slots
+from lit_rlsched.run.checks import check_same_ranks
+from lit_rlsched.scheduling import down_sampling
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.in_flight_updates import InFlight
+from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
+from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+from lit_rlsched.scheduling.racing import quotas
+from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
+from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.text import parse_bytes
+from lit_rlsched.training.advantages import group_relative, leave_one_out
+from lit_rlsched.training.losses import check_loss_settings, policy_loss
+from lit_rlsched.types import Prompt
+
+NAN, INF = math.nan, math.inf
+
+
+def bad(make: Callable, says: str, *args: Any, **settings: Any) -> Any:
+    """One row: `make` with these arguments. The message names the first setting and its value."""
+    named = [f"{name}={value!r}" for name, value in settings.items()]
+    needs = f"(?=.*{re.escape(named[0])})" if named else ""
+    function = getattr(make, "func", make).__name__
+    call = f"{function}({', '.join([*map(repr, args), *named])})" if args or named else says
+    call = re.sub(r" at 0x\w+", "", call)[:80]  # the same in every process
+    return pytest.param(partial(make, *args, **settings), f"(?s){needs}.*{says}", id=call)
+
+
+def unnamed(make: Callable, says: str, *args: Any, **settings: Any) -> Any:
+    """One row whose message does not repeat the setting."""
+    return bad(partial(make, *args, **settings), says)
+
+
+def each(make: Callable, says: str, **settings: Any) -> list[Any]:
+    """A row for each value of the first setting."""
+    (name, values), *others = settings.items()
+    return [bad(make, says, **{name: value}, **dict(others)) for value in values]
+
+
+def during(says: str, made: Callable = list, module: Any = None, **settings: Any) -> Any:
+    """One row: a run with these callbacks and settings of the module and of the data."""
+
+    def run(fit: Callable, model: str) -> None:
+        callbacks = made()
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        fit(GRPOModule(model, **module or {}), callbacks, **settings)
+
+    return bad(run, says)
+
+
+def trains(fit: Callable, model: str, **settings: Any) -> None:
+    fit(**settings)
+
+
+def streams_rloo(fit: Callable, model: str, **settings: Any) -> None:
+    fit(RLOOModule(model, **settings), [cb.StreamedTraining()], **BESIDE)
+
+
+def rows(prompt: str = "1+1=", **columns: Any) -> list[dict[str, Any]]:
+    """Data of which the first row has more columns."""
+    others = [{"prompt": str(n), "answer": "1"} for n in range(7)]
+    return [{"prompt": prompt, "answer": "1", **columns}, *others]
+
+
+def data(*funcs: Any, **settings: Any) -> RolloutDataModule:
+    return RolloutDataModule(rows(), *funcs or [[len]], **settings)
+
+
+def engine_judge(**settings: Any) -> EngineJudgeReward:
+    given = {"template": "{completion}", "max_tokens": 200, "max_model_len": 400}
+    return EngineJudgeReward("m", en.TransformersEngine(), **{**given, **settings})
+
+
+def judge(model: str = "m", base_url: str = "http://localhost/v1", **settings: Any) -> JudgeReward:
+    return JudgeReward(model, base_url, **settings)
+
+
+def score(**kwargs: Any) -> list[float]:
+    return [1.0]
+
+
+def columns(row: dict[str, Any]) -> None:
+    RewardScheduler([score]).check_columns([row], "val_data")
+
+
+def countdown(**columns: Any) -> None:
+    RewardScheduler([rewards.countdown_reward]).check_rows([("b", columns)])
+
+
+def read(name: str, raw: str | bytes) -> None:
+    """Load a file of rows or of lengths."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+        TraceLengths(path) if name.startswith("spans") else load_rows(path)
+
+
+def resumed(names: str, **settings: Any) -> None:
+    def source(names: str, **settings: Any) -> PromptSource:
+        prompts = [Prompt(name, name, (ord(name),)) for name in names]
+        return PromptSource(prompts, **{"seed": 0, **settings})
+
+    source(names, **settings).load_state_dict(source("abc").state_dict())
+
+
+def made(rows: list[dict[str, Any]]) -> None:
+    make_prompts(rows, make_tokenizer(), max_prompt_length=9)
+
+
+def some_loss(**settings: Any) -> None:
+    policy_loss(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), **settings)
+
+
+def started(engine: Any, slots: int = 4) -> None:
+    engine.start(en.EngineSpec("", slots, 64, (1,)))
+
+
+def with_adapters(adapters: AdapterSpec | None) -> None:
+    engine_args(en.VLLMEngine(enable_lora=True), en.EngineSpec("m", 2, 64, (), adapters=adapters))
+
+
+keyed = partial(score)
+keyed.env_vars = "JUDGE_KEY"  # type: ignore[attr-defined]
+COUNT = "must be a whole number, "
+BESIDE = {"engine": en.ProcessEngine(en.TransformersEngine())}
+grpo, rloo = partial(GRPOModule, "m"), partial(RLOOModule, "m")
+in_ray = partial(en.RayEngine, en.SimulatedEngine())
+early = partial(cb.DownSampling, 4, early_stop=True)
+SETTERS = (cb.SortedBatching, cb.DynamicSampling, cb.DownSampling, cb.MicroGroupSampling)
+sorted_partial = partial(cb.SortedBatching, mode="partial", max_staleness=1)
+
+CALLBACKS = [
+    bad(cb.AdaptiveTimeouts, "use 1 or more", scale=0.9),
+    bad(cb.AdaptiveTimeouts, "use a number of seconds", minimum=-1),
+    bad(cb.AdaptiveTimeouts, "use a number of seconds", maximum="30"),
+    bad(cb.AdaptiveTimeouts, "must be above 0", minimum=0.0),
+    bad(cb.AdaptiveTimeouts, "maximum=4.0.*Lower `minimum`, or raise", minimum=5.0, maximum=4.0),
+    bad(cb.CompletionWriter, "use a name in", path="x.csv"),
+    *each(cb.DownSampling, COUNT + "2 or more", keep=(1, 2.0)),
+    bad(early, "groups stop at.*Use `rule='max_variance'`, or leave `early_stop`", rule="random"),
+    *each(early, "give the smallest", reward_range=((1, 0), (1.0, 1.0), (-INF, 1.0), (0.0, INF))),
+    *each(early, "use 0", min_length_ratio=(-0.1, 1.1)),
+    bad(cb.DownSampling, "use 0", min_length_ratio=1.5, keep=4),
+    bad(cb.DownSampling, "give the smallest", reward_range=(1, 0), keep=4),
+    *each(cb.DownSampling, "they have no effect", min_length_ratio=(0, 0.5), keep=4),
+    *each(cb.DownSampling, "they have no effect", reward_range=((0.5, 1.0), (0.0, 2.0)), keep=4),
+    *each(cb.DynamicSampling, COUNT + "2 or more", max_num_gen_batches=(1, 2.5)),
+    bad(cb.ExportModel, "use", dtype="int8"),
+    bad(cb.InFlightUpdates, COUNT + "1 or more", max_staleness=-1),
+    bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", PromptHistory),
+    bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", "PromptHistory"),
+    *each(cb.LengthPrediction, COUNT + "0 or", probe_tokens=("3", -1)),
+    *each(cb.MicroGroupSampling, COUNT + "1 or more", slots=(0, 2.5)),
+    bad(cb.MicroGroupSampling, "exactly one"),
+    bad(cb.MicroGroupSampling, "exactly one", slots=2, memory_budget="1GiB"),
+    *each(cb.MicroGroupSampling, "a size such as", memory_budget=("much", 0.5)),
+    bad(cb.MicroGroupSampling, "longest_first", order="planned", refill="rounds", slots=2),
+    bad(cb.ParallelismPlanner, "`minimum` must be at most", minimum=4, maximum=2),
+    *each(cb.ParallelismPlanner, "must be a power of two", maximum=(-2, 0, 2.0, 3, 6, True)),
+    *each(cb.ParallelismPlanner, "must be a power of two", minimum=(0, 2.0, 3)),
+    bad(cb.RolloutLogger, COUNT + "1 or more", every_n_rounds=0),
+    bad(cb.RolloutLogger, COUNT + "1 or more", pictures_every_n_rounds=0),
+    *each(cb.RoundCheckpoint, "use 0 <", max_share=(0.0, 2.0)),
+    bad(cb.RoundCheckpoint, "must be 1 or more", keep=0),
+    *each(cb.SortedBatching, COUNT + "1 or", pool_rounds=(0, 1.5, None)),
+    *each(cb.SortedBatching, COUNT + "1", update_prompts=(0, 2.0)),
+    *each(cb.SortedBatching, "must be 1 or more", oversubscribe=(0.99, INF)),
+    bad(cb.SortedBatching, COUNT + "1.*`mode='verified'`", max_staleness=0, mode="partial"),
+    bad(cb.SortedBatching, "'on_policy'.*partial.* leave `max_staleness`", max_staleness=2),
+    bad(cb.SortedBatching, "'on_policy'.*or leave `mask_stale_tokens`", mask_stale_tokens=True),
+    *each(Drafting, r"`Speculation\(.*1 or more\. Remove", tokens=(0, -1, 1.5, True, None)),
+    *each(Drafting, r"`Speculation\(.*1 or more\. Remove", while_running=(0, -1, 1.5, True, None)),
+    *each(cb.StreamedTraining, "a share of the update's prompts", start=(-0.1, 1.0, "soon")),
+    bad(cb.Timeline, COUNT + "1 or more", pictures_every_n_rounds=0),
+    bad(cb.Timeline, COUNT + "1 or more", rounds_in_picture=0),
+]
+
+LOSSES = [
+    ("`importance_sampling_mode=None` to switch", {"importance_sampling_clip_max": 0.0}),
+    ("must not be negative", {"epsilon": -0.1}),
+    ("must not be negative", {"epsilon": -0.1, "epsilon_high": 0.2, "beta": 0.1}),
+    ("must not be negative", {"epsilon_high": -0.1}),
+    ("must not be negative", {"beta": -0.1}),
+    ("must exceed", {"delta": 1.2}),
+    ("must exceed", {"delta": 1.25, "epsilon_high": 0.28}),
+    ("no effect on `loss_type='rloo'`", {"delta": 4.0, "loss_type": "rloo"}),
+    ("`loss_type='cispo'`. Remove", {"delta": 4.0, "loss_type": "cispo", "epsilon_high": 2.0}),
+    ("Set it, for example to 5.0", {"loss_type": "cispo"}),
+    ("Set it, for example to 5.0", {"epsilon_high": 0.28, "loss_type": "cispo"}),
+    ("Use `RLOOModule`", {"beta": 0.1, "loss_type": "rloo"}),
+    ("'sequence_mask'", {"importance_sampling_mode": "token_mask", "loss_type": "rloo"}),
+    ("'sequence_mask'", {"importance_sampling_mode": "token_truncate", "loss_type": "rloo"}),
+    ("unknown. Use one of", {"loss_type": "ppo"}),
+    ("unknown", {"importance_sampling_mode": "token"}),
+]
+checked, lost = (partial(f, loss_type="dapo") for f in (check_loss_settings, some_loss))
+ADVANTAGES = [
+    *(partial(group_relative, scale_rewards=scale) for scale in ("group", "batch", "none")),
+    *(partial(leave_one_out, normalize=normalize) for normalize in (False, True)),
+]
+MODULES = [
+    *(bad(make, says, **loss) for says, loss in LOSSES for make in (grpo, checked, lost)),
+    unnamed(some_loss, "needs `ref_logp`", beta=0.1),
+    unnamed(some_loss, "divides by `max_completion_length`", loss_type="dr_grpo"),
+    bad(rloo, "must be 0 or more", learning_rate=-1.0),
+    bad(rloo, "`loss_type='rloo'`", old_logprobs="engine"),
+    bad(grpo, r"no effect on `adv.*\+\+'`", scale_rewards="none", advantage="reinforce++"),
+    bad(GRPOModule, r"`GRPOModule\(model=...\)` is a `Linear` object", nn.Linear(2, 2)),
+    bad(RLOOModule, r"`RLOOModule\(model=...\)` is a `PosixPath` object", Path("m")),
+    unnamed(grpo, r"is `RLOOModule\(normalize_advantages=...\)` here", normalize_advantages=True),
+    unnamed(grpo, r"such argument\. Did you mean `learning_rate`", learn_rate=1e-5),
+    *(
+        bad(rule, "Set `num_generations` to 2 or more", torch.zeros(shape))
+        for shape in ((3, 1), (4,), (2, 0))
+        for rule in ADVANTAGES
+    ),
+    bad(group_relative, "='std'`.*'group', 'batch' or 'none'", torch.zeros(1, 2), "std"),
+]
+
+DATA_MODULES = [
+    unnamed(data, "TRL's `eval_dataset` is `val_data` here", eval_dataset=[]),
+    unnamed(data, r"is `GRPOModule\(gradient_clip_val=...\)` here\.", max_grad_norm=1.0),
+    bad(data, "`reward_funcs=Qwen/Reward-8B`: .*Reward models of the Hub", "Qwen/Reward-8B"),
+    bad(data, "`reward_funcs=mine.score`: No module named 'mine'", ["mine.score"]),
+    bad(data, r"`reward_funcs\[0\]=3` is not callable", [3]),
+    bad(data, "`reward_funcs` is empty", []),
+    unnamed(data, r"tokenizer=...\)` is a `object`", tokenizer=object()),
+    *each(data, "is not an engine", engine=("VLLMEngine", en.VLLMEngine)),
+    bad(data, "environment does not have NO_SUCH", reward_env_vars=["NO_SUCH"]),
+    bad(check_same_ranks, "Rank 2 has `seed=4`, and rank 0 has", [{"seed": 3}] * 2 + [{"seed": 4}]),
+    *(
+        bad(parse_bytes, f"`memory={size!r}`: expected a size such as", size, "memory")
+        for size in ("", "GiB", "2 potatoes", "-1", "0", "0.1B", "1,5 GB")
+    ),
+]
+
+ENGINES = [
+    bad(en.VLLMEngine, "unknown", dtype="float64"),
+    *each(en.VLLMEngine, "must be", tensor_parallel_size=(0, 2.0, True)),
+    *(
+        unnamed(
+            en.VLLMEngine,
+            rf"\(engine_kwargs=\{{'{name}': .* is refused: .*{why}.*Passed on to vLLM are ",
+            engine_kwargs={"block_size": 64, name: value},
+        )
+        for name, value, why in (
+            ("speculative_config", {"method": "ngram"}, "`Speculation` changes none"),
+            ("override_generation_config", {"top_k": 5}, "set by `temperature`"),
+            ("tensor_parallel_size", 2, r"itself: `VLLMEngine\(tensor_parallel_size=2\)`"),
+            ("dtype", "float16", r"itself: `VLLMEngine\(dtype='float16'\)`"),
+            ("pipeline_parallel_size", 2, "use `tensor_parallel_size`"),
+            ("data_parallel_size", 2, "one replica"),
+            ("enable_lora", True, r"itself: `VLLMEngine\(enable_lora=True\)`"),
+            ("max_lora_rank", 8, "follows from the policy's adapters"),
+            ("blok_size", 64, "may draw or record something else"),
+        )
+    ),
+    bad(with_adapters, r"`VLLMEngine\(enable_lora=True\)`: there are no adapters", None),
+    bad(
+        with_adapters,
+        r"rank of 513.*up to 512\. Lower `lora_rank`",
+        AdapterSpec(513, ("q_proj",), 100),
+    ),
+    bad(bind_threads, r"size=4\)` needs a core.*may use 3. Use 3 or less", [0, 1, 2], 4),
+    bad(en.TransformersEngine, r"`TransformersEngine\(\)` takes no arguments", 8),
+    unnamed(en.SimulatedEngine, "`max_jump` must be at least 1, got 0", max_jump=0),
+    unnamed(en.SimulatedEngine, "`kv_block` must be at least 1, got 0", kv_block=0),
+    unnamed(en.SimulatedEngine, "`kv_capacity` must be at least 1, got 0", kv_capacity=0),
+    unnamed(en.SimulatedEngine, "costs of a step must not be negative", per_running=-1.0),
+    unnamed(en.SimulatedEngine, "at least one length", lengths=[]),
+    bad(in_ray, "`tensor_parallel_size`", resources={"GPU": 2}),
+    bad(in_ray, "must be above 0", resources={"CPU": 0}),
+    *each(in_ray, "must be above 0", timeout=(0, INF)),
+    bad(en.RayEngine, "one process is enough", en.ProcessEngine(en.SimulatedEngine())),
+    bad(en.ProcessEngine, "one process is enough", en.ProcessEngine(en.SimulatedEngine())),
+    *(
+        bad(partial(kind, engine), says, weight_transfer=how)
+        for kind in (en.ProcessEngine, en.RayEngine)
+        for engine, how, says in (
+            (en.TransformersEngine(), "ipc", "vLLM's, and `TransformersEngine` has no part"),
+            (en.SimulatedEngine(), "nccl", "vLLM's, and `SimulatedEngine` has no part"),
+            (en.VLLMEngine(enable_lora=True), "ipc", r"`VLLMEngine\(enable_lora=True\)`"),
+        )
+    ),
+    *(
+        bad(lambda e, n: started(EnginePool.of(e, n) if n > 1 else e), "on cpu.* Leave `we", e, n)
+        for kind in (en.ProcessEngine, en.RayEngine)
+        for e in (kind(weight_transfer=how) for how in ("ipc", "nccl"))
+        for n in (1, 2)
+    ),
+    bad(started, "multiple of the number of engines, 2", EnginePool([en.SimulatedEngine()] * 2), 3),
+    bad(EnginePool, "at least one", []),
+]
+
+TEMPLATES = (
+    {"tokenize": False},
+    {"max_length": 3, "truncation": True},
+    {"padding": True},
+    {"return_dict": False},
+    {"continue_final_message": True, "add_generation_prompt": True},
+)
+REWARDS = [
+    *(
+        bad(partial(RewardScheduler, [len]), says, **setting)
+        for says, setting in (
+            ("has 2 entries, but", {"reward_weights": [1.0, 2.0]}),
+            ("must be at least 1", {"workers": 0}),
+            ("expected a size such as '2GiB'", {"memory_limit": "much"}),
+            ("use '64MiB' or more", {"memory_limit": "1MB"}),
+            ("must be a positive number", {"timeout": 0}),
+        )
+    ),
+    bad(RewardScheduler, "is a torch module", [nn.Linear(1, 1)]),
+    unnamed(RewardScheduler, r"give a list of names, such as `\[PATH\]`", [len], env_vars="PATH"),
+    bad(RewardScheduler, "Make it a tuple of names of environment variables", [keyed]),
+    *(
+        bad(columns, rf"The column `{name}` of row 0 of `val_data` .*Rename", {name: ["x"]})
+        for name in (*GIVEN, *OFFERED)
+    ),
+    *(
+        unnamed(countdown, "`countdown_reward` refuses the row `b`", metadata=metadata)
+        for metadata in (None, {"numbers": [1, 2]}, {"numbers": ["1"], "target": 1})
+    ),
+    bad(rewards.math_verify_reward, "needs a column `answer` or `solution`", ["1"]),
+    bad(rewards.math_verify_reward.check_row, "no column `answer` or `solution`", {"level": 1}),
+    *(
+        bad(judge, says, **setting)
+        for says, setting in (
+            ("has no `{completion}`, so the judge would not see it", {"template": "Is it good?"}),
+            ("Double every brace that is not of a field", {"template": "{completion} as {"}),
+            ("the names of columns. Double", {"template": '{completion} as {"score": 1}'}),
+            ("the template has no", {"rubric": "x", "template": "{completion}"}),
+            ("is not a regular expression", {"score_pattern": "(a"}),
+            ("has 2 groups: exactly one", {"score_pattern": r"(\d)/(\d)"}),
+            ("the first must be less", {"score_range": (5, 1)}),
+            ("use 1 or more", {"max_tokens": 0}),
+            ("use 0 or more", {"max_retries": -1}),
+            ("use letters, digits and underscores", {"name": "my judge"}),
+            ("an address such as 'http://localhost:8000/v1'", {"base_url": "localhost:8000/v1"}),
+            ("is not set", {"api_key_env": "NO_SUCH_KEY"}),
+        )
+    ),
+    bad(engine_judge, "use 1 or more", slots=0),
+    bad(engine_judge, "the answer alone may have `max_tokens=200`", max_model_len=200),
+    bad(engine_judge, "the first", score_range=(1, 1)),
+    *(
+        unnamed(make, rf"`chat_template_kwargs` has `{[*given][-1]}`", chat_template_kwargs=given)
+        for make in (data, engine_judge)
+        for given in TEMPLATES
+    ),
+    unnamed(
+        engine_judge,
+        "has `add_generation_prompt`, which is set already",
+        chat_template_kwargs={"add_generation_prompt": False},
+    ),
+]
+
+ONE_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+TOUCH = "open('/tmp/touched-by-an-answer', 'w')"
+TASKS = [
+    bad(Countdown, "must be 1 or more", size=0),
+    *each(Countdown, "must give sizes of 2 or more a share", numbers=({1: 1.0}, {}, {3: 0.0})),
+    unnamed(ReasoningGym, "`config` sets", "chain_sum", config={"seed": 1}),
+    bad(
+        lambda: ReasoningGym("chain_sum", size=1000, config=ONE_SUM).rows(),
+        r"found only \d+ different questions",
+    ),
+    *(
+        bad(checked_entry, says, task, metadata, answer, "")
+        for task, metadata, answer, says in (
+            ("composite", {}, "1", "`task='composite'`.*reviewed.*REVIEWED"),
+            (None, {}, "1", "`task=None`"),
+            ("countdown", [1], "1", r"`metadata=\[1\]` is not a dict"),
+            ("countdown", {"numbers": ["1"], "target": 2}, "1", "`metadata.numbers` has '1'"),
+            ("countdown", "{", "1", "`task='countdown'`: the columns"),
+            ("number_sorting", {"direction": "ascending"}, f"[{TOUCH}]", "`task='number_sorting'`"),
+            ("bitwise_arithmetic", {"problem": TOUCH}, "1", "not a formula"),
+            ("bitwise_arithmetic", {"problem": "1 << 65"}, "1", "the shift 65 is not"),
+            ("bitwise_arithmetic", {"problem": "1" * 2001}, "1", "2001 characters, more than 2000"),
+            ("simple_integration", {}, "x**2", "`task='simple_integration'`.*reviewed"),
+            ("bitwise_arithmetic", {"problem": "2**9999"}, "1", "the exponent 9999 is not"),
+            ("rubiks_cube", {"cube_size": 10**9, "scramble_moves": ""}, None, "from 1 to 20"),
+            ("tower_of_hanoi", {"num_disks": 10**9, "num_pegs": 3}, "1", "from 1 to 100"),
+            ("propositional_logic", {"variables": ["P"], "premises": ["Q"]}, None, "letters that"),
+            ("coin_flip", {}, "1e999999999", "`answer='1e999999999'` is not a number"),
+            ("gcd", {}, 42, "`answer=42` is not text"),  # "42" would never equal it
+            ("gcd", {}, None, "`answer=None` is not text"),
+            ("countdown", {"numbers": [1], "target": 1}, 0, "`answer=0` is not text"),
+            ("ab", {"x": object}, "1", "type .* is not JSON serializable"),
+            ("ab", {"x": "y" * 300_000}, "1", "more than 300000 characters as JSON"),
+        )
+    ),
+]
+
+DATA = [
+    *(
+        bad(read, rf"a\.jsonl`, line {says}", "a.jsonl", raw)
+        for raw, says in (
+            ('{"prompt": "a"}\n{"question": "b"}', "2 .*no column `prompt`.*question"),
+            ('{"prompt": "a"}\n{', "2 is not JSON"),
+            ('{"prompt": " "}', "1 .*empty `prompt`"),
+            ('{"prompt": "1"}\n{"prompt": ""}', "2 has an empty `prompt`"),
+            ('{"prompt": []}', "1 .*empty `prompt`"),
+            ('{"prompt": 3}', "1 .*neither a string nor chat messages"),
+            ('{"prompt": [{"role": "user"}]}', "1 .*`role` and `content`"),
+            ("3", "1 .*must be a dict"),
+            (b'{"prompt": "1"}\n\n"\xe9"', r"3 is not UTF-8 \(byte 0xe9"),
+            ('{"prompt": "1"}'.encode("utf-16"), "1: the file is UTF-16.*iconv"),
+            (gzip.compress(b"{}", mtime=0), "1: the file is compressed with gzip.*gunzip"),
+            ('{"prompt": "1"}\n\n{"prompt": "\\ud83d"}', "3 has half of a surrogate pair"),
+            (
+                '{"prompt": [{"role": "user", "content": "\\udc00!"}]}',
+                r"1 has half of a surrogate pair in its `prompt` \('\\udc00' at character 0\)",
+            ),
+        )
+    ),
+    bad(read, r"a\.json`, line 2 is not UTF-8", "a.json", b'[{"prompt": "1"},\n"\xe9"]'),
+    bad(read, r"a\.jsonl` is empty", "a.jsonl", ""),
+    *(
+        bad(read, "needs rows with a column `tokens`", "spans.jsonl", raw)
+        for raw in ("", "\n \n", '{"request": "a"}')
+    ),
+    bad(made, "Rows 0 and 2 have the same `uid` '0'", [{"prompt": "a", "uid": n} for n in "010"]),
+    bad(resumed, "another data set", "abcd"),
+    bad(resumed, "another data set", "cba"),
+    unnamed(resumed, "`seed=0`, this run has `seed=1`", "abc", seed=1),
+    unnamed(resumed, "`shuffle=True`, this run has `shuffle=False`", "abc", shuffle=False),
+    bad(
+        lambda: load_rows(datasets.Dataset.from_list(rows()).to_iterable_dataset()),
+        r"this is a stream.*from_list\(list\(stream\.take",
+    ),
+]
+
+SCHEDULING = [
+    *(
+        bad(rule, says, values, keep)
+        for rule in down_sampling.RULES.values()
+        for values, keep, says in (
+            ([1, 2], 0, "`keep=0` of 2 rewards in a group: use 1 to 2"),
+            ([1, 2], 3, "`keep=3` of 2 rewards in a group: use 1 to 2"),
+            ([[1, 2]], -1, "`keep=-1` of 2"),
+            (1.0, 1, r"`rewards` has the shape \(\): give one row per group"),
+            ([[[1.0]]], 1, r"the shape \(1, 1, 1\)"),
+        )
+    ),
+    bad(InFlight, "`InFlightUpdates", turns=0),
+    bad(InFlight, "cache='keep'.*Use `cache='rec", too_old="verify", cache="keep"),
+    unnamed(InFlight, r"repeats by itself\. Leave `replay` out", "turns", replay={0: [32]}),
+    unnamed(InFlight, r"changed at turn 30\. Use its `turns`", "free", replay={0: [32, 30]}),
+    *each(PromptHistory, "use more than 0, at most 1", decay=(1.01, 0, -0.1)),
+    bad(PromptHistory, "use 0 or more", shrinkage=-0.1),
+    bad(PromptHistory, "use more than 0", half_life=0.0),
+    bad(PromptHistory, COUNT + "1 or more", max_prompts=0),
+    bad(TokenConditioned, COUNT + "1 or more", features=0),
+    *each(TokenConditioned, "use more than 0", ridge=(0, -1)),
+    bad(TokenConditioned, "use more than 0", half_life=0),
+    bad(TokenConditioned, COUNT + "1 or more", max_waiting=0),
+    bad(TokenConditioned, "cannot be loaded.*leave", encoder="/no/such/folder"),
+    bad(
+        lambda: TokenConditioned(features=9).load_state_dict(TokenConditioned().state_dict()),
+        "has 16 features, the saved one",
+    ),
+    bad(lambda: CalibratedPredictor(p := SiblingMax(), p.history), "learn everything twice"),
+    *each(LogNormalLengths, "use more than 0", median=(0, -1)),
+    bad(LogNormalLengths, "use 0 or more", sigma=-0.1),
+    bad(Oracle, "does not name the request of each length", {}),
+    bad(Oracle, "does not name the request of each length", [5, 6]),
+    bad(TensorParallelPlanner, "must be a power of two", size=3, maximum=8),
+    *each(TensorParallelPlanner, "must be a power of two", maximum=(6, 2.0), size=1),
+    bad(TensorParallelPlanner, "must be a power of two", minimum=0, size=1, maximum=2),
+    bad(TensorParallelPlanner, "of 4 is not within minimum=1 and maximum=2", 4, 2),
+    bad(TensorParallelPlanner, "of 1 is not within minimum=2", 1, 4, 2),
+    *each(partial(plan_makespan, [1], 1), "use more than 0", epsilon=(0, -0.1, NAN)),
+    bad(plan_makespan, "`slots=0`: use 1 or more", [1], 0),
+    bad(longest_first, "`slots=-1`: use 1 or more", [1], -1),
+    bad(lower_bound, "`slots=0`: use 1 or more", [1], 0),
+    bad(plan_makespan, r"`lengths\[1\]=-2`: use a finite", [1, -2], 1),
+    bad(longest_first, r"`lengths\[0\]=nan`", [NAN], 1),
+    bad(lower_bound, r"`lengths\[1\]=inf`", [1, INF], 1),
+    unnamed(plan_makespan, r"`loads\[1\]=-1`", [1], 2, loads=[0, -1]),
+    unnamed(plan_makespan, "`loads` has 1 values for 2 slots: give one", [1], 2, loads=[0]),
+    bad(lower_bound, "`loads` has 0 values for 1 slots", [1], 1, []),
+    bad(makespan, "`loads` has 1 values for 2 slots", [[0], []], [1], [1]),
+    bad(recommend_slots, "`bubble_ratio=1.0`: use 0 or more, and less", [1], 1, 1.0),
+    bad(recommend_slots, "`bubble_ratio=-0.1`", [1], 1, -0.1),
+    bad(recommend_slots, "`update=0`: use 1 or more", [1], 0),
+    bad(recommend_slots, r"`lengths` has the shape \(0,\): give one per compl", [], 1),
+    bad(recommend_slots, r"the shape \(1, 1, 1\)", [[[1]]], 1),
+    bad(recommend_slots, "`lengths` has 0: a completion has 1 token or more", [2, 0], 1),
+    bad(recommend_slots, r"`lengths\[1\]=nan`", [2, NAN], 1),
+    bad(pool_bubble_ratio, "`slots=0`: use 1 or more", [1], 1, 0),
+    bad(partial(recommend_slots, [1], 1), "use 'fifo' or 'lea", order="planned"),
+    unnamed(recommend_slots, "a share of `max_completion_len", [1], 1, order="least_attained"),
+    bad(
+        pool_bubble_ratio,
+        "`lengths` has 9, which is more than `max_completion_length=8`",
+        *([1, 9], 1, 1, "partial", "least_attained", 8),
+    ),
+    bad(quotas, r"no prompt of 'b' in a round of 4\. Raise", {"a": 0.9, "b": 0.1}, 4),
+]
+
+ROWS = [*(*CALLBACKS, *MODULES, *DATA_MODULES, *ENGINES, *REWARDS, *TASKS, *DATA, *SCHEDULING)]
+
+AT_FIT = [
+    bad(trains, "use 2 or more", num_generations=1),
+    bad(trains, "use 1 or more", prompts_per_round=0),
+    bad(trains, "is more than `train_data` holds: 80", prompts_per_round=100),
+    bad(trains, r"does not divide .*=4`. Use one of \[1, 2, 4\]", steps_per_round=3),
+    bad(trains, "use 1 or more", num_iterations=0),
+    bad(trains, "use 1 or more", num_engines=0),
+    bad(trains, "is more than `prompts_per_round=4`.* Use 4 or less", num_engines=5),
+    bad(trains, "use 1 or more", max_completion_length=0),
+    bad(trains, "leaves no room", max_completion_length=512),
+    bad(trains, "use more than 0", temperature=0.0),
+    bad(trains, "use more than 0", val_temperature=0.0),
+    bad(trains, "use ", top_p=1.5),
+    bad(trains, "has 2 entries, but", reward_weights=[1.0, 2.0]),
+    bad(trains, "cannot hold .* Use 28 or more", micro_batch_tokens=20),
+    bad(trains, "leaves nothing to validate", val_greedy=False, val_data=[{"prompt": "1"}]),
+    during("timeout=0.0", reward_timeout=0.0),
+    during("empty", train_data=[]),
+    during("row 0.*`prompt`", train_data=[{"text": "1+1="}]),
+    during("no file `no/such/file.jsonl`", train_data="no/such/file.jsonl"),
+    during("endless.*500.*488", train_data=rows("7" * 500, uid="endless")),
+    during("nowhere", tokenizer="./nowhere"),
+    during("requires `task`, and row 0 of", reward_funcs=[rewards.reasoning_gym_reward]),
+    during(
+        "`reasoning_gym_reward` refuses the row `0 of .*`task='new_task'`.* reviewed",
+        reward_funcs=[rewards.reasoning_gym_reward],
+        train_data=rows(task="new_task", metadata={})[:1],
+        prompts_per_round=1,
+    ),
+    during(
+        r"`num_engines=3` with `engine=EnginePool\(...\)`",
+        engine=EnginePool([en.SimulatedEngine()] * 2),
+        num_engines=3,
+    ),
+    *(
+        bad(lambda fit, m, name=name: fit(GRPOModule(name)), f"`model={name}`: .*folder")
+        for name in ("./no/such/model", "/no/such/model", "no/such")
+    ),
+    during("`old_logprobs='engine'` with `top_p", module={"old_logprobs": "engine"}, top_p=0.9),
+    during("'engine'` with `Sim", module={"old_logprobs": "engine"}, engine=en.SimulatedEngine()),
+    during(r"Set `model\.lora_rank", engine=en.VLLMEngine(enable_lora=True)),
+    during("64-true` with `VLLM", engine=en.VLLMEngine(), trainer={"precision": "64-true"}),
+    during(r"Use `engine=ProcessEngine\(Transf", cb.AheadRollout),
+    during(
+        "the run is on cpu",
+        cb.AheadRollout,
+        engine=en.ProcessEngine(en.VLLMEngine(), weight_transfer="nccl"),
+    ),
+    during(
+        "`DynamicSampling` with `SortedBatching`.*Remove one",
+        lambda: [type("Mine", (cb.SortedBatching,), {})(), cb.DynamicSampling()],
+    ),
+    during(r"top_p=0\.9", cb.AheadRollout, **BESIDE, top_p=0.9),
+    during(
+        "Use `correction='verify'`",
+        lambda: [cb.AheadRollout("importance"), cb.StreamedTraining()],
+        **BESIDE,
+    ),
+    during(r"top_p=0\.9", cb.DrainFilling, top_p=0.9),
+    during("`InFlightUpdates. needs an engine that", cb.InFlightUpdates),
+    during(
+        "prompts_in_flight=9, .*with an update of 4 .*4 to 8",
+        lambda: cb.InFlightUpdates(prompts_in_flight=9),
+        **BESIDE,
+    ),
+    during("that decide when", lambda: [cb.InFlightUpdates(), cb.AheadRollout()], **BESIDE),
+    during(r"Updates` with `top_p=0\.9", cb.InFlightUpdates, **BESIDE, top_p=0.9),
+    *(
+        during(
+            f"2 callbacks that decide .*`{kind.__name__}` and `{other.__name__}`.*Remove all",
+            lambda kind=kind, other=other: [kind(2), other(2)],
+        )
+        for kind, other in (
+            (cb.SortedBatching, cb.SortedBatching),
+            *((kind, type("Mine", (kind,), {})) for kind in SETTERS),
+        )
+    ),
+    during("`SimulatedEngine` does", cb.Speculation, engine=en.SimulatedEngine()),
+    during("tokens=4.*_length=4.*at most 3", cb.Speculation, max_completion_length=4),
+    during("`min_p=0.1`.*Use `top_p`", cb.Speculation, min_p=0.1),
+    during(r"ProcessEngine\(TransformersEngine", cb.StreamedTraining),
+    during("steps_per_round=2", cb.StreamedTraining, **BESIDE, steps_per_round=2),
+    during("scale_rewards='batch'", cb.StreamedTraining, {"scale_rewards": "batch"}, **BESIDE),
+    during(r"advantage='reinforce\+", cb.StreamedTraining, {"advantage": "reinforce++"}, **BESIDE),
+    during("loss_type='bnpo'", cb.StreamedTraining, {"loss_type": "bnpo"}, **BESIDE),
+    bad(streams_rloo, "", normalize_advantages=True),
+    during(
+        "per_domain=.*`train_data` is a stream",
+        lambda: cb.TailBatching(1.5, per_domain={"a": 1.0}),
+        train_data=datasets.Dataset.from_list(rows()).to_iterable_dataset(),
+    ),
+    during(
+        "`pool_rounds=2` times `prompts_per_round=4` is 8 .*Use 8",
+        lambda: cb.SortedBatching(2, update_prompts=9),
+    ),
+    during(r"`SortedBatching\(update_prompts=2\)`", cb.SortedBatching, steps_per_round=2),
+    during("`SimulatedEngine`.*Use `VLLM", sorted_partial, engine=en.SimulatedEngine()),
+    during("`top_p=0.9.*truncated", sorted_partial, top_p=0.9),
+    during("=1.*with `num_iterations=2`.*Use 2 or more", sorted_partial, num_iterations=2),
+    during("84 prompts .* holds 80. Use fewer `pool_rounds`", lambda: cb.SortedBatching(21)),
+    during("`num_generations=4`.*Use 4 or less, or more `num", lambda: cb.DownSampling(5)),
+    during("keep=4.*`num_generations=4`.*Keep fewer, or leave `early_stop`", early),
+    during("100 .* holds 80. Use 4 or", lambda: cb.DynamicSampling(5), prompts_per_round=20),
+    during(
+        "100 .* holds 80. (?!Use 1).*prompts_per_r",
+        lambda: cb.DynamicSampling(2),
+        prompts_per_round=50,
+    ),
+    during(r"with .*`advantage='rein", cb.DynamicSampling, {"advantage": "reinforce++"}),
+    during("probe_tokens=24.*length=24", lambda: cb.LengthPrediction(probe_tokens=24)),
+    *(
+        during(f"'{order}'.*`LengthPr", partial(cb.MicroGroupSampling, slots=2, order=order))
+        for order in ("shortest_first", "longest_first", "planned")
+    ),
+    during("less than one", lambda: cb.MicroGroupSampling(memory_budget="1KiB")),
+    during(r"slots=7\)` .* Use 6 slots", lambda: cb.MicroGroupSampling(7), num_engines=3),
+    during(
+        "slots=8.*`slots=3`.*`memory_budget`",
+        lambda: cb.MicroGroupSampling(8),
+        engine=en.SimulatedEngine(kv_capacity=100),
+        verify_sync=False,
+    ),
+    during("Remove `MicroBatchAccumulation`", cb.MicroBatchAccumulation),
+    during(r"`GRPOModule` has none\. Add", BackboneFinetuning),
+    during(r"\(adapter=True\)`.*lora_rank=0", lambda: cb.ExportModel(adapter=True)),
+]
