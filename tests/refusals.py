@@ -578,7 +578,7 @@ AT_FIT = [
         for name in ("./no/such/model", "/no/such/model", "no/such")
     ),
     during("`old_logprobs='engine'` with `top_p", module={"old_logprobs": "engine"}, top_p=0.9),
-    during("'engine'` with `engine=Sim", module={"old_logprobs": "engine"}, engine=en.SimulatedEngine()),
+    during("'` with `engine=Sim", module={"old_logprobs": "engine"}, engine=en.SimulatedEngine()),
     during(r"Set `model\.lora_rank", engine=en.VLLMEngine(enable_lora=True)),
     during("64-true` with `VLLM", engine=en.VLLMEngine(), trainer={"precision": "64-true"}),
     during(r"Use `engine=ProcessEngine\(Transf", cb.AheadRollout),
