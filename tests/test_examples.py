@@ -21,7 +21,6 @@ from examples.own_predictor import MeanOfSize, PrintCalibration
 from examples.own_task import MakeTen, can_make_ten, makes_ten
 from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling
 from lit_rlsched.cli.main import main
-from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "examples/README.md").read_text()
@@ -160,7 +159,7 @@ def test_own_callback(fit):
     starts = [c.text[:1] in tuple("0123456789") for c in round.completions]
     assert 0 < sum(starts) < len(starts)
     assert trainer.callback_metrics["completions/pattern_share"] == pytest.approx(fmean(starts))
-    with pytest.raises(UsageError, match=r"`PatternShare\(pattern='\('\)` is not"):
+    with pytest.raises(ValueError, match=r"`PatternShare\(pattern='\('\)` is not"):
         PatternShare("(")
 
 

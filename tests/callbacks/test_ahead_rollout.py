@@ -360,7 +360,7 @@ def test_an_error_in_training_ends_the_rollout_beside_it(fit, tiny_model, correc
                 raise ValueError("no more")
 
     fails = Fails()
-    with pytest.raises(UsageError, match="no more"):
+    with pytest.raises(ValueError, match="no more"):
         run(fit, tiny_model, correction, fails)
     assert all(thread.name != "rollout_0" for thread in threading.enumerate())
     assert fails.session.engine.pid is None

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from lightning import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from seen_rounds import Rounds, vector
 
 from lit_rlsched import GRPOModule
@@ -135,9 +134,7 @@ def test_a_state_that_no_checkpoint_can_hold(fit):
 
 @pytest.mark.parametrize("callbacks", [[MicroGroupSampling(slots=3), MicroGroupSampling(slots=4)]])
 def test_two_of_a_kind(fit, callbacks):
-    with pytest.raises(
-        MisconfigurationException, match=r"2 callbacks that decide .*`MicroGroupSampling` and"
-    ):
+    with pytest.raises(UsageError, match=r"2 callbacks that decide .*`MicroGroupSampling` and"):
         fit(callbacks=callbacks)
 
 

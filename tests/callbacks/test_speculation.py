@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from seen_rounds import Rounds
 
 from lit_rlsched import GRPOModule
@@ -17,6 +16,7 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.callbacks import speculation as callback
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.scheduling.step_times import StepTimes
+from lit_rlsched.settings import UsageError
 
 
 class Junk:
@@ -163,7 +163,7 @@ def test_a_drafter_that_fails_is_counted_and_told_of_once(fit):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ({"engine": SimulatedEngine()}, MisconfigurationException, "`SimulatedEngine` does not"),
+        ({"engine": SimulatedEngine()}, UsageError, "`SimulatedEngine` does not"),
         ({"max_completion_length": 4}, ValueError, r"tokens=4.*max_completion_length=4.*at most 3"),
         ({"min_p": 0.1}, ValueError, r"`min_p=0.1`.*Use `top_p`"),
     ],
