@@ -10,21 +10,23 @@ import sys
 import warnings
 from pathlib import Path
 
-import cloudpickle
 import forked_engines
-import resumable_run
 import torch
 from lightning import Trainer, seed_everything
-from resumable_run import History, digits
+from schedules import digits
 from seen_rounds import At, Rounds, logged, vector
 from struck_engines import fallen, left, struck
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import StreamedTraining
 
-cloudpickle.register_pickle_by_value(resumable_run)  # else reward workers import torch
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
+
+
+def validated(trainer, *_):
+    figures = {k: v for k, v in logged(trainer).items() if k.startswith("val/")}
+    return [trainer.global_step, figures]
 
 
 def run(
@@ -53,7 +55,8 @@ def run(
         max_completion_length=16,
         micro_batch_tokens=24 if streamed else 1024,
     )
-    seen, history, steps = Rounds(), History(), At(logged, "on_train_batch_end")
+    seen, steps = Rounds(), At(logged, "on_train_batch_end")
+    history = At(validated, "on_validation_end")
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=rounds,
@@ -83,7 +86,7 @@ def run(
     return {
         "drawn": seen.drawn,
         "difference": max((row.get(DIFFERENCE, 0.0) for row in steps.seen), default=0.0),
-        "validations": history.figures,
+        "validations": history.seen,
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "counters": dict(data.run.counters),
         "streamed": sum(bool(round.accumulated) for round in seen.rounds),

@@ -117,44 +117,33 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
     check_same(modules[1], modules[0])
 
 
+SCHEDULES = {
+    "tail": lambda: [TailBatching()],
+    "completions race": lambda: [TailBatching(1.25, 1.25), MicroGroupSampling(slots=5)],
+    "partial": lambda: [SortedBatching(2, mode="partial")],
+    "down-sampling": lambda: [DownSampling(2)],
+    "full scope": lambda: [DownSampling(2, advantage_scope="full")],
+    "dynamic": lambda: [DynamicSampling()],
+    "drafts": lambda: [TailBatching(1.5, 2.0, reuse_drafts=True)],
+    "losers go on": lambda: [TailBatching(1.5, max_deferrals=2)],
+    "early stop": lambda: [
+        TailBatching(1.5),
+        DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
+    ],
+}
+
+
 @pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "drafts-0.02")
 @pytest.mark.parametrize("delay", [0.0, 0.02])
-@pytest.mark.parametrize(
-    "callbacks",
-    [
-        lambda: [TailBatching()],
-        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=5)],
-        lambda: [SortedBatching(2, mode="partial")],
-        lambda: [DownSampling(2)],
-        lambda: [DownSampling(2, advantage_scope="full")],
-        lambda: [DynamicSampling()],
-        lambda: [TailBatching(1.5, 2.0, reuse_drafts=True)],
-        lambda: [TailBatching(1.5, max_deferrals=2)],
-        lambda: [
-            TailBatching(1.5),
-            DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
-        ],
-    ],
-    ids=[
-        "tail",
-        "completions race",
-        "partial",
-        "down-sampling",
-        "full scope",
-        "dynamic",
-        "drafts",
-        "losers go on",
-        "early stop",
-    ],
-)
-def test_with_every_scheduler(fit, exact_model, callbacks, delay, request):
-    early = "early stop" in request.node.callspec.id
-    stream, modules = Stream(), []
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_every_scheduler(fit, exact_model, schedule, delay):
+    early, stream, modules = schedule == "early stop", Stream(), []
     for more in ([], [stream]):
         module = GRPOModule(exact_model, learning_rate=1e-3)
-        wider = {"num_generations": 4} if early else {}  # two may be enough
+        settings = RAGGED | ({"num_generations": 4} if early else {})  # two may be enough
         rewards = {"reward_funcs": [delayed(delay, early)], "reward_workers": 1 + (delay > 0)}
-        trained = fit(module, [*callbacks(), *more], EXACT, **{**RAGGED, **wider}, **rewards)
+        callbacks = [*SCHEDULES[schedule](), *more]
+        trained = fit(module, callbacks, EXACT, **settings, **rewards)
         modules.append(trained[1])
     assert any(stream.parts)
     assert not early or trained[2].run.counters["dropped/stopped"] > 0
