@@ -19,19 +19,18 @@ from pathlib import Path
 import cloudpickle
 import forked_engines
 import psutil
-import resumable_run
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from resumable_run import digits, run
+from resumable_run import run
+from schedules import digits
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 
-for module in (resumable_run, sys.modules[__name__]):
-    cloudpickle.register_pickle_by_value(module)  # else each reward worker imports torch
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else each reward worker imports torch
 with suppress(ImportError):
     import_module("setproctitle").getproctitle()  # it looks for the first environment
 PHASES = ("start", "sync", "rollout", "scoring", "update", "validation", "checkpoint")

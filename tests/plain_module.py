@@ -21,7 +21,3 @@ class Plain(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
-
-
-def vector(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -10,38 +10,23 @@ import sys
 import warnings
 from pathlib import Path
 
-import cloudpickle
 import forked_engines
-import resumable_run
 import torch
 from lightning import Trainer, seed_everything
-from resumable_run import History, digits
+from schedules import digits
+from seen_rounds import At, Rounds, logged, vector
 from struck_engines import fallen, left, struck
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
-from lit_rlsched.callbacks import RolloutCallback, StreamedTraining
+from lit_rlsched.callbacks import StreamedTraining
 
-cloudpickle.register_pickle_by_value(resumable_run)  # else reward workers import torch
+DIFFERENCE = "sampling/sampling_logp_difference/max"
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
 
 
-class Rounds(RolloutCallback):
-    """The completions of every round."""
-
-    def __init__(self):
-        self.drawn, self.differences, self.streamed = [], [], 0
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.streamed += bool(round.accumulated)
-        self.drawn.append(
-            [[g.id, c.index, [*c.token_ids]] for g in round.groups for c in g.completions]
-        )
-        for c in round.completions:
-            assert c.finished and c.scored and sum(n for _, n in c.segments) == len(c.logprobs)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        name = "sampling/sampling_logp_difference/max"
-        self.differences.append(float(trainer.callback_metrics.get(name, 0.0)))
+def validated(trainer, *_):
+    figures = {k: v for k, v in logged(trainer).items() if k.startswith("val/")}
+    return [trainer.global_step, figures]
 
 
 def run(
@@ -70,7 +55,8 @@ def run(
         max_completion_length=16,
         micro_batch_tokens=24 if streamed else 1024,
     )
-    drawn, history = Rounds(), History()
+    seen, steps = Rounds(), At(logged, "on_train_batch_end")
+    history = At(validated, "on_validation_end")
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=rounds,
@@ -81,7 +67,7 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[drawn, history, *([StreamedTraining(start=0)] if streamed else [])],
+        callbacks=[seen, steps, history, *([StreamedTraining(start=0)] if streamed else [])],
     )
     # log-probs of tokens that were drawn before a fault are rounded in another way
     exact = {"importance_sampling_mode": None} if engine == "TransformersEngine" else {}
@@ -93,15 +79,17 @@ def run(
             trainer.fit(module, datamodule=data)
         except RuntimeError as raised:
             error = str(raised)
-    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    for c in (c for round in seen.rounds for c in round.completions):
+        assert c.finished and c.scored and sum(n for _, n in c.segments) == len(c.logprobs)
+    weights = vector(module)
     torch.save(weights, folder / "weights.pt")
     return {
-        "drawn": drawn.drawn,
-        "difference": max(drawn.differences, default=0.0),
-        "validations": history.figures,
+        "drawn": seen.drawn,
+        "difference": max((row.get(DIFFERENCE, 0.0) for row in steps.seen), default=0.0),
+        "validations": history.seen,
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "counters": dict(data.run.counters),
-        "streamed": drawn.streamed,
+        "streamed": sum(bool(round.accumulated) for round in seen.rounds),
         "restarts": [getattr(one, "restarts", 0) for one in data.run.settings.engine.engines],
         "warnings": [str(w.message) for w in told if "takes its place" in str(w.message)],
         "error": error,

@@ -10,7 +10,8 @@ SIGTERM at the places in `Schedule.stops` and resumed from the checkpoint of `Ro
 task is a small one, a random model of two layers that is rewarded for digits: the quick task's own
 model is too slow for this many runs, and a random one earns no reward there.
 
-Only the public interface is used, so that this file runs on the code before and after a change.
+Only the public interface is used, so that this file and `schedules.py` run on the code before and
+after a change.
 """
 
 import os
@@ -28,32 +29,25 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from character_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
-from lightning import LightningModule, Trainer, seed_everything
+from lightning import Trainer, seed_everything
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from schedules import ROWS, SCHEDULES, SETTINGS, Schedule, coin, digits
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, engines
+from lit_rlsched import RolloutDataModule, engines
 from lit_rlsched.callbacks import (
     CompletionWriter,
-    DownSampling,
-    DynamicSampling,
-    LengthPrediction,
-    MicroGroupSampling,
     RNGState,
     RolloutCallback,
     RolloutLogger,
     RoundCheckpoint,
-    SortedBatching,
-    StreamedTraining,
-    TailBatching,
 )
 
 ROUNDS = 5
@@ -63,181 +57,6 @@ TIMED = re.compile(
 """Metrics that follow the clock. Only their names are recorded."""
 LEFT_OUT_OF_TRACES = ("start", "end")
 """Columns of a trace that are times."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How one run differs from the plain one."""
-
-    callbacks: Callable[[], list] = list
-    data: dict[str, Any] = field(default_factory=dict)
-    module: Callable[[str], LightningModule] = lambda model: GRPOModule(model, learning_rate=1e-3)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    stops: tuple[str, ...] = ("completion 1 2", "epoch_end 2", "round_end 3")
-    """Where the second run is stopped: an event, the number of the round, how often."""
-    own_process: bool = False
-    held_out: bool = False
-    """Validate, and call `test` and `predict` afterwards."""
-    vllm: bool = False
-    """Whether `--engine vllm` runs it without being told to."""
-
-
-class Plain(LightningModule):
-    """REINFORCE by automatic optimization, by a user who knows nothing of rollouts."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        logp = self.lm(batch.input_ids).logits[:, :-1].log_softmax(-1)
-        logp = logp.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
-        columns = torch.arange(batch.completion_mask.shape[1])
-        at = batch.prompt_lengths[:, None] - 1 + columns
-        logp = logp.gather(1, at.clamp(max=logp.shape[1] - 1)) * batch.completion_mask
-        return -(logp * batch.advantages[:, None]).sum() / batch.step_tokens
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
-
-
-FEW = {"prompts_per_round": 2, "num_generations": 3}
-"""For pools of several rounds."""
-SELECTING = {"reward_funcs": "coin", "num_generations": 6}
-"""Rewards of 0 and 1, so that groups stop early and prompts are replaced."""
-
-SCHEDULES: dict[str, Schedule] = {
-    "plain": Schedule(vllm=True),
-    "micro_groups": Schedule(lambda: [MicroGroupSampling(slots=5)]),
-    "micro_groups_in_rounds": Schedule(lambda: [MicroGroupSampling(slots=5, refill="rounds")]),
-    "micro_groups_least_attained": Schedule(
-        lambda: [MicroGroupSampling(slots=5, order="least_attained")]
-    ),
-    "micro_groups_predicted": Schedule(
-        lambda: [MicroGroupSampling(slots=5), LengthPrediction(probe_tokens=4)]
-    ),
-    "micro_groups_planned": Schedule(
-        lambda: [MicroGroupSampling(slots=5, order="planned"), LengthPrediction(probe_tokens=0)]
-    ),
-    "sorted_on_policy": Schedule(lambda: [SortedBatching(3), MicroGroupSampling(slots=7)], FEW),
-    "sorted_partial": Schedule(
-        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)], FEW, vllm=True
-    ),
-    "tail": Schedule(lambda: [TailBatching()], FEW),
-    "tail_completions": Schedule(
-        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)], FEW
-    ),
-    "tail_domains": Schedule(
-        lambda: [TailBatching(1.5, per_domain={"even": 0.5, "odd": 0.5})], FEW
-    ),
-    "tail_drafts": Schedule(lambda: [TailBatching(1.5, reuse_drafts=True)], FEW, vllm=True),
-    "tail_drafts_deferred": Schedule(lambda: [TailBatching(2.0, max_deferrals=2)], FEW),
-    "down_sampling": Schedule(
-        lambda: [DownSampling(2, early_stop=True), MicroGroupSampling(slots=7)],
-        SELECTING,
-        vllm=True,
-    ),
-    "dynamic_sampling": Schedule(lambda: [DynamicSampling()], SELECTING),
-    "streamed": Schedule(
-        lambda: [StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
-    ),
-    # Compositions.
-    "tail_down_sampling_micro_groups_predicted": Schedule(
-        lambda: [
-            TailBatching(1.5),
-            DownSampling(2, early_stop=True),
-            MicroGroupSampling(slots=7),
-            LengthPrediction(probe_tokens=4),
-        ],
-        SELECTING | {"prompts_per_round": 2},
-    ),
-    "sorted_partial_memory_predicted": Schedule(
-        lambda: [
-            SortedBatching(3, mode="partial", max_staleness=1),
-            MicroGroupSampling(memory_budget=160 * 512),
-            LengthPrediction(probe_tokens=4),
-        ],
-        FEW,
-    ),
-    "tail_completions_dynamic": Schedule(
-        lambda: [TailBatching(completion_ratio=1.25), DynamicSampling()],
-        SELECTING | {"prompts_per_round": 2},
-    ),
-    "tail_drafts_down_sampling_dynamic": Schedule(
-        lambda: [
-            TailBatching(1.5, reuse_drafts=True),
-            DownSampling(3),
-            DynamicSampling(),
-            MicroGroupSampling(slots=7, order="least_attained"),
-        ],
-        SELECTING | {"prompts_per_round": 2},
-    ),
-    "streamed_tail_drafts": Schedule(
-        lambda: [TailBatching(1.5, reuse_drafts=True), StreamedTraining(start=0)],
-        FEW,
-        own_process=True,
-        stops=("completion 2 3",),
-    ),
-    # Modules and settings.
-    "several_steps": Schedule(
-        lambda: [MicroGroupSampling(slots=5)],
-        {"steps_per_round": 2, "num_iterations": 2},
-        stops=("completion 1 2", "step 2 3", "epoch_end 2", "round_end 3", "step 4 1"),
-    ),
-    "limited_steps": Schedule(
-        data={"steps_per_round": 2, "mask_truncated_completions": True},
-        trainer={"limit_train_batches": 1},
-    ),
-    "reference": Schedule(
-        lambda: [SortedBatching(3), MicroGroupSampling(slots=7)],
-        FEW,
-        lambda model: GRPOModule(model, learning_rate=1e-3, beta=0.1),
-    ),
-    "rloo": Schedule(module=lambda model: RLOOModule(model, learning_rate=1e-3)),
-    "reinforce++": Schedule(
-        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=5)],
-        {"prompts_per_round": 4, "num_generations": 1, "temperature": 0.9},
-        lambda model: GRPOModule(model, learning_rate=1e-3, advantage="reinforce++"),
-    ),
-    "lora": Schedule(
-        lambda: [TailBatching(1.5, reuse_drafts=True)],
-        FEW,
-        lambda model: GRPOModule(model, learning_rate=1e-2, lora_rank=4, beta=0.1),
-    ),
-    "automatic_optimization": Schedule(
-        data={"steps_per_round": 2},
-        module=Plain,
-        stops=("completion 1 2", "step 2 2", "epoch_end 2", "round_end 3"),
-    ),
-    "validation": Schedule(
-        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)],
-        FEW | {"val_num_generations": 2, "val_greedy": True, "val_accuracy_threshold": 0.3},
-        trainer={"num_sanity_val_steps": -1, "check_val_every_n_epoch": 2},
-        stops=("completion 1 2", "validation 3 2", "epoch_end 3"),
-        held_out=True,
-    ),
-}
-
-
-def digits(prompts, completions, completion_ids, log_extra, log_metric, **kwargs):
-    """The share of digits."""
-    shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-    log_extra("vowels", [sum(c in "aeiou" for c in text) for text in completions])
-    log_metric("share", sum(shares) / len(shares))
-    return shares
-
-
-def coin(prompts, completions, **kwargs):
-    """0 or 1, and never a 1 for every other prompt."""
-    shares = digits(prompts, completions, **kwargs)
-    return [float(s > 0.12 and p[0] in "024") for s, p in zip(shares, prompts, strict=True)]
-
-
-ROWS = [
-    {"prompt": f"{a}+{b}={'?' * (b % 3)}", "domain": "odd" if b % 2 else "even"}
-    for a in range(6)
-    for b in range(8)
-]
 
 
 def make_model(folder: Path) -> str:
@@ -441,13 +260,7 @@ def run(
         seed_everything(seed, verbose=False)
         decoder: Any = {"transformers": "TransformersEngine", "vllm": "VLLMEngine"}[engine]
         decoder = getattr(engines, decoder)()
-        settings: dict[str, Any] = {
-            "prompts_per_round": 4,
-            "num_generations": 4,
-            "max_completion_length": 24,
-            "micro_batch_tokens": 256,
-            **schedule.data,
-        }
+        settings: dict[str, Any] = SETTINGS | schedule.data
         if schedule.held_out:
             settings["val_data"] = ROWS[42:]
             settings["predict_data"] = [{"prompt": row["prompt"]} for row in ROWS[40:44]]

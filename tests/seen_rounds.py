@@ -1,4 +1,4 @@
-"""What tests keep of a run: its rounds and the hooks that were called."""
+"""What tests keep of a run: its rounds, and what a hook saw."""
 
 import threading
 
@@ -8,10 +8,11 @@ from lit_rlsched.callbacks import RolloutCallback
 
 
 class Rounds(RolloutCallback):
-    """Notes the rounds, and which hooks were called for what."""
+    """Keeps the rounds, and what the hooks were called with."""
 
     def __init__(self):
         self.rounds, self.planned, self.completions, self.groups = [], [], [], []
+        self.counters, self.steps = [], []
 
     def on_round_start(self, trainer, pl_module, plan):
         self.planned.append([group.id for group in plan])
@@ -25,14 +26,49 @@ class Rounds(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         self.rounds.append(round)
+        self.counters.append(dict(trainer.datamodule.run.counters))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.steps.append(batch)
+
+    @property
+    def metrics(self):
+        return [round.metrics for round in self.rounds]
 
     @property
     def drawn(self):
         return [
-            [(g.id, c.index, [*c.token_ids], c.segments) for g in r.groups for c in g.completions]
+            [
+                (g.id, c.index, c.finish_reason, [*c.token_ids], c.segments)
+                for g in r.groups
+                for c in g.completions
+            ]
             for r in self.rounds
         ]
 
 
-def weights(module):
+class At(RolloutCallback):
+    """Calls a function whenever one of the hooks is called, and keeps what it returns."""
+
+    def __init__(self, function, *hooks):
+        self.seen = []
+        for hook in hooks:
+            setattr(self, hook, lambda *args, **kwargs: self.seen.append(function(*args, **kwargs)))
+
+
+def logged(trainer, *_):
+    """For `At`: what was logged last."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def gradient_norm(trainer, pl_module, *_):
+    """For `At`: of the gradient as the optimizer took it."""
+    grads = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
+    return float(torch.stack(grads).norm())
+
+
+def vector(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+weights = vector

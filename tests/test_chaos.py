@@ -5,24 +5,25 @@ import os
 import signal
 
 import pytest
+from seen_rounds import Rounds
 
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
-    RolloutCallback,
     StreamedTraining,
     TailBatching,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 
 
-class Kill(RolloutCallback):
+class Kill(Rounds):
     """Kills the engine's process while it decodes, in a short round and in a long one."""
 
     def __init__(self):
-        self.rounds, self.planned, self.pids, self.left = [], [], [], 0
+        super().__init__()
+        self.pids, self.left = [], 0
 
     def on_round_start(self, trainer, pl_module, plan):
-        self.planned.append([group.id for group in plan])
+        super().on_round_start(trainer, pl_module, plan)
         self.left = 1 if len(self.planned) in (2, 3) else 0
 
     def on_completion_end(self, trainer, pl_module, completion):
@@ -31,9 +32,6 @@ class Kill(RolloutCallback):
             self.left -= 1
             self.pids.append(data.run.settings.engine.pid)
             os.kill(data.run.settings.engine.pid, signal.SIGKILL)
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
 
 
 @pytest.mark.slow
@@ -89,18 +87,13 @@ def test_rewards_that_hang_fork_and_die_cost_their_completions(fit):
             return [1e9]  # in a copy of the worker
         return [float(kind)]
 
-    rounds = []
-
-    class Watch(RolloutCallback):
-        def on_round_end(self, trainer, pl_module, round):
-            rounds.append(round)
-
+    seen = Rounds()
     trainer, _, data = fit(
-        callbacks=[Watch(), TailBatching()], reward_funcs=[wild], reward_workers=2, reward_timeout=2
+        callbacks=[seen, TailBatching()], reward_funcs=[wild], reward_workers=2, reward_timeout=2
     )
     assert trainer.global_step == 2
     kinds = []
-    for completion in (c for round in rounds for c in round.completions):
+    for completion in (c for round in seen.rounds for c in round.completions):
         kind = sum(completion.token_ids) % 8
         kinds.append(kind)
         assert completion.scores == [None if kind < 3 else float(kind)]

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from seen_rounds import Rounds
 
-from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.settings import UsageError
 
@@ -20,14 +20,6 @@ def example(heading):
     names = {"__name__": "contributing"}
     exec(compile(code, f"CONTRIBUTING.md, {heading}", "exec"), names)
     return names
-
-
-class Rounds(RolloutCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.seen.append(round)
 
 
 def test_every_block_is_run():
@@ -48,11 +40,11 @@ def test_a_schedule(fit):
     rounds = Rounds()
     settings = {"prompts_per_round": 3, "num_generations": 2, "max_completion_length": 200}
     _, _, data = fit(callbacks=[callback, rounds], **settings)
-    for round in rounds.seen:
+    for round in rounds.rounds:
         assert 3 <= len(round.groups) < 6, "it was over before all of six were done"
         assert all(c.finished for c in round.completions)
         assert round.metrics["rollout/useful_token_share"] < 1, "the rest begins anew"
-    assert len(rounds.seen) == 2 and len(data.run.pool) == 6 - len(rounds.seen[-1].groups)
+    assert len(rounds.rounds) == 2 and len(data.run.pool) == 6 - len(rounds.rounds[-1].groups)
 
 
 def test_a_reward_function():
@@ -76,5 +68,5 @@ def test_a_task(fit):
     assert not train & held and len(train) > len(held) > 10
     rounds = Rounds()
     fit(callbacks=[rounds], train_data=task(), trainer={"max_epochs": 1})
-    (round,) = rounds.seen
+    (round,) = rounds.rounds
     assert len(round.completions) == 16 and all(c.scored for c in round.completions)

@@ -10,41 +10,11 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from seen_rounds import At, Rounds, logged, vector
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutCallback, RolloutLogger
+from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutLogger
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
-
-
-class Recorder(RolloutCallback):
-    """Writes down which hooks fired, and keeps the rounds."""
-
-    def __init__(self):
-        self.calls, self.rounds, self.steps = [], [], []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.calls.append("epoch")
-
-    def on_round_start(self, trainer, pl_module, plan):
-        self.calls.append(f"start {len(plan)}")
-
-    def on_completion_end(self, trainer, pl_module, completion):
-        self.calls.append("completion")
-
-    def on_group_end(self, trainer, pl_module, group):
-        self.calls.append("group")
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.calls.append("end")
-        self.rounds.append(round)
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.calls.append("step")
-        self.steps.append(batch)
-
-
-def weights(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 @pytest.mark.parametrize(("transfer", "first"), [(None, 0), ("ipc", 0), ("nccl", 1)])
@@ -60,15 +30,15 @@ def test_engines_with_gpus_of_their_own_begin_after_the_trainers(fit, transfer, 
 
 
 def test_one_epoch_is_one_round(fit):
-    recorder = Recorder()
+    recorder, calls = Rounds(), []
+    hooks = ("train_epoch_start", "round_start", "round_end", "train_batch_start")
+    order = [At(lambda *_, name=name: calls.append(name), f"on_{name}") for name in hooks]
     trainer, _, data = fit(
-        callbacks=[recorder], steps_per_round=2, num_iterations=2, trainer={"max_epochs": 3}
+        callbacks=[recorder, *order], steps_per_round=2, num_iterations=2, trainer={"max_epochs": 3}
     )
-    one = ["epoch", "start 4", *["completion"] * 16, *["group"] * 4, "end", *["step"] * 4]
-    assert [c for c in recorder.calls if c not in ("completion", "group")] == [
-        c for c in one * 3 if c not in ("completion", "group")
-    ]
-    assert recorder.calls.count("completion") == 48 and recorder.calls.count("group") == 12
+    assert calls == [*hooks, *["train_batch_start"] * 3] * 3
+    assert [len(plan) for plan in recorder.planned] == [4] * 3
+    assert len(recorder.completions) == 48 and len(recorder.groups) == 12
     assert trainer.global_step == 12
     assert [r.number for r in recorder.rounds] == [0, 1, 2]
     assert [r.version for r in recorder.rounds] == [0, 4, 8]
@@ -76,7 +46,7 @@ def test_one_epoch_is_one_round(fit):
 
 
 def test_every_trained_token_is_on_policy(fit):
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder], trainer={"max_epochs": 3})
     for round in recorder.rounds:
         for completion in round.completions:
@@ -84,7 +54,7 @@ def test_every_trained_token_is_on_policy(fit):
 
 
 def test_every_prompt_once_before_any_twice(fit):
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder], prompts_per_round=20, num_generations=2, trainer={"max_epochs": 5})
     uids = [g.prompt.uid for r in recorder.rounds for g in r.groups]
     assert len(set(uids[:80])) == 80  # the data set, once through
@@ -94,18 +64,18 @@ def test_every_prompt_once_before_any_twice(fit):
 @pytest.mark.mostly_slow("setting2")
 @pytest.mark.parametrize("setting", [{"slots": 1}, {"slots": 3, "refill": "rounds"}, {"slots": 7}])
 def test_slots_change_nothing_that_is_learned(fit, setting):
-    recorder, plain, double = Recorder(), Recorder(), {"precision": "64-true"}
+    recorder, plain, double = Rounds(), Rounds(), {"precision": "64-true"}
     _, module, _ = fit(callbacks=[recorder, MicroGroupSampling(**setting)], trainer=double)
     _, reference, _ = fit(callbacks=[plain], trainer=double)
     for a, b in zip(recorder.rounds, plain.rounds, strict=True):
         assert [c.token_ids for c in a.completions] == [c.token_ids for c in b.completions]
         assert [c.advantage for c in a.completions] == [c.advantage for c in b.completions]
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-9)
+    torch.testing.assert_close(vector(module), vector(reference), rtol=0, atol=1e-9)
     assert max(recorder.rounds[0].trace.steps["running"]) == setting["slots"]
 
 
 def test_slots_from_a_memory_budget(fit):
-    recorder = Recorder()
+    recorder = Rounds()
     # 2 layers, 1 head of 32, keys and values, fp32: 512 bytes a token; 4 + 24 tokens a completion
     fit(callbacks=[recorder, MicroGroupSampling(memory_budget=3 * 512 * 28)])
     assert recorder.rounds[0].metrics["rollout/peak_running"] == 3
@@ -127,7 +97,7 @@ def test_a_memory_budget_holds_for_the_cache_of_our_own_engine(fit, precision, c
 
     # 2 layers, 1 head of 32, keys and values; 4 + 24 tokens a completion
     budget = completions * 28 * 128 * (8 if precision == "64-true" else 4)
-    engine, recorder = Watched(), Recorder()
+    engine, recorder = Watched(), Rounds()
     slots = MicroGroupSampling(memory_budget=budget)
     fit(
         callbacks=[recorder, slots],
@@ -139,7 +109,7 @@ def test_a_memory_budget_holds_for_the_cache_of_our_own_engine(fit, precision, c
 
 
 def test_a_data_module_of_a_trainer_that_went_further(fit, tiny_model):
-    recorder, again = Recorder(), Recorder()
+    recorder, again = Rounds(), Rounds()
     _, _, datamodule = fit(callbacks=[recorder], trainer={"max_epochs": 3})
     trainer = Trainer(
         accelerator="cpu",
@@ -154,7 +124,7 @@ def test_a_data_module_of_a_trainer_that_went_further(fit, tiny_model):
 
 
 def test_figures_of_a_round(fit):
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder, MicroGroupSampling(slots=4)], num_iterations=2)
     round = recorder.rounds[0]
     lengths = [len(c.token_ids) for c in round.completions]
@@ -174,7 +144,7 @@ def test_figures_of_a_round(fit):
 
 
 def test_log_probs_of_the_trainer_are_taken_before_the_first_step(fit, tiny_model, make_policy):
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder], num_iterations=2)
     for completion in recorder.rounds[0].completions:
         torch.testing.assert_close(
@@ -183,13 +153,13 @@ def test_log_probs_of_the_trainer_are_taken_before_the_first_step(fit, tiny_mode
             atol=1e-5,
             rtol=0,
         )
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder])
     assert all(c.old_logprobs is None for c in recorder.rounds[0].completions)
 
 
 def test_a_limit_on_batches_still_means_a_round_an_epoch(fit):
-    recorder = Recorder()
+    recorder = Rounds()
     trainer, _, _ = fit(
         callbacks=[recorder],
         steps_per_round=2,
@@ -206,13 +176,13 @@ def test_leaving_zero_advantage_out_changes_no_gradient(fit, tiny_model, sums):
     class Everything(GRPOModule):
         skip_zero_advantage = False
 
-    recorder = Recorder()
+    recorder = Rounds()
     settings = {"reward_funcs": [flat], "num_generations": 8}
     _, module, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3), [recorder], **settings)
     _, reference, _ = fit(Everything(tiny_model, learning_rate=1e-3), **settings)
     trained = sum(len(rows) for rows in recorder.steps[0].micro_batches)
     assert trained < 32
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-6)
+    torch.testing.assert_close(vector(module), vector(reference), rtol=0, atol=1e-6)
 
 
 def test_a_round_without_any_signal_still_counts_its_steps(fit):
@@ -222,14 +192,14 @@ def test_a_round_without_any_signal_still_counts_its_steps(fit):
     trainer, module, _ = fit(reward_funcs=[same], trainer={"max_epochs": 3})
     assert trainer.global_step == 3
     assert trainer.callback_metrics["frac_reward_zero_std"] == 1.0
-    assert torch.isfinite(weights(module)).all()
+    assert torch.isfinite(vector(module)).all()
 
 
 def test_a_reward_of_none_leaves_the_baseline(fit):
     def half(prompts, completions, completion_ids, **kwargs):
         return [None if len(ids) % 2 else float(len(ids)) for ids in completion_ids]
 
-    recorder = Recorder()
+    recorder = Rounds()
     trainer, _, _ = fit(callbacks=[recorder], reward_funcs=[half])
     completions = recorder.rounds[0].completions
     unscorable = [c for c in completions if c.scores == [None]]
@@ -245,7 +215,7 @@ def test_weights_of_several_rewards(fit, digits):
     async def later(prompts, completions, completion_ids, **kwargs):
         return [2.0 for _ in completions]
 
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder], reward_funcs=[digits, length, later], reward_weights=[1.0, 0.5, 0.0])
     round = recorder.rounds[0]
     expected = [c.scores[0] + 0.5 * len(c.token_ids) for c in round.completions]
@@ -256,11 +226,7 @@ def test_weights_of_several_rewards(fit, digits):
 @pytest.mark.mostly_slow("TransformersEngine")
 @pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
 def test_validation(fit, sums, engine):
-    class Baseline(Callback):
-        def on_sanity_check_end(self, trainer, pl_module):
-            self.before = dict(trainer.callback_metrics)
-
-    baseline = Baseline()
+    baseline = At(logged, "on_sanity_check_end")
     trainer, _, _ = fit(
         callbacks=[baseline],
         engine=engine(),
@@ -270,7 +236,7 @@ def test_validation(fit, sums, engine):
     )
     figures = trainer.callback_metrics
     for name in ("accuracy", "greedy_accuracy", "mean@2", "pass@2", "reward"):
-        assert 0 <= baseline.before[f"val/{name}"] <= 1
+        assert 0 <= baseline.seen[0][f"val/{name}"] <= 1
         assert 0 <= figures[f"val/{name}"] <= 1
     assert figures["val/accuracy"] == figures["val/mean@2"] <= figures["val/pass@2"]
 
@@ -311,23 +277,18 @@ def test_a_reward_that_never_counts_as_correct_is_said_once(fit, sums):
 def test_validation_does_not_change_training(fit, sums):
     _, module, _ = fit(val_data=sums[80:], val_num_generations=1)
     _, reference, _ = fit()
-    assert torch.equal(weights(module), weights(reference))
+    assert torch.equal(vector(module), vector(reference))
 
 
 def test_a_limit_on_validation_takes_the_first_prompts(fit, sums):
-    class Held(Callback):
-        uids = []
-
-        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-            self.uids.append(batch.greedy.prompt.uid)
-
+    held = At(lambda trainer, _, batch, *__: batch.greedy.prompt.uid, "on_validation_batch_start")
     rows = [{**row, "uid": str(i)} for i, row in enumerate(sums[80:])]
-    fit(callbacks=[Held()], val_data=rows, trainer={"limit_val_batches": 3, "max_epochs": 1})
-    assert Held.uids == ["0", "1", "2"]
+    fit(callbacks=[held], val_data=rows, trainer={"limit_val_batches": 3, "max_epochs": 1})
+    assert held.seen == ["0", "1", "2"]
 
 
 def test_rloo_with_the_kl_in_the_reward(fit, tiny_model):
-    recorder = Recorder()
+    recorder = Rounds()
     module = RLOOModule(tiny_model, learning_rate=1e-3, beta=0.5)
     fit(module, [recorder], trainer={"max_epochs": 2})
     first, second = recorder.rounds
@@ -352,7 +313,7 @@ def test_chat_prompts(fit, digits):
     rows = [
         {"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(8)
     ]
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder], train_data=rows, max_completion_length=8, trainer={"max_epochs": 1})
     assert recorder.rounds[0].groups[0].prompt.text[0]["role"] == "user"
 
@@ -366,10 +327,10 @@ def test_log_probs_of_the_engine_and_of_the_update_agree_on_vllm(fit):
 @pytest.mark.slow
 def test_slots_change_nothing_that_is_drawn_on_vllm(fit):
     """Up to vLLM's batch noise in fp32: the same tokens, log-probs within 2e-6."""
-    plain = Recorder()
+    plain = Rounds()
     fit(callbacks=[plain], engine=VLLMEngine(), trainer={"max_epochs": 1})
     for setting in ({"slots": 3}, {"slots": 5, "refill": "rounds"}):
-        other = Recorder()
+        other = Rounds()
         callbacks = [other, MicroGroupSampling(**setting)]
         fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 1})
         for a, b in zip(plain.rounds[0].completions, other.rounds[0].completions, strict=True):
@@ -388,7 +349,7 @@ def test_what_reward_functions_log_is_logged(fit, tmp_path):
         log_metric("digits", sum(c.isdigit() for c in completions[0]))
         return [1.0]
 
-    recorder = Recorder()
+    recorder = Rounds()
     trainer, _, _ = fit(
         callbacks=[recorder, RolloutLogger()],
         reward_funcs=[talkative],
@@ -448,10 +409,10 @@ def test_every_validation_draws_with_the_same_noise(fit, sums):
 
 
 def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
-    class Interrupt(Recorder):
+    class Interrupt(Rounds):
         def on_completion_end(self, trainer, pl_module, completion):
             super().on_completion_end(trainer, pl_module, completion)
-            if self.calls.count("completion") == 24:  # in the middle of the second round
+            if len(self.completions) == 24:  # in the middle of the second round
                 raise OSError("power cut")
 
     saved = tmp_path / "saved"
@@ -460,7 +421,7 @@ def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
             callbacks=[RNGState(), Interrupt(), OnExceptionCheckpoint(saved)],
             trainer={"max_epochs": 3, "enable_checkpointing": True},
         )
-    resumed, whole = Recorder(), Recorder()
+    resumed, whole = Rounds(), Rounds()
     _, module, data = fit(
         callbacks=[RNGState(), resumed],
         trainer={"max_epochs": 3},
@@ -468,12 +429,12 @@ def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
     )
     _, reference, _ = fit(callbacks=[RNGState(), whole], trainer={"max_epochs": 3})
     assert [r.number for r in resumed.rounds] == [1, 2]
-    assert torch.equal(weights(module), weights(reference))
+    assert torch.equal(vector(module), vector(reference))
     assert data.run.counters["num_completions"] == 48
 
 
 def test_fitting_on_goes_on_where_it_was(fit, tiny_model, sums, digits, tmp_path):
-    recorder = Recorder()
+    recorder = Rounds()
     trainer, module, data = fit(callbacks=[recorder], val_data=sums[80:])
     trainer.validate(module, datamodule=data, verbose=False)
     trainer.fit_loop.max_epochs = 4
@@ -509,7 +470,7 @@ def test_a_limit_on_batches_resumes_exactly_and_counts_what_it_cuts(fit, tmp_pat
     _, whole, data = run(4, "whole")
     run(2, "part")
     _, resumed, other = run(4, "part", tmp_path / "part" / "last.ckpt")
-    assert torch.equal(weights(whole), weights(resumed))
+    assert torch.equal(vector(whole), vector(resumed))
     assert data.run.counters == other.run.counters
     assert data.run.counters["dropped/limit_train_batches"] == 4 * 8
 
@@ -544,20 +505,16 @@ def test_the_engine_sleeps_between_rollouts(fit, sums):
         def sleep(self):
             self.awake = False
 
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer, *args):
-            assert not trainer.datamodule.run.settings.engine.awake
-
-        def on_validation_end(self, trainer, *args):
-            assert not trainer.datamodule.run.settings.engine.awake
-
+    engine, hooks = Sleeper(), ("on_train_batch_start", "on_validation_end")
+    awake = At(lambda *_: engine.awake, *hooks)
     fit(
-        callbacks=[Watch()],
-        engine=Sleeper(),
+        callbacks=[awake],
+        engine=engine,
         val_data=sums[80:],
         steps_per_round=2,
         trainer={"val_check_interval": 1},
     )
+    assert awake.seen and not any(awake.seen)
 
 
 def test_truncated_sampling_switches_importance_sampling_off(fit):
@@ -568,7 +525,7 @@ def test_truncated_sampling_switches_importance_sampling_off(fit):
 
 
 def test_the_length_audit_sees_what_is_masked(fit):
-    recorder = Recorder()
+    recorder = Rounds()
     fit(callbacks=[recorder], mask_truncated_completions=True)
     completions = recorder.rounds[0].completions
     kept = [len(c.token_ids) for c in completions if c.finish_reason == "stop"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from lora_policy import with_lora
+from seen_rounds import At
 from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
@@ -172,20 +173,16 @@ def test_a_run_of_full_length_completions_holds_what_was_estimated(plan):
 
 def test_a_started_run_counts_the_same_without_activations(plan):
     settings = {"beta": 0.1, "prompts_per_round": 2, "trainer": {"max_epochs": 1}}
-    held, found = items(ledger(plan(**settings))), []
+    held = items(ledger(plan(**settings)))
     trainer, module, data = plan(**settings)
-
-    class Count(Callback):
-        def on_train_start(self, *_):
-            found.extend(counted_peaks(module, data.run))
-
-    trainer.callbacks.append(Count())
+    found = At(lambda *_: counted_peaks(module, data.run), "on_train_start")
+    trainer.callbacks.append(found)
     trainer.fit(module, datamodule=data)
     left_out = {"activations", "passes at their peak", "decoding", "prompts", "completions"}
     counted = [item for name, item in held.items() if name not in left_out]
     assert {"reference model", "gradients", "key-value cache"} <= {item.name for item in counted}
     expected = [sum(i.rollout for i in counted), sum(i.update for i in counted)]
-    assert found == pytest.approx(expected, rel=1e-3)  # AdamW also counts its steps
+    assert found.seen == [pytest.approx(expected, rel=1e-3)]  # AdamW also counts its steps
 
 
 def test_decoding_counts_the_old_cache_beside_the_new(plan):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning import Trainer
+from seen_rounds import Rounds
 from torch.utils.data import DataLoader
 
 from examples import drop_in, grpo_loop
@@ -18,9 +19,8 @@ from examples.own_callback import PatternShare
 from examples.own_engine import PlainEngine
 from examples.own_predictor import MeanOfSize, PrintCalibration
 from examples.own_task import MakeTen, can_make_ten, makes_ten
-from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling, RolloutCallback
+from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling
 from lit_rlsched.cli.main import main
-from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "examples/README.md").read_text()
@@ -31,14 +31,6 @@ COMMANDS = re.findall(r"`(lit-rlsched .*?|python .*?)`", README)
 def in_the_project(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
-
-
-class Rounds(RolloutCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.seen.append(round)
 
 
 def test_every_example_is_listed_with_its_command():
@@ -163,11 +155,11 @@ def test_the_own_task_trains(tmp_path, capsys):
 def test_own_callback(fit):
     rounds = Rounds()
     trainer, _, _ = fit(callbacks=[rounds, PatternShare("[0-9]")], trainer={"max_epochs": 1})
-    (round,) = rounds.seen
+    (round,) = rounds.rounds
     starts = [c.text[:1] in tuple("0123456789") for c in round.completions]
     assert 0 < sum(starts) < len(starts)
     assert trainer.callback_metrics["completions/pattern_share"] == pytest.approx(fmean(starts))
-    with pytest.raises(UsageError, match=r"`PatternShare\(pattern='\('\)` is not"):
+    with pytest.raises(ValueError, match=r"`PatternShare\(pattern='\('\)` is not"):
         PatternShare("(")
 
 
@@ -177,7 +169,7 @@ def test_own_engine(fit):
     ours, theirs = Rounds(), Rounds()
     fit(callbacks=[ours, MicroGroupSampling(slots=3)], engine=PlainEngine())
     fit(callbacks=[theirs])
-    for a, b in zip(ours.seen, theirs.seen, strict=True):
+    for a, b in zip(ours.rounds, theirs.rounds, strict=True):
         assert [c.token_ids for c in a.completions] == [c.token_ids for c in b.completions]
 
 
@@ -191,7 +183,7 @@ def test_own_predictor(fit, sums, capsys):
     line = r"round \d: error \d+ tokens \(history \d+\), rank correlation -?\d\.\d\d \(history .*\)"
     assert len([text for text in printed if re.fullmatch(line, text)]) == 2
     lengths = {1: [], 2: []}
-    for round in rounds.seen:
+    for round in rounds.rounds:
         for sample in round.samples:
             lengths[sample.group.prompt.columns["size"]].append(len(sample.completion.token_ids))
     assert predictor.totals == {size: [len(n), sum(n)] for size, n in lengths.items()}

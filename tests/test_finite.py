@@ -7,7 +7,8 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from plain_module import Plain, vector
+from plain_module import Plain
+from seen_rounds import At, Rounds, vector
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
@@ -19,14 +20,6 @@ from lit_rlsched.scheduling.streamed_training import Streaming
 
 RLOO = partial(RLOOModule, beta=0.0, learning_rate=1e-3)
 GRPO = partial(GRPOModule, learning_rate=1e-3)
-
-
-class Rounds(RolloutCallback):
-    def __init__(self):
-        self.rounds = []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
 
 
 def sometimes(value):
@@ -106,12 +99,8 @@ class SpoiledPlain(Plain):
         return loss * (torch.nan if self.trainer.global_step else 1)
 
 
-class After(Callback):
-    """The weights after the first step."""
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.global_step == 1:
-            self.weights = vector(pl_module)
+def step_and_weights(trainer, pl_module, *_):
+    return trainer.global_step, vector(pl_module)
 
 
 class Stream(RolloutCallback):
@@ -128,20 +117,22 @@ NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
     fit, tiny_model, clip, streamed
 ):
-    after, callbacks, settings = After(), [], {}
+    after, callbacks, settings = At(step_and_weights, "on_train_batch_end"), [], {}
     if streamed:
         callbacks, settings = [Stream()], {"micro_batch_tokens": 64}
     module = Spoiled(tiny_model, learning_rate=1e-3, gradient_clip_val=clip)
     with pytest.raises(FloatingPointError, match=NOT_FINITE):
         fit(module, [*callbacks, after], **settings)
-    assert torch.equal(vector(module), after.weights) and after.weights.isfinite().all()
+    first = dict(after.seen)[1]
+    assert torch.equal(vector(module), first) and first.isfinite().all()
 
 
 def test_so_does_one_of_a_module_with_automatic_optimization(fit, tiny_model):
-    module, after = SpoiledPlain(tiny_model), After()
+    module, after = SpoiledPlain(tiny_model), At(step_and_weights, "on_train_batch_end")
     with pytest.raises(FloatingPointError, match=NOT_FINITE):
         fit(module, [MicroBatchAccumulation(), after])
-    assert torch.equal(vector(module), after.weights) and after.weights.isfinite().all()
+    first = dict(after.seen)[1]
+    assert torch.equal(vector(module), first) and first.isfinite().all()
 
 
 def scaled_fp16(scale):

@@ -8,11 +8,12 @@ import torch
 from lightning import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from plain_module import Plain, vector
+from plain_module import Plain
+from seen_rounds import At, Rounds, vector
 from torch.utils.data import DataLoader
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState, RolloutCallback
+from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState
 from lit_rlsched.settings import UsageError
 
 TWO_STEPS = {"micro_batch_tokens": 64, "steps_per_round": 2}
@@ -35,9 +36,10 @@ class ScheduledOurs(GRPOModule):
         super().training_step(step, batch_idx)
 
 
-class Rates(RolloutCallback):
+class Rates(Rounds):
     def __init__(self):
-        self.rates, self.micro_batches, self.rounds = [], Counter(), []
+        super().__init__()
+        self.rates, self.micro_batches = [], Counter()
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.rates.append(round(1e3 * optimizer.param_groups[0]["lr"], 6))
@@ -45,9 +47,6 @@ class Rates(RolloutCallback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.micro_batches[trainer.global_step] += 1
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
 
 
 @pytest.mark.mostly_slow(
@@ -74,11 +73,6 @@ def test_a_schedule_over_the_whole_run(fit, tiny_model, make, trainer, steps):
     assert len(rates.rounds) == trainer.current_epoch
 
 
-class Stop(RolloutCallback):
-    def on_train_batch_end(self, trainer, *_):
-        trainer.should_stop = trainer.global_step == 3
-
-
 @pytest.mark.slow
 def test_a_schedule_of_a_run_that_is_resumed(fit, tiny_model, tmp_path):
     def run(folder, *callbacks, ckpt_path=None):
@@ -89,8 +83,11 @@ def test_a_schedule_of_a_run_that_is_resumed(fit, tiny_model, tmp_path):
         fit(module, made, trainer=trainer, ckpt_path=ckpt_path, **TWO_STEPS)
         return module, rates.rates
 
+    def stop(trainer, *_):
+        trainer.should_stop = trainer.global_step == 3
+
     whole, rates = run("whole")
-    _, first = run("part", Stop())
+    _, first = run("part", At(stop, "on_train_batch_end"))
     resumed, rest = run("part", ckpt_path=tmp_path / "part" / "last.ckpt")
     assert first + rest == rates and len(rest) == 3
     assert torch.equal(vector(resumed), vector(whole))
@@ -121,15 +118,10 @@ def test_nothing_is_left_behind_by_a_run_that_fails(fit, tiny_model, sums, digit
         def configure_optimizers(self):
             raise KeyError("no optimizer")
 
-    seen = []
-
-    class Keep(RolloutCallback):
-        def setup(self, trainer, pl_module, stage):
-            seen.append(trainer)
-
+    started = At(lambda trainer, *_, **__: trainer, "setup")
     with pytest.raises(KeyError):
-        fit(Fails(tiny_model), [Keep()], trainer={"limit_train_batches": 1})
-    (trainer,) = seen
+        fit(Fails(tiny_model), [started], trainer={"limit_train_batches": 1})
+    (trainer,) = started.seen
     assert trainer.limit_train_batches == 1 and isinstance(trainer.limit_train_batches, int)
     assert trainer.fit_loop._combined_loader is None
     assert not any(isinstance(c, MicroBatchAccumulation) for c in trainer.callbacks)

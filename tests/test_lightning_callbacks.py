@@ -11,7 +11,8 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from plain_module import Plain, vector
+from plain_module import Plain
+from seen_rounds import At, vector
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
@@ -76,29 +77,20 @@ def test_sharded_weights_are_not_averaged(name):
         check_trainer(trainer)
 
 
-class Weights(Callback):
-    """Of the policy at the start of each round, and after the last step."""
-
-    def __init__(self):
-        self.starts, self.steps = [], []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.starts.append(vector(pl_module).clone())
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        self.steps.append(vector(pl_module).clone())
+def weights(trainer, pl_module, *_):
+    return vector(pl_module)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_average_is_that_of_the_rounds(fit, tiny_model, lora_rank):
-    weights = Weights()
+    starts, steps = At(weights, "on_train_epoch_start"), At(weights, "on_train_batch_end")
     swa = callbacks.StochasticWeightAveraging(swa_lrs=2e-3, swa_epoch_start=2, annealing_epochs=1)
     module = GRPOModule(tiny_model, learning_rate=1e-3, lora_rank=lora_rank)
-    _, module, _ = fit(module, [weights, swa], trainer={"max_epochs": 4})
+    _, module, _ = fit(module, [starts, steps, swa], trainer={"max_epochs": 4})
     assert swa.n_averaged == 3, "from the second round on"
-    expected = torch.stack(weights.starts[1:]).mean(0)
+    expected = torch.stack(starts.seen[1:]).mean(0)
     torch.testing.assert_close(vector(module), expected, rtol=1e-6, atol=1e-8)
-    assert not torch.equal(vector(module), weights.steps[-1])
+    assert not torch.equal(vector(module), steps.seen[-1])
 
 
 @pytest.mark.slow
@@ -107,22 +99,22 @@ def test_a_moving_average_is_validated_and_the_policy_goes_on(fit, tiny_model, s
     """With an engine that has a copy of the weights: it decodes with either when it has to."""
     runs = {}
     for name in ("with", "without"):
-        weights = Weights()
+        steps = At(weights, "on_train_batch_end")
         ema = [callbacks.EMAWeightAveraging(decay=0.5)] if name == "with" else []
         trainer, module, _ = fit(
             GRPOModule(tiny_model, learning_rate=1e-3),
-            [weights, *ema],
+            [steps, *ema],
             engine=ProcessEngine(TransformersEngine()),
             val_data=sums[90:94],
             trainer={"max_epochs": 3},
         )
-        runs[name] = weights.steps, vector(module), trainer
+        runs[name] = steps.seen, vector(module), trainer
         assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-4
     steps, last, _ = runs["with"]
     assert all(torch.equal(a, b) for a, b in zip(steps, runs["without"][0], strict=True))
     average = steps[0]
-    for weights in steps[1:]:
-        average = (average + weights) / 2
+    for trained in steps[1:]:
+        average = (average + trained) / 2
     torch.testing.assert_close(last, average, rtol=1e-6, atol=1e-8)
 
 
@@ -149,21 +141,17 @@ class WithBackbone(GRPOModule):
 
 @pytest.mark.parametrize("whose", ["own", "backbone"])
 def test_frozen_layers_stay_as_they_are(fit, tiny_model, whose):
-    class First(Callback):
-        seen = []
+    def first_and_all(trainer, pl_module):
+        return vector(layers(pl_module)[0]), vector(pl_module)
 
-        def on_train_epoch_start(self, trainer, pl_module):
-            self.seen.append((vector(layers(pl_module)[0]).clone(), vector(pl_module).clone()))
-
-        on_train_end = on_train_epoch_start
-
+    seen = At(first_and_all, "on_train_epoch_start", "on_train_end")
     if whose == "own":
         module, freezes = GRPOModule(tiny_model, learning_rate=1e-3), Finetuning()
     else:
         module = WithBackbone(tiny_model, learning_rate=1e-3)
         freezes = callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-    fit(module, [First(), freezes], trainer={"max_epochs": 3})
-    frozen, whole = zip(*First.seen, strict=True)
+    fit(module, [seen, freezes], trainer={"max_epochs": 3})
+    frozen, whole = zip(*seen.seen, strict=True)
     assert torch.equal(frozen[0], frozen[1]) and not torch.equal(frozen[1], frozen[-1])
     assert not torch.equal(whole[0], whole[1])
 

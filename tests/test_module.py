@@ -1,12 +1,13 @@
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
+from seen_rounds import At, Rounds, gradient_norm, logged, vector
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
+from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
@@ -61,15 +62,9 @@ def test_merged_weights_are_what_the_adapters_compute(tiny_model):
 
 
 def test_rloo_logs_the_kl_that_it_subtracts(fit, tiny_model):
-    rounds = []
-
-    class Rounds(RolloutCallback):
-        def on_round_end(self, trainer, pl_module, round):
-            rounds.append(round)
-
-    module = RLOOModule(tiny_model, learning_rate=1e-2, beta=0.5)
-    trainer, *_ = fit(module, [Rounds()])
-    trained = [c for c in rounds[-1].completions if c.advantage]
+    seen, module = Rounds(), RLOOModule(tiny_model, learning_rate=1e-2, beta=0.5)
+    trainer, *_ = fit(module, [seen])
+    trained = [c for c in seen.rounds[-1].completions if c.advantage]
     tokens = [
         old - ref for c in trained for old, ref in zip(c.old_logprobs, c.ref_logprobs, strict=True)
     ]
@@ -93,28 +88,18 @@ def test_the_accuracy_can_be_monitored(fit, sums, tmp_path):
 
 
 def test_learning_rate_warms_up_and_decays(fit, tiny_model):
-    class Rates(Callback):
-        seen = []
-
-        def on_train_batch_end(self, trainer, *args):
-            self.seen.append(float(trainer.callback_metrics["learning_rate"]))
-
+    steps = At(logged, "on_train_batch_end")
     module = GRPOModule(tiny_model, learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
-    fit(module, [Rates()], trainer={"max_epochs": 6})
-    assert Rates.seen == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4])
+    fit(module, [steps], trainer={"max_epochs": 6})
+    rates = [row["learning_rate"] for row in steps.seen]
+    assert rates == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4])
 
 
 def test_the_gradient_is_clipped(fit, tiny_model):
-    class Norm(Callback):
-        clipped = []
-
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            grads = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
-            self.clipped.append(float(torch.stack(grads).norm()))
-
-    trainer, _, _ = fit(GRPOModule(tiny_model, gradient_clip_val=0.01), [Norm()])
+    norms = At(gradient_norm, "on_train_batch_end")
+    trainer, _, _ = fit(GRPOModule(tiny_model, gradient_clip_val=0.01), [norms])
     assert trainer.callback_metrics["grad_norm"] > 0.01
-    assert max(Norm.clipped) <= 0.01 * 1.001
+    assert max(norms.seen) <= 0.01 * 1.001
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
@@ -126,16 +111,10 @@ def test_every_loss_trains(fit, tiny_model, loss_type):
         module = RLOOModule(tiny_model, beta=0.0, **settings)
     else:
         module = GRPOModule(tiny_model, **settings)
-    before = None
-
-    class Before(Callback):
-        def on_train_start(self, trainer, pl_module):
-            nonlocal before
-            before = [p.detach().clone() for p in pl_module.parameters()]
-
-    trainer, module, _ = fit(module, [Before()], num_iterations=2)
+    before = At(lambda trainer, pl_module: vector(pl_module), "on_train_start")
+    trainer, module, _ = fit(module, [before], num_iterations=2)
     assert torch.isfinite(trainer.callback_metrics["loss"])
-    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert not torch.equal(before.seen[0], vector(module))
 
 
 def test_gradient_checkpointing_changes_nothing(fit, tiny_model):

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import Plain
+from seen_rounds import At, gradient_norm, logged
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.cli.estimate.live import LiveBytes
@@ -49,21 +49,14 @@ class Own(GRPOModule):
         return RETURNED[self.form](self.optimizer, scheduler)
 
 
-class Rates(Callback):
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.rates.append(float(trainer.callback_metrics["learning_rate"]))
-
-
 @pytest.mark.parametrize("form", RETURNED)
 def test_every_form_of_configure_optimizers_trains(fit, tiny_model, form):
-    rates, module = Rates(), Own(tiny_model, gradient_clip_val=1e-3)
+    steps, module = At(logged, "on_train_batch_end"), Own(tiny_model, gradient_clip_val=1e-3)
     module.form = form
-    trainer, _, _ = fit(module, [rates], trainer={"max_epochs": 3}, steps_per_round=2)
+    trainer, _, _ = fit(module, [steps], trainer={"max_epochs": 3}, steps_per_round=2)
     assert trainer.global_step == 6 and trainer.optimizers == [module.optimizer]
-    assert rates.rates == [64.0 / 2**n for n in HALVED.get(form, [0] * 6)]
+    rates = [row["learning_rate"] for row in steps.seen]
+    assert rates == [64.0 / 2**n for n in HALVED.get(form, [0] * 6)]
 
 
 def plateau(module: GRPOModule, optimizer: torch.optim.Optimizer) -> Any:
@@ -113,20 +106,10 @@ def test_a_fused_optimizer_of_ones_own_is_clipped(fit, tiny_model, precision):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
-    norms, module = Norms(), Fused(tiny_model, gradient_clip_val=0.01)
+    norms = At(gradient_norm, "on_train_batch_end")
+    module = Fused(tiny_model, gradient_clip_val=0.01)
     fit(module, [norms], trainer={"precision": precision})
-    assert 0 < max(norms.norms) <= 0.01 * 1.001
-
-
-class Norms(Callback):
-    """Of the gradient as the optimizer took it."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        grads = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
-        self.norms.append(float(torch.stack(grads).norm()))
+    assert 0 < max(norms.seen) <= 0.01 * 1.001
 
 
 def scaled() -> dict[str, Any]:
@@ -136,7 +119,7 @@ def scaled() -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_a_fused_step_is_clipped(fit, tiny_model, precision):
-    norms = Norms()
+    norms = At(gradient_norm, "on_train_batch_end")
     module = GRPOModule(
         tiny_model, optim="adamw_torch_fused", learning_rate=1e-3, gradient_clip_val=0.01
     )
@@ -146,7 +129,7 @@ def test_a_fused_step_is_clipped(fit, tiny_model, precision):
     assert trainer.optimizers[0].defaults["fused"]
     # unscaled too: its factor is 65,536
     assert 0.01 < trainer.callback_metrics["grad_norm"] < 100
-    assert 0 < max(norms.norms) <= 0.01 * 1.001
+    assert 0 < max(norms.seen) <= 0.01 * 1.001
 
 
 def test_a_resumed_run_steps_as_it_says():

@@ -12,11 +12,11 @@ from lightning import LightningModule
 from lightning.fabric.connector import _PRECISION_INPUT_STR
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, HalfPrecision, Precision
 from plain_module import Plain
+from seen_rounds import Rounds
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import add_lora, base_model
@@ -270,26 +270,15 @@ def test_every_precision_is_one_of_an_engine_or_is_refused():
         check_precision(quantises)
 
 
-class Drawn(RolloutCallback):
-    """Tokens and log-probs of each round."""
-
-    def __init__(self) -> None:
-        self.rounds: list[list[tuple[list[int], Tensor]]] = []
-
-    def on_round_end(self, trainer: Any, pl_module: Any, round: Any) -> None:
-        drawn = [(list(c.token_ids), torch.tensor(list(c.logprobs))) for c in round.completions]
-        self.rounds.append(drawn)
-
-
 @pytest.mark.parametrize("engines", ["process", "two"])
 def test_an_engine_of_its_own_decodes_in_float64_where_the_trainer_does(fit, exact_model, engines):
     runs = []
     for kind in ("trainer", engines):
         engine = ProcessEngine(TransformersEngine()) if kind == "process" else TransformersEngine()
-        drawn, module = Drawn(), GRPOModule(exact_model, learning_rate=1e-3)
+        seen, module = Rounds(), GRPOModule(exact_model, learning_rate=1e-3)
         trainer, _, data = fit(
             module,
-            [drawn],
+            [seen],
             engine=engine,
             num_engines=2 if kind == "two" else 1,
             trainer={"precision": "64-true", "max_epochs": 3},
@@ -299,11 +288,10 @@ def test_an_engine_of_its_own_decodes_in_float64_where_the_trainer_does(fit, exa
         assert data.run.startup.spec.dtype == data.run.settings.engine.cache_dtype(
             data.run.startup.spec
         )
-        runs.append(drawn.rounds)
+        runs.append([c for round in seen.rounds for c in round.completions])
     for ours, theirs in zip(*runs, strict=True):
-        for (tokens, logp), (others, other) in zip(ours, theirs, strict=True):
-            assert tokens == others
-            torch.testing.assert_close(logp, other, rtol=0, atol=1e-12)
+        assert ours.token_ids == theirs.token_ids
+        assert [*ours.logprobs] == pytest.approx([*theirs.logprobs], rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize(

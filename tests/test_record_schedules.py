@@ -2,13 +2,11 @@
 
 import json
 
-import cloudpickle
 import pytest
 import record_schedules
 from record_schedules import compare, differences, main, make_model, record_schedule
 
 pytestmark = pytest.mark.logs("share")  # by the recorder's reward function
-cloudpickle.register_pickle_by_value(record_schedules)  # else reward workers import torch
 
 
 @pytest.fixture(scope="module")

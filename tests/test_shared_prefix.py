@@ -6,6 +6,7 @@ import torch
 import transformers
 from lightning import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from seen_rounds import vector
 from torch import Tensor, nn
 
 from lit_rlsched import GRPOModule, RLOOModule
@@ -303,10 +304,6 @@ LONG = [
     for b in range(6)
 ]
 RUN: dict[str, Any] = {"train_data": LONG, "micro_batch_tokens": 1024}
-
-
-def vector(module: Any) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 class Steps(Callback):

@@ -1,24 +1,19 @@
 import pytest
+from seen_rounds import Rounds
 
-from lit_rlsched.callbacks import AdaptiveTimeouts, RolloutCallback
+from lit_rlsched.callbacks import AdaptiveTimeouts
 
 
-class Limits(RolloutCallback):
-    def __init__(self):
-        self.submitted, self.rounds = [], []
-
+class Limits(Rounds):
     def setup(self, trainer, pl_module, stage):
         rewards = trainer.datamodule.run.settings.rewards
-        submit = rewards.submit
+        self.submitted, submit = [], rewards.submit
 
         def watched(job_id, **settings):
             self.submitted.append((job_id, settings["timeout"]))
             submit(job_id, **settings)
 
         rewards.submit = watched
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from collections import Counter
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from seen_rounds import At, Rounds, vector
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
@@ -42,24 +43,15 @@ def reward(delay=0, unscored=False):
     return reward
 
 
-class Recorder(RolloutCallback):
-    def __init__(self):
-        self.rounds, self.plans, self.counters, self.steps, self.groups = [], [], [], [], []
-
-    def on_round_start(self, trainer, pl_module, plan):
-        self.plans.append(len(plan))
-
-    def on_group_end(self, trainer, pl_module, group):
-        self.groups.append(group.id)
-
+class Recorder(Rounds):
     def on_round_end(self, trainer, pl_module, round):
-        data = trainer.datamodule
-        assert not data.run.session.controller.worker.busy and len(data.run.pool) == 0
-        self.rounds.append(round)
-        self.counters.append(dict(data.run.counters))
+        super().on_round_end(trainer, pl_module, round)
+        run = trainer.datamodule.run
+        assert not run.session.controller.worker.busy and len(run.pool) == 0
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.steps.append(len({row.group.id for row in batch.samples}))
+    @property
+    def groups_of_steps(self):
+        return [len({row.group.id for row in step.samples}) for step in self.steps]
 
     @property
     def trained(self):
@@ -96,8 +88,8 @@ def check(recorder, data, size=4, bound=4, generations=4):
     assert [[name for name, _ in groups] for groups in recorder.trained] == trained
     assert sorted(recorder.groups) == sorted(name for names in drawn for name in names)
     kept = prompts = 0
-    for r, counters, plan in zip(recorder.rounds, recorder.counters, recorder.plans, strict=True):
-        assert plan == size  # what was planned before anything was known
+    for r, counters, plan in zip(recorder.rounds, recorder.counters, recorder.planned, strict=True):
+        assert len(plan) == size  # what was planned before anything was known
         assert r.metrics["dynamic_sampling/num_gen_batches"] == len(r.groups) / size
         assert len({g.prompt.uid for g in r.groups}) == len(r.groups)
         prompts += len(r.groups)
@@ -105,10 +97,6 @@ def check(recorder, data, size=4, bound=4, generations=4):
         dropped = sum(n for k, n in counters.items() if k.startswith("dropped/"))
         assert kept + dropped == generations * prompts
     return drawn
-
-
-def vector(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 OTHERS = {
@@ -138,7 +126,7 @@ def test_the_prompts_of_a_round_follow_from_the_data_and_the_rewards(fit):
             )
             drawn = check(recorder, data)
             assert any(len(names) > 4 for names in drawn), name
-            assert recorder.steps == [4, 4]
+            assert recorder.groups_of_steps == [4, 4]
             trained.append(recorder.trained)
     first, *rest = trained
     assert all(groups == first for groups in rest)  # tokens too
@@ -221,7 +209,7 @@ def test_every_group_is_in_a_step(fit):
     )
     check(recorder, data, 4, 2)
     assert trainer.global_step == 12
-    steps = [recorder.steps[i : i + 2] for i in range(0, 12, 2)]
+    steps = [recorder.groups_of_steps[i : i + 2] for i in range(0, 12, 2)]
     assert [sum(pair) for pair in steps] == [3, 3, 1, 1, 4, 4]
     assert all(abs(a - b) <= 1 for a, b in steps)
 
@@ -233,7 +221,7 @@ def test_with_down_sampling(fit, tiny_model):
     _, _, data = fit(GRPOModule(tiny_model), callbacks, **settings)
     check(recorder, data)
     assert all(len(kept) == 2 for groups in recorder.trained for _, kept in groups)
-    assert recorder.steps == [2, 2, 2, 2]
+    assert recorder.groups_of_steps == [2, 2, 2, 2]
     counters = recorder.counters[-1]
     assert counters["dropped/down_sampled"] == 2 * 4 * 2
     uninformative = sum(len(r.groups) - 4 for r in recorder.rounds) * 4
@@ -304,13 +292,12 @@ def test_a_round_cut_short_is_drawn_again_with_the_same_prompts(fit, tiny_model)
     fit(callbacks=[whole, DynamicSampling()], trainer={"max_epochs": 1}, **settings)
     names = [g.id for g in whole.rounds[0].groups]
     assert [g[0] for g in state["pool"]["groups"]] == names[:6]
-    recorder = Recorder()
 
-    class Restore(RolloutCallback):
-        def on_train_start(self, trainer, pl_module):
-            trainer.datamodule.run.resumed = state
+    def restore(trainer, pl_module):
+        trainer.datamodule.run.resumed = state
 
-    fit(callbacks=[recorder, Restore(), DynamicSampling()], trainer={"max_epochs": 1}, **settings)
+    recorder, begin = Recorder(), At(restore, "on_train_start")
+    fit(callbacks=[recorder, begin, DynamicSampling()], trainer={"max_epochs": 1}, **settings)
     assert [g.id for g in recorder.rounds[0].groups] == names
     assert recorder.trained == whole.trained
 

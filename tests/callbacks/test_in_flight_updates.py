@@ -10,13 +10,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from seen_rounds import At, Rounds, vector
 from slow_parts import slowly
 
 from examples.own_engine import PlainEngine
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     InFlightUpdates,
-    RolloutCallback,
     RolloutLogger,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
@@ -28,43 +28,26 @@ from lit_rlsched.training.round_metrics import cache_divergence
 STEPS = 2
 
 
-class Rounds(RolloutCallback):
-    """Keeps the rounds, and the policy of each version."""
+class Policies(Rounds):
+    """Keeps the policy of each version, too."""
 
     def __init__(self):
-        self.rounds, self.policies, self.finished = [], {}, []
+        super().__init__()
+        self.policies = {}
 
-    def on_round_start(self, trainer, pl_module, plan):
-        self._keep(trainer)
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.policies.setdefault(trainer.global_step, copy.deepcopy(pl_module.model).eval())
 
-    def on_train_batch_end(self, trainer, *args):
-        self._keep(trainer)
-
-    def _keep(self, trainer):
-        model = trainer.lightning_module.model
-        self.policies.setdefault(trainer.global_step, copy.deepcopy(model).eval())
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
+    on_train_start = on_train_batch_end
 
     @property
     def drawn(self):
-        return [
-            [
-                (g.id, c.index, [*c.token_ids], [*c.logprobs], c.segments)
-                for g in r.groups
-                for c in g.completions
-            ]
-            for r in self.rounds
-        ]
-
-
-def weights(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+        logprobs = [[x for c in r.completions for x in c.logprobs] for r in self.rounds]
+        return [*zip(super().drawn, logprobs, strict=True)]
 
 
 def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, decoder=None, **data):
-    seen = Rounds()
+    seen = Policies()
     how = {"turns": 3, "max_staleness": 2, **(how or {})}
     _, module, _ = fit(
         GRPOModule(tiny_model, learning_rate=1e-2),
@@ -74,7 +57,7 @@ def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, dec
         engine=ProcessEngine(decoder or TransformersEngine()),
         **{"num_generations": 3, "steps_per_round": STEPS, **data},
     )
-    return seen, weights(module)
+    return seen, vector(module)
 
 
 @torch.no_grad()
@@ -226,20 +209,18 @@ def test_an_engine_that_dies_after_an_update_goes_on_with_its_weights(fit, tiny_
     """The noise of this engine has no state, so what is drawn is what would have been drawn."""
     seen, _ = run(fit, tiny_model, trainer={"max_epochs": 3})
 
-    class Kills(RolloutCallback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 3:
-                os.kill(trainer.datamodule.run.settings.engine.pid, signal.SIGKILL)
+    def kill(trainer, *_):
+        if trainer.global_step == 3:
+            os.kill(trainer.datamodule.run.settings.engine.pid, signal.SIGKILL)
 
+    kills = At(kill, "on_train_batch_end")
     # a checkpoint at the end of a round changes nothing either
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=STEPS)
     trainer = {"max_epochs": 3, "enable_checkpointing": True}
     with pytest.warns(UserWarning, match="another one takes its place"):
-        again, _ = run(fit, tiny_model, Kills(), saver, trainer=trainer)
-    for round, other in zip(seen.drawn, again.drawn, strict=True):
-        for (*same, logprobs, spans), (*drawn, found, versions) in zip(round, other, strict=True):
-            assert drawn == same and versions == spans
-            assert found == pytest.approx(logprobs, abs=1e-4)
+        again, _ = run(fit, tiny_model, kills, saver, trainer=trainer)
+    for (same, logprobs), (drawn, found) in zip(seen.drawn, again.drawn, strict=True):
+        assert drawn == same and found == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_an_engine_that_cannot_go_on_with_a_cache_is_refused(fit):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 from lightning import Trainer
+from seen_rounds import Rounds, vector
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     LengthPrediction,
     MicroGroupSampling,
-    RolloutCallback,
     RolloutLogger,
     SortedBatching,
 )
@@ -20,19 +20,11 @@ from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.settings import UsageError
 
 
-class Recorder(RolloutCallback):
-    def __init__(self):
-        self.rounds = []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
-
-
 def drawn(fit, *callbacks, **settings):
-    recorder = Recorder()
+    seen = Rounds()
     settings = {"trainer": {"precision": "64-true", "max_epochs": 3}, **settings}
-    _, module, _ = fit(callbacks=[recorder, *callbacks], **settings)
-    return recorder.rounds, torch.cat([p.detach().flatten() for p in module.parameters()])
+    _, module, _ = fit(callbacks=[seen, *callbacks], **settings)
+    return seen.rounds, vector(module)
 
 
 class Nonsense(PromptHistory):
@@ -77,12 +69,12 @@ def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
         return MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
 
     setting = {"default_root_dir": tmp_path}
-    recorder, (slots, prediction) = Recorder(), callbacks()
+    recorder, (slots, prediction) = Rounds(), callbacks()
     fit(callbacks=[recorder, slots, prediction], trainer={**setting, "max_epochs": 4})
-    first, (slots, learned) = Recorder(), callbacks()
+    first, (slots, learned) = Rounds(), callbacks()
     trainer, _, _ = fit(callbacks=[first, slots, learned], trainer={**setting, "max_epochs": 2})
     trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed, (slots, prediction) = Recorder(), callbacks()
+    resumed, (slots, prediction) = Rounds(), callbacks()
     fit(
         callbacks=[resumed, slots, prediction],
         trainer={**setting, "max_epochs": 4},

@@ -1,6 +1,7 @@
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_module import Plain, vector
+from plain_module import Plain
+from seen_rounds import vector
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState

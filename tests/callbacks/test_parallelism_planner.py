@@ -1,17 +1,18 @@
 import os
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from seen_rounds import At, Rounds, logged
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     MicroGroupSampling,
     ParallelismPlanner,
-    RolloutCallback,
     TailBatching,
 )
 from lit_rlsched.engines import TransformersEngine, VLLMEngine, placement
@@ -53,33 +54,27 @@ class Divisible(TransformersEngine):
         return EngineStats(stats.running, stats.waiting, stats.kv_tokens, None, self._counted)
 
 
-class Recorder(RolloutCallback):
-    """Keeps what was logged with each round, and the weights it was drawn with."""
-
-    def __init__(self):
-        self.sizes, self.restarts, self.differences, self.preemptions = [], [], [], []
-        self.tokens, self.seconds = [], []
-
-    def on_round_end(self, trainer, pl_module, round):
-        logged = trainer.callback_metrics
-        self.sizes.append(int(logged["parallelism/tensor_parallel_size"]))
-        self.restarts.append(int(logged["parallelism/restarts"]))
-        self.seconds.append(float(logged["time/restart"]))
-        self.differences.append(round.metrics["sync/max_logp_diff"])
-        self.preemptions.append(round.metrics["rollout/preemptions"])
-        self.tokens.append([c.token_ids for c in round.completions])
+LOGGED = {
+    "sizes": "parallelism/tensor_parallel_size",
+    "restarts": "parallelism/restarts",
+    "seconds": "time/restart",
+    "differences": "sync/max_logp_diff",
+    "preemptions": "rollout/preemptions",
+}
 
 
 def train(fit, engine, *callbacks, epochs=8, planner=None, **settings):
-    recorder = Recorder()
-    planner = planner or ParallelismPlanner()
+    """Returns the tokens and some metrics of each round, and the data module."""
+    rounds, metrics = Rounds(), At(logged, "on_train_batch_start")
     _, _, data = fit(
-        callbacks=[*callbacks, planner, recorder],
+        callbacks=[*callbacks, planner or ParallelismPlanner(), rounds, metrics],
         engine=engine,
         trainer={"max_epochs": epochs, **settings.pop("trainer", {})},
         **{"max_completion_length": 16, **settings},
     )
-    return recorder, data
+    seen = {name: [row[key] for row in metrics.seen] for name, key in LOGGED.items()}
+    tokens = [[c.token_ids for c in round.completions] for round in rounds.rounds]
+    return SimpleNamespace(tokens=tokens, **seen), data
 
 
 def test_preemptions_split_the_model_and_quiet_rounds_join_it(fit):
@@ -126,17 +121,15 @@ def test_long_rounds_have_a_size_of_their_own(fit):
             self.preempted = {1: int(self.long)}
             return super().step()
 
-    class Kinds(RolloutCallback):
-        def on_round_start(self, trainer, pl_module, plan):
-            engine.long = any(group.deferred for group in plan)
-            kinds.append(engine.long)
+    def kind(trainer, pl_module, plan):
+        engine.long = any(group.deferred for group in plan)
+        return engine.long
 
-    engine, kinds = OnlyLong({}), []
+    engine, kinds = OnlyLong({}), At(kind, "on_round_start")
     engine.long = False
-    recorder, _ = train(
-        fit, engine, Kinds(), TailBatching(), epochs=15, num_generations=2, max_completion_length=48
-    )
-    assert kinds == [False, False, False, False, True] * 3
+    settings = {"epochs": 15, "num_generations": 2, "max_completion_length": 48}
+    recorder, _ = train(fit, engine, kinds, TailBatching(), **settings)
+    assert kinds.seen == [False, False, False, False, True] * 3
     assert recorder.sizes == [1] * 9 + [2] + [1] * 4 + [2]
     assert engine.starts == [1, 2, 1, 2]
 
@@ -241,17 +234,20 @@ def test_an_engine_that_starts_no_more_stops_the_run(fit, broken):
 
 @pytest.mark.slow
 def test_what_one_kind_of_rounds_cannot_have_the_other_keeps(fit):
-    class Kinds(RolloutCallback):
-        def on_round_start(self, trainer, pl_module, plan):
-            lost = any(g.deferred for g in plan)
-            engine.preempted = {1: 1, 2: 9 ** len(engine.starts)} if lost else {}
+    def preempt(trainer, pl_module, plan):
+        lost = any(g.deferred for g in plan)
+        engine.preempted = {1: 1, 2: 9 ** len(engine.starts)} if lost else {}
 
-    engine = Fragile({})
+    engine, kinds = Fragile({}), At(preempt, "on_round_start")
     engine.broken = (4,)
     with pytest.warns(UserWarning, match="=4`.*goes on with 2, and"):
-        recorder, _ = train(fit, engine, Kinds(), TailBatching(2.0), epochs=12, num_generations=2)
+        recorder, _ = train(fit, engine, kinds, TailBatching(2.0), epochs=12, num_generations=2)
     assert 4 in engine.starts and set(recorder.sizes[1::2][-3:]) == {2}
     assert set(recorder.sizes[::2]) == {1}
+
+
+def workers(*_):
+    return sum("Worker_TP" in c.name() for c in psutil.Process().children(recursive=True))
 
 
 def with_heads(tiny_model, folder, **heads):
@@ -285,7 +281,7 @@ def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
     assert recorder.sizes == [1] * 3 and recorder.preemptions[0] > 0
     assert all(difference < 1e-4 for difference in recorder.differences)
     assert data.run.counters["num_completions"] == 3 * 16
-    assert not [c for c in psutil.Process().children(recursive=True) if "Worker_TP" in c.name()]
+    assert not workers()
 
 
 @pytest.mark.slow
@@ -293,23 +289,17 @@ def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
 @pytest.mark.usefixtures("forked_workers")
 def test_on_vllm(fit, tmp_path, tiny_model):
     model, cache = with_heads(tiny_model, tmp_path, num_key_value_heads=2)
-    workers = []
-
-    class Workers(RolloutCallback):
-        def on_round_end(self, trainer, pl_module, round):
-            children = psutil.Process().children(recursive=True)
-            workers.append(sum("Worker_TP" in child.name() for child in children))
-
+    counted = At(workers, "on_round_end")
     recorder, data = train(
         fit,
         VLLMEngine(kv_cache_gib=cache),
-        Workers(),
+        counted,
         module=GRPOModule(model, learning_rate=1e-3),
         epochs=3,
         max_completion_length=40,
     )
-    assert recorder.sizes == [1, 2, 2] and workers == [0, 2, 2]
+    assert recorder.sizes == [1, 2, 2] and counted.seen == [0, 2, 2]
     assert recorder.preemptions[0] > 0
     assert all(difference < 1e-4 for difference in recorder.differences)
     assert data.run.counters["num_completions"] == 3 * 16
-    assert not [c for c in psutil.Process().children(recursive=True) if "Worker_TP" in c.name()]
+    assert not workers()

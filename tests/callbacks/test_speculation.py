@@ -4,26 +4,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from seen_rounds import Rounds
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     MicroGroupSampling,
-    RolloutCallback,
     Speculation,
     TailBatching,
 )
 from lit_rlsched.callbacks import speculation as callback
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.scheduling.step_times import StepTimes
-
-
-class Recorder(RolloutCallback):
-    def __init__(self):
-        self.metrics, self.drawn = [], []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.metrics.append(dict(round.metrics))
-        self.drawn += [(c.finish_reason, [*c.token_ids]) for c in round.completions]
 
 
 class Junk:
@@ -40,12 +31,12 @@ class Broken:
 
 def exact_run(fit, model, *callbacks, **data):
     """Train in float64, and return the module and what each round logged."""
-    recorder = Recorder()
+    seen = Rounds()
     settings = {"temperature": 0.5, "max_completion_length": 40, **data}
-    callbacks = [*callbacks, recorder]
+    callbacks = [*callbacks, seen]
     trainer = {"precision": "64-true", "max_epochs": 3}
     module = GRPOModule(model, learning_rate=1e-3)
-    return fit(module, callbacks, trainer, **settings)[1], recorder
+    return fit(module, callbacks, trainer, **settings)[1], seen
 
 
 SCHEDULES = {
@@ -99,25 +90,25 @@ def test_in_a_process_that_runs_ahead(fit, exact_model):
 def test_a_run_with_vllm_draws_the_same(fit, tiny_model, apart):
     drawn = []
     for callbacks in ([], [Speculation(4, 6)]):
-        recorder, engine = Recorder(), VLLMEngine()
+        seen, engine = Rounds(), VLLMEngine()
         fit(
             GRPOModule(tiny_model, learning_rate=1e-3),
-            [*callbacks, MicroGroupSampling(slots=6), recorder],
+            [*callbacks, MicroGroupSampling(slots=6), seen],
             {"max_epochs": 3},
             engine=ProcessEngine(engine) if apart else engine,
             temperature=0.5,
             max_completion_length=40,
         )
-        drawn.append(recorder.drawn)
-        assert all(m.get("speculation/acceptance", 1) > 0 for m in recorder.metrics)
-    assert recorder.metrics[0]["speculation/steps_saved"] > 0
+        drawn.append(seen.drawn)
+        assert all(m.get("speculation/acceptance", 1) > 0 for m in seen.metrics)
+    assert seen.metrics[0]["speculation/steps_saved"] > 0
     assert drawn[0] == drawn[1]
 
 
 def test_what_a_round_logs(fit, tiny_model):
-    recorder = Recorder()
-    fit(callbacks=[Speculation(3, 16), recorder], temperature=0.3)
-    for metrics in recorder.metrics:
+    seen = Rounds()
+    fit(callbacks=[Speculation(3, 16), seen], temperature=0.3)
+    for metrics in seen.metrics:
         found = {k.removeprefix("speculation/"): v for k, v in metrics.items() if "specul" in k}
         steps = metrics["rollout/decode_steps"]
         assert 0 < found["acceptance"] < 1
@@ -132,15 +123,15 @@ def test_what_a_round_logs(fit, tiny_model):
 
 
 def test_without_the_callback_nothing_is_drafted(fit):
-    recorder = Recorder()
-    fit(callbacks=[recorder])
-    assert not any("speculation" in name for m in recorder.metrics for name in m)
+    seen = Rounds()
+    fit(callbacks=[seen])
+    assert not any("speculation" in name for m in seen.metrics for name in m)
 
 
 def test_with_races_it_says_which_completions_are_favoured(fit):
-    recorder = Recorder()
-    fit(callbacks=[Speculation(3, 64), TailBatching(prompt_ratio=1.5), recorder], temperature=0.3)
-    assert all(m["speculation/trained_over_drawn_speed"] > 0 for m in recorder.metrics)
+    seen = Rounds()
+    fit(callbacks=[Speculation(3, 64), TailBatching(prompt_ratio=1.5), seen], temperature=0.3)
+    assert all(m["speculation/trained_over_drawn_speed"] > 0 for m in seen.metrics)
 
 
 @pytest.mark.parametrize("saved", [-0.75, 0.75])
@@ -148,20 +139,20 @@ def test_a_run_that_it_slows_down_is_told_so_once(fit, monkeypatch, saved, recwa
     monkeypatch.setattr(callback, "ROUNDS", 2)
     monkeypatch.setattr(StepTimes, "fit", lambda trace: StepTimes(1.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(StepTimes, "saved", lambda times, trace: saved)
-    recorder = Recorder()
-    fit(callbacks=[Speculation(3, 16), recorder], trainer={"max_epochs": 4}, temperature=0.3)
-    assert [m["speculation/seconds_saved"] for m in recorder.metrics] == [saved] * 4
+    seen = Rounds()
+    fit(callbacks=[Speculation(3, 16), seen], trainer={"max_epochs": 4}, temperature=0.3)
+    assert [m["speculation/seconds_saved"] for m in seen.metrics] == [saved] * 4
     told = [str(w.message) for w in recwarn if "costs more than it saves" in str(w.message)]
     assert len(told) == (saved < 0)
     assert all("2 rounds took 1.5 s longer" in text for text in told)
 
 
 def test_a_drafter_that_fails_is_counted_and_told_of_once(fit):
-    recorder = Recorder()
+    seen = Rounds()
     broken = Speculation(3, 16, f"{__name__}.Broken")
     with pytest.warns(UserWarning, match=r"Broken.*LookupError: no more") as caught:
-        fit(callbacks=[broken, recorder])
+        fit(callbacks=[broken, seen])
     assert sum("LookupError" in str(w.message) for w in caught) == 1
-    for metrics in recorder.metrics:
+    for metrics in seen.metrics:
         assert metrics["speculation/drafter_failures"] > 0
         assert "speculation/acceptance" not in metrics

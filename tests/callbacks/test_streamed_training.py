@@ -5,13 +5,13 @@ import time
 
 import pytest
 import torch
+from seen_rounds import At, Rounds, vector
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
     MicroGroupSampling,
-    RolloutCallback,
     SortedBatching,
     StreamedTraining,
     TailBatching,
@@ -44,11 +44,12 @@ def delayed(most, binary=False):
     return digits
 
 
-class Stream(RolloutCallback):
+class Stream(Rounds):
     """Streams beside an engine in this process: nothing overlaps, and all else is the same."""
 
     def __init__(self, start=0.0, policy=None):
-        self.start, self.policy, self.rounds = start, policy, []
+        super().__init__()
+        self.start, self.policy = start, policy
 
     def setup(self, trainer, pl_module, stage):
         trainer.datamodule.run.schedule.streaming = Streaming(self.start)
@@ -56,7 +57,7 @@ class Stream(RolloutCallback):
             trainer.datamodule.run.schedule.rule = self.policy
 
     def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
+        super().on_round_end(trainer, pl_module, round)
         streamed = {row.group.id for part in round.accumulated for row in part.samples}
         assert streamed <= {group.id for group in round.groups}
 
@@ -75,10 +76,6 @@ class AnyOrder(FullRound):
     def final_groups(self, state):
         complete = [group for group in state.decoded if group.complete]
         return self.random.sample(complete, self.random.randint(0, len(complete)))
-
-
-def vector(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def check_same(module, plain):
@@ -119,44 +116,33 @@ def test_with_a_reference_model(fit, exact_model, make, beta):
     check_same(modules[1], modules[0])
 
 
+SCHEDULES = {
+    "tail": lambda: [TailBatching()],
+    "completions race": lambda: [TailBatching(1.25, 1.25), MicroGroupSampling(slots=5)],
+    "partial": lambda: [SortedBatching(2, mode="partial")],
+    "down-sampling": lambda: [DownSampling(2)],
+    "full scope": lambda: [DownSampling(2, advantage_scope="full")],
+    "dynamic": lambda: [DynamicSampling()],
+    "drafts": lambda: [TailBatching(1.5, 2.0, reuse_drafts=True)],
+    "losers go on": lambda: [TailBatching(1.5, max_deferrals=2)],
+    "early stop": lambda: [
+        TailBatching(1.5),
+        DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
+    ],
+}
+
+
 @pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "drafts-0.02")
 @pytest.mark.parametrize("delay", [0.0, 0.02])
-@pytest.mark.parametrize(
-    "callbacks",
-    [
-        lambda: [TailBatching()],
-        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=5)],
-        lambda: [SortedBatching(2, mode="partial")],
-        lambda: [DownSampling(2)],
-        lambda: [DownSampling(2, advantage_scope="full")],
-        lambda: [DynamicSampling()],
-        lambda: [TailBatching(1.5, 2.0, reuse_drafts=True)],
-        lambda: [TailBatching(1.5, max_deferrals=2)],
-        lambda: [
-            TailBatching(1.5),
-            DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
-        ],
-    ],
-    ids=[
-        "tail",
-        "completions race",
-        "partial",
-        "down-sampling",
-        "full scope",
-        "dynamic",
-        "drafts",
-        "losers go on",
-        "early stop",
-    ],
-)
-def test_with_every_scheduler(fit, exact_model, callbacks, delay, request):
-    early = "early stop" in request.node.callspec.id
-    stream, modules = Stream(), []
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_every_scheduler(fit, exact_model, schedule, delay):
+    early, stream, modules = schedule == "early stop", Stream(), []
     for more in ([], [stream]):
         module = GRPOModule(exact_model, learning_rate=1e-3)
-        wider = {"num_generations": 4} if early else {}  # two may be enough
+        settings = RAGGED | ({"num_generations": 4} if early else {})  # two may be enough
         rewards = {"reward_funcs": [delayed(delay, early)], "reward_workers": 1 + (delay > 0)}
-        trained = fit(module, [*callbacks(), *more], EXACT, **{**RAGGED, **wider}, **rewards)
+        callbacks = [*SCHEDULES[schedule](), *more]
+        trained = fit(module, callbacks, EXACT, **settings, **rewards)
         modules.append(trained[1])
     assert any(stream.parts)
     assert not early or trained[2].run.counters["dropped/stopped"] > 0
@@ -229,17 +215,15 @@ def test_gradients_of_before_are_forgotten(fit, exact_model):
 
 
 def test_it_begins_when_a_share_is_ready(fit, exact_model):
-    seen = []
+    def progress(trainer, pl_module, group):
+        """How many groups are decoded, and whether there are gradients."""
+        decoded = trainer.datamodule.run.session.controller.state.decoded
+        return len(decoded), any(p.grad is not None for p in pl_module.parameters())
 
-    class Watch(RolloutCallback):
-        def on_group_end(self, trainer, pl_module, group):
-            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            seen.append((len(trainer.datamodule.run.session.controller.state.decoded), bool(grads)))
-
-    callbacks, settings = [Stream(start=0.5), Watch()], RAGGED
-    fit(GRPOModule(exact_model), callbacks, {"max_epochs": 1}, **settings)
-    assert not any(grads for decoded, grads in seen if decoded < 4)
-    assert seen[-1][1], "some gradients were there before the last group was"
+    groups = At(progress, "on_group_end")
+    fit(GRPOModule(exact_model), [Stream(start=0.5), groups], {"max_epochs": 1}, **RAGGED)
+    assert not any(grads for decoded, grads in groups.seen if decoded < 4)
+    assert groups.seen[-1][1], "some gradients were there before the last group was"
 
 
 @pytest.mark.slow
@@ -251,27 +235,22 @@ def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
             time.sleep(0.01)
             return super().step()
 
-    rounds, weights = [], []
-
-    class Watch(RolloutCallback):
-        def on_round_end(self, trainer, pl_module, round):
-            rounds.append(round)
-
+    seen, weights = Rounds(), []
     settings = {"max_completion_length": 160, "micro_batch_tokens": 168, "num_generations": 2}
     for callbacks, engine in (
-        ([StreamedTraining(start=0), Watch()], ProcessEngine(Slow())),
+        ([StreamedTraining(start=0), seen], ProcessEngine(Slow())),
         ([Stream()], TransformersEngine()),
     ):
         module = GRPOModule(tiny_model, learning_rate=1e-3)
         fit(module, [TailBatching(), *callbacks], engine=engine, **settings)
         weights.append(vector(module))
     assert torch.equal(*weights), "wherever the engine is"
-    for round in rounds:
+    for round in seen.rounds:
         figures = {k: v for k, v in round.metrics.items() if k.startswith("streamed_training/")}
         assert 0 < figures["streamed_training/streamed_share"] <= 1
         assert figures["streamed_training/gradient_seconds"] > 0
         assert round.metrics["rollout/engine_restarts"] == 0
-    assert sum(r.metrics["streamed_training/overlap_seconds"] for r in rounds) > 0
+    assert sum(m["streamed_training/overlap_seconds"] for m in seen.metrics) > 0
 
 
 # What it refuses.

@@ -9,23 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from matplotlib.figure import Figure
+from seen_rounds import At, logged
 
 from lit_rlsched.callbacks import AheadRollout, InFlightUpdates, RolloutCallback, Timeline
 from lit_rlsched.callbacks.pictures import waits
 from lit_rlsched.callbacks.timeline import TraceFile
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.timeline import DECODE, ENGINES, TRAINER, Interval, Lap
-
-
-class Metrics(RolloutCallback):
-    def __init__(self):
-        self.rounds = []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.rounds.append({})
-
-    def on_train_batch_start(self, trainer, *args):
-        self.rounds[-1] = {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
 def events(folder):
@@ -53,8 +43,8 @@ def check_gapless(lane, slack=2e-6):
 
 
 def test_a_synchronous_run_saves_nothing_and_nobody_waits_for_each_other(fit, tmp_path):
-    seen = Metrics()
-    fit(callbacks=[seen, Timeline()], steps_per_round=2)
+    steps = At(logged, "on_train_batch_start")
+    fit(callbacks=[steps, Timeline()], steps_per_round=2)
     found = lanes(tmp_path)
     assert set(found) == {"trainer", "engine 0"}
     for lane in found.values():
@@ -68,7 +58,7 @@ def test_a_synchronous_run_saves_nothing_and_nobody_waits_for_each_other(fit, tm
         for _, start, end, _ in updates
         for _, first, last, _ in decoding
     )
-    for metrics in seen.rounds:
+    for metrics in steps.seen:
         assert metrics["timeline/saved"] == 0
         assert 0 < metrics["timeline/engines_busy"] < metrics["timeline/seconds"]
         assert 0 < metrics["timeline/trainer_waits_for_engines"] < metrics["timeline/seconds"]
@@ -112,13 +102,13 @@ class Held(RolloutCallback):
     ],
 )
 def test_an_engine_decodes_beside_the_update(fit, tmp_path, ahead, held):
-    seen = Metrics()
+    steps = At(logged, "on_train_batch_start")
     fit(
-        callbacks=[seen, Timeline(), *held, ahead],
+        callbacks=[steps, Timeline(), *held, ahead],
         engine=ProcessEngine(TransformersEngine()),
         steps_per_round=2,
     )
-    last = seen.rounds[-1]
+    last = steps.seen[-1]
     if held:  # all that was drawn ahead was drawn beside the update
         assert last["timeline/saved"] > 0
     for who in ("trainer", "engines"):

@@ -9,8 +9,9 @@ import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from seen_rounds import Rounds
 
-from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
+from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.data.stream import StreamSource
 from lit_rlsched.data.tasks import HubDataset
@@ -175,19 +176,12 @@ def test_a_hub_data_set_can_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [{"split": "train", "streaming": True}]
 
 
-class Rounds(RolloutCallback):
-    """What each round drew; saves a checkpoint when some prompts wait in the pool."""
+class Save(Rounds):
+    """Saves a checkpoint when some prompts wait in the pool."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
-        self.path = path
-        self.rounds: list[Any] = []
-        self.saved = 0
-
-    def on_round_end(self, trainer: Any, module: Any, round: Any) -> None:
-        self.rounds.append(
-            [(g.id, c.index, list(c.token_ids)) for g in round.groups for c in g.completions]
-        )
+        self.path, self.saved = path, 0
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if self.path is not None and len(self.rounds) > 1 and len(trainer.datamodule.run.pool):
@@ -198,8 +192,8 @@ class Rounds(RolloutCallback):
 def test_a_run_on_a_stream_resumes_exactly(fit: Any, sums: list[Any], tmp_path: Path) -> None:
     """Between two rounds, with prompts in the pool that the stream gives only once."""
 
-    def run(path: Path | None, ckpt_path: Path | None) -> Rounds:
-        rounds = Rounds(path)
+    def run(path: Path | None, ckpt_path: Path | None) -> Save:
+        rounds = Save(path)
         fit(
             callbacks=[
                 rounds,
@@ -217,4 +211,4 @@ def test_a_run_on_a_stream_resumes_exactly(fit: Any, sums: list[Any], tmp_path: 
 
     whole = run(tmp_path / "stream.ckpt", None)
     rest = run(None, tmp_path / "stream.ckpt")
-    assert 0 < whole.saved < 5 and rest.rounds == whole.rounds[whole.saved :]
+    assert 0 < whole.saved < 5 and rest.drawn == whole.drawn[whole.saved :]

@@ -13,9 +13,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from placements import process_only
 from sampled_groups import GENERATIONS, PROMPTS, plan
+from seen_rounds import Rounds
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, SortedBatching
+from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
 from lit_rlsched.engines import (
     SimulatedEngine,
     TransformersEngine,
@@ -173,14 +174,6 @@ def test_one_of_two_that_does_not_start_ends_both():
         pool.start(EngineSpec("", 2, 64, (1,)))
     assert "In the process of engine 1 of 2:" in error.value.__notes__[0]
     assert [engine.pid for engine in pool.engines] == [None, None]
-
-
-class Rounds(RolloutCallback):
-    def __init__(self):
-        self.rounds = []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def run(tmp_path, *wanted, timeout):
 
 def check_same(others, alone, wanted, names):
     """Check that all faults fell, and that each run has what the undisturbed one has."""
-    ids = [name for drawn in alone["drawn"] for name, index, _ in drawn if not index]
+    ids = [name for drawn in alone["drawn"] for name, index, *_ in drawn if not index]
     assert len(ids) == len({*ids}) == 6 * len(alone["drawn"])
     for other, (_, _, faults, _) in zip(others, wanted, strict=True):
         assert other["fallen"] == [*range(len(faults))], faults
@@ -89,6 +89,6 @@ def test_one_of_two_vllm_engines_is_killed(tiny_model, tmp_path):
     )
     assert hurt["restarts"] == [1, 1]
     assert hurt["drawn"][0] == whole["drawn"][0]
-    names = [[[name, index] for name, index, _ in drawn] for drawn in whole["drawn"]]
-    assert [[[name, index] for name, index, _ in drawn] for drawn in hurt["drawn"]] == names
+    names = [[[name, index] for name, index, *_ in drawn] for drawn in whole["drawn"]]
+    assert [[[name, index] for name, index, *_ in drawn] for drawn in hurt["drawn"]] == names
     assert hurt["difference"] < 1e-4

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import reward_cases as cases
 from character_tokenizer import CHARACTERS, SPECIAL
+from seen_rounds import Rounds
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from lit_rlsched.callbacks import RolloutCallback, RolloutLogger
+from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.rewards.checks import tokens_looked_for
 from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.training.policy import special_tokens
@@ -42,31 +43,21 @@ def sees(prompts: list, completions: list, **kwargs: Any) -> list[float]:
     return [float("<answer>" in text) for text in texts]
 
 
-class Texts(RolloutCallback):
-    """Texts of completions, as the trainer and as the reward function saw them."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
-
-    def on_completion_end(self, trainer, pl_module, completion) -> None:
-        self.seen.append((completion.text, completion.extra.get("seen")))
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("skip", [True, False])
 def test_one_text_for_all(
     fit: Callable, sums: list, tagged: str, tmp_path: Path, skip: bool
 ) -> None:
-    callbacks = Texts(), RolloutLogger()
+    rounds = Rounds()
     trainer, _, _ = fit(
-        callbacks=callbacks,
+        callbacks=[rounds, RolloutLogger()],
         reward_funcs=[sees],
         tokenizer=tagged,
         skip_special_tokens=skip,
         val_data=sums[80:84],
         max_completion_length=48,
     )
-    pairs = callbacks[0].seen
+    pairs = [(c.text, c.extra.get("seen")) for c in rounds.completions]
     assert pairs
     assert all(ours == theirs for ours, theirs in pairs)
     assert any("<answer>" in text for text, _ in pairs) is not skip

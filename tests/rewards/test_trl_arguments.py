@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from golden_trl import build_trainer
+from seen_rounds import Rounds
 from transformers import TrainerState
 
-from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.run.startup import trainer_state
 
 
@@ -43,26 +43,20 @@ def test_a_function_of_trl_s_runs_with_trl_and_with_us(
     trl._log_metric = theirs.__setitem__
     trl._calculate_rewards([{"prompt": "ab", "answer": "c"}], ["ab"], ["xyz"], [[5, 6, 7]])
 
-    extras: list[dict[str, Any]] = []
-    metrics: list[dict[str, Any]] = []
-
-    class Watch(RolloutCallback):
-        def on_round_end(self, trainer, pl_module, round):
-            extras.extend(c.extra for c in round.completions)
-            metrics.append(round.metrics)
-
+    rounds = Rounds()
     fit(
-        callbacks=[Watch()],
+        callbacks=[rounds],
         reward_funcs=[curriculum()],
         steps_per_round=2,
         trainer={"max_epochs": 2},
     )
+    extras = [c.extra for round in rounds.rounds for c in round.completions]
     # 80 prompts, 4 a round, two steps of two prompts
     assert {tuple(extra["progress"]) for extra in extras} == {(0, 4, 0.0), (2, 4, 0.05)}
     assert all(extra["types"] == theirs["types"] == ["str"] * 3 for extra in extras)
     assert all(extra["ids"] is theirs["ids"] is True for extra in extras)
     assert theirs["share_done"] == 0.25
-    assert [m["share_done"] for m in metrics] == [0.0, 0.5]
+    assert [m["share_done"] for m in rounds.metrics] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from seen_rounds import At
 
 from lit_rlsched import engines
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
@@ -24,14 +25,10 @@ def test_an_engine_starts_anew_after_its_end(name, tiny_model, tiny_policy):
     assert drawn[0] == drawn[1] and drawn[0]
 
 
-class Within(RolloutCallback):
-    def on_completion_end(self, trainer, pl_module, completion):
-        trainer.datamodule.run.session.restart(1)
-
-
 def test_a_restart_inside_a_rollout_is_refused(fit):
+    within = At(lambda trainer, *_: trainer.datamodule.run.session.restart(1), "on_completion_end")
     with pytest.raises(UsageError, match="cannot restart during a rollout"):
-        fit(callbacks=[Within()], trainer={"max_epochs": 1})
+        fit(callbacks=[within], trainer={"max_epochs": 1})
 
 
 class Between(RolloutCallback):
