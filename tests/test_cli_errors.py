@@ -7,9 +7,11 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of the first import
 import pytest
 
 from lit_rlsched.__main__ import main
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[1]
 BASE = [
@@ -165,6 +167,7 @@ BUGGY = """
 import dataclasses
 from lightning import Callback
 from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.settings import UsageError
 
 class InSetup(Callback):
     def setup(self, *_, **__):
@@ -177,18 +180,18 @@ class Unpacks(Callback):
 
 class InARound(RolloutCallback):
     def on_round_start(self, *_, **__):
-        from lit_rlsched.run.checks import check_one_process
-        check_one_process(2, "InARound")
+        raise UsageError("the Trainer trains on 2 of them")
 """
 
 
-@pytest.mark.parametrize(("callback", "error"), [("InSetup", ValueError), ("Unpacks", TypeError)])
-def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch, callback, error):
+@pytest.mark.parametrize("callback", ["InSetup", "Unpacks"])
+def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch, callback):
     (tmp_path / "buggy.py").write_text(BUGGY)
     monkeypatch.syspath_prepend(tmp_path)
     folder = f"--trainer.default_root_dir={tmp_path}"
-    with pytest.raises(error, match=r"a bug of the user|not supported"):
+    with pytest.raises(ValueError, match=r"a bug of the user|Cannot specify ','") as error:
         main([*BASE, folder, f"--trainer.callbacks=[buggy.{callback}]"])
+    assert not isinstance(error.value, UsageError)
 
 
 def test_what_the_user_can_mend_is_one_message_in_a_round_too(tmp_path, monkeypatch, refused):
