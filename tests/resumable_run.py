@@ -41,6 +41,7 @@ from lit_rlsched.callbacks import (
     StreamedTraining,
     TailBatching,
 )
+from lit_rlsched.run.record import CURVES
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.scheduling.sorted_batching import SortedRound
@@ -220,21 +221,20 @@ class DyingIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-class Uids(RolloutCallback):
-    """The completions of every round, kept in the checkpoint."""
+class Spans(RolloutCallback):
+    """The policy versions of every completion, kept in the checkpoint."""
 
     def __init__(self):
-        self.uids, self.spans = [], []
+        self.spans = []
 
     def on_round_end(self, trainer, pl_module, round):
-        self.uids.extend(g.id for g in round.groups)
         self.spans.extend(len(c.segments) for c in round.completions)
 
     def state_dict(self):
-        return {"uids": self.uids, "spans": self.spans}
+        return {"spans": self.spans}
 
     def load_state_dict(self, state_dict):
-        self.uids, self.spans = state_dict["uids"], state_dict["spans"]
+        self.spans = state_dict["spans"]
 
 
 class Rows(RolloutLogger):
@@ -306,7 +306,7 @@ def main(folder, engine, model, schedule, place, stops):
         engine=engines.ProcessEngine(decoder) if beside else decoder,
         **{"prompts_per_round": 4, "micro_batch_tokens": 256, **settings},
     )
-    uids, recovered, prediction = Uids(), Recovered(), LengthPrediction(probe_tokens=4)
+    spans, recovered, prediction = Spans(), Recovered(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
     if stops:
         checkpoints = RoundCheckpoint(max_share=1e-9)
@@ -324,7 +324,7 @@ def main(folder, engine, model, schedule, place, stops):
             *callbacks(),
             prediction,
             Rows(num_completions=4),
-            uids,
+            spans,
             recovered,
             history,
             checkpoints,
@@ -337,7 +337,7 @@ def main(folder, engine, model, schedule, place, stops):
     ckpt_path = newest_checkpoint(folder) if stops else "last"
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
-    rows = (folder / "completions.jsonl").read_text()
+    rows, record = (folder / "completions.jsonl").read_text(), data.run.record
     figures = {
         "weights": hashlib.sha256(weights).hexdigest(),
         "steps": trainer.global_step,
@@ -353,8 +353,13 @@ def main(folder, engine, model, schedule, place, stops):
             k: v for k, v in data.run.rounds.runner.audit.state_dict().items() if "seconds" not in k
         },
         "validations": history.figures if stops else [],
-        "uids": uids.uids,
-        "spans": uids.spans,
+        "record": [
+            [{k: row.get(k) for k in ("round", "step", *CURVES[:-1])} for row in record.rounds],
+            [*record.prompts],
+            record.validations if stops else [],
+        ],
+        "uids": [row["id"] for row in record.prompts],
+        "spans": spans.spans,
         "columns": sorted(json.loads(rows.splitlines()[-1])),
         "predictor": state_hash(prediction.state_dict()),
         "completions": hashlib.sha256(rows.encode()).hexdigest(),

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,14 @@ from lit_rlsched.run.advice import (
     VERIFIED_ROUNDS,
     Advice,
     all_cut,
-    equal,
     idle_slots,
     mostly_equal,
     no_eos,
     restored_settings,
 )
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.round_metrics import reward_metrics
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 NAN = float("nan")
@@ -61,13 +63,18 @@ def test_idle_slots() -> None:
     ],
 )
 def test_equal(rewards: list[list[float]], same: list[bool]) -> None:
-    assert equal(torch.tensor(rewards, dtype=torch.float64)).tolist() == same
+    found = reward_metrics([], [], torch.tensor(rewards, dtype=torch.float64))
+    assert found["frac_reward_zero_std"] == fmean(same)
 
 
 def test_prompts_that_mostly_have_equal_rewards() -> None:
-    assert mostly_equal([0.9] * (MOSTLY_EQUAL_ROUNDS - 1)) is None
-    assert "of 90 % of the prompts" in (mostly_equal([0.9] * MOSTLY_EQUAL_ROUNDS) or "")
-    assert mostly_equal([0.79] * MOSTLY_EQUAL_ROUNDS) is None
+    def told(share: float, rounds: int) -> str:
+        record = RunRecord()
+        record.rounds = [{"frac_reward_zero_std": share}] * rounds
+        return mostly_equal(record) or ""
+
+    assert not told(0.9, MOSTLY_EQUAL_ROUNDS - 1) and not told(0.79, MOSTLY_EQUAL_ROUNDS)
+    assert "of 90 % of the prompts" in told(0.9, MOSTLY_EQUAL_ROUNDS)
 
 
 def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, gradients: float = 0.0) -> Round:
@@ -97,7 +104,7 @@ def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, gradients: float 
 def test_drafts_that_cost_more_than_they_save(round: Round, costs: bool) -> None:
     advice, texts = Advice(), []
     for _ in range(VERIFIED_ROUNDS + 1):
-        texts += advice.of_round(round, [1.0], 50, True)
+        texts += advice.of_round(round, RunRecord(), 50, True)
     assert len(texts) == costs
     if costs:
         assert "25 % of the tokens drawn ahead were kept" in texts[0]
@@ -109,9 +116,9 @@ def test_drafts_are_judged_after_some_rounds_and_only_those_drawn_ahead() -> Non
     losers = drawn_ahead(60, 300)
     del losers.metrics["ahead_rollout/tokens"]
     for _ in range(VERIFIED_ROUNDS - 1):
-        assert not few.of_round(drawn_ahead(60, 30), [1.0], 50, True)
+        assert not few.of_round(drawn_ahead(60, 30), RunRecord(), 50, True)
     for _ in range(VERIFIED_ROUNDS):
-        assert not others.of_round(losers, [1.0], 50, True)
+        assert not others.of_round(losers, RunRecord(), 50, True)
 
 
 def test_each_is_said_once_also_after_a_resume() -> None:
@@ -168,18 +175,14 @@ def test_equal_rewards_are_counted_across_a_resume(fit: Callable, tmp_path: Path
     def constant(completions: list[str], **kwargs: Any) -> list[float]:
         return [0.25] * len(completions)
 
-    before = EQUAL_ROUNDS - 2
-    with warnings.catch_warnings(record=True) as recorded:
-        warnings.simplefilter("always")
-        trainer, _, _ = fit(reward_funcs=[constant], trainer={"max_epochs": before})
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert not told(recorded, "same reward")
-    with pytest.warns() as recorded:
-        fit(
-            reward_funcs=[constant],
-            trainer={"max_epochs": EQUAL_ROUNDS + 1},
-            ckpt_path=tmp_path / "a.ckpt",
-        )
+    path = None
+    for rounds in (EQUAL_ROUNDS - 2, EQUAL_ROUNDS - 1, EQUAL_ROUNDS):
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            limit = {"max_epochs": rounds}
+            trainer, *_ = fit(reward_funcs=[constant], trainer=limit, ckpt_path=path)
+            trainer.save_checkpoint(path := tmp_path / "a.ckpt")
+        assert len(told(recorded, "same reward")) == (rounds == EQUAL_ROUNDS)
     (text,) = told(recorded, "same reward")
     assert f"In {EQUAL_ROUNDS} rounds in a row" in text and "from 0.25 to 0.25" in text
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched import export as exporting
-from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
+from lit_rlsched.callbacks import RoundCheckpoint
 from lit_rlsched.cli.main import main
 from lit_rlsched.export import export, export_state
 from lit_rlsched.run.saving.checkpoints import read_checkpoint
@@ -41,7 +41,7 @@ def test_a_run_is_taken_home(fit, tiny_model, sums, tmp_path, capsys):
     """Command, card and folder, with a checkpoint that alone says what it needs."""
     _, module, _ = fit(
         RLOOModule(tiny_model, learning_rate=1e-2, beta=0.0),
-        [RolloutLogger(), RoundCheckpoint()],
+        [RoundCheckpoint()],
         {"enable_checkpointing": True, "max_epochs": 1},
         temperature=0.9,
         top_k=20,
@@ -70,7 +70,8 @@ def test_a_run_is_taken_home(fit, tiny_model, sums, tmp_path, capsys):
         "| optimizer steps | 1 |",
     ):
         assert line in card.text
-    assert re.search(r"\| `val/accuracy` \| [\d.]+ \(step 1\) \|", card.text)
+    for metric in (r"reward` \| [\d.]+ \(step 0", r"val/accuracy` \| [\d.]+ \(step 1"):
+        assert re.search(rf"\| `{metric}\) \|", card.text)
     assert re.search(r"\| transformers \| \d", card.text)
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState
+from lit_rlsched.run.trainer import Clock
 from lit_rlsched.settings import UsageError
 
 TWO_STEPS = {"micro_batch_tokens": 64, "steps_per_round": 2}
@@ -237,3 +238,19 @@ def test_an_interval_of_none_is_left_alone(fit, tmp_path):
     logger = CSVLogger(tmp_path)
     trainer, _, _ = fit(trainer={"logger": logger, "log_every_n_steps": 0})
     assert trainer.log_every_n_steps == 0
+
+
+def test_the_clock_goes_on_where_the_checkpoint_was_saved(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    first, resumed = Clock(), Clock()
+    first.start()
+    now[0] += 7
+    saved = first.seconds
+    now[0] += 1000  # killed; what came after the checkpoint is done again
+    resumed.start()
+    resumed.before = saved
+    now[0] += 3
+    resumed.stop()
+    now[0] += 50
+    assert resumed.seconds == 10

@@ -13,11 +13,9 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.callbacks.run_curve import RunCurve
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
-from lit_rlsched.run.trainer import is_partial_check
 from lit_rlsched.settings import check_count
-from lit_rlsched.text import printable
+from lit_rlsched.text import counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
 
@@ -217,12 +215,12 @@ class RolloutLogger(RolloutCallback):
         self.every_n_rounds = every_n_rounds
         self.pictures_every_n_rounds = pictures_every_n_rounds
         self.save_trace = save_trace
-        self.curve = RunCurve()
         self.table = CompletionsTable(num_completions)
+        self._last: Round | None = None
         self._occupied: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lock the folder and start the clock.
+        """Lock the folder.
 
         Raises:
             FolderInUse: another process uses the run's folder.
@@ -233,12 +231,10 @@ class RolloutLogger(RolloutCallback):
             if _writes(trainer):
                 self._occupied = folder_of(trainer)
                 occupy(self._occupied)
-            self.curve.start()
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Write the round's rows, trace and pictures."""
-        first = self.curve.last is None
-        self.curve.add_round(round)
+        first, self._last = self._last is None, round
         if not _writes(trainer):
             return
         folder = folder_of(trainer)
@@ -254,27 +250,18 @@ class RolloutLogger(RolloutCallback):
         elif first:  # whoever looks early sees whether answers look as they should
             self.table.publish(trainer.loggers, trainer.global_step)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Remember the metrics of the round's last step, before a checkpoint is saved."""
-        self.curve.add_update(trainer.callback_metrics)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the `val/` metrics; those of step 0 are the baseline."""
-        if trainer.state.fn == "fit" and not is_partial_check(trainer):
-            self.curve.add_validation(trainer.global_step, trainer.callback_metrics)
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock and draw the pictures."""
-        self.curve.clock.stop()
+        """Draw the pictures."""
         if _writes(trainer):
             self._draw(trainer)
-        self.curve.last = None
+        self._last = None
 
     def _draw(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import pictures  # imports matplotlib
 
         name = name_of(folder_of(trainer))
-        pictures.publish(pictures.draw(self.curve, name), trainer)
+        record = run_of(trainer, self).record
+        pictures.publish(pictures.draw(record, self._last, name), trainer)
         self.table.publish(trainer.loggers, trainer.global_step)
 
     def _drop_rounds(self, folder: Path, number: int) -> None:
@@ -300,19 +287,13 @@ class RolloutLogger(RolloutCallback):
     def summary(self, trainer: Trainer) -> str:
         """Return the run in one line."""
         run = run_of(trainer, self)
-        took = self.curve.effort(run.counters["num_completions"])
+        rounds, completions = run.record.num_rounds, run.counters["num_completions"]
+        took = f"{counted(rounds, 'round')}, {completions} completions, {run.clock.seconds:.0f} s"
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
         temperature = run.settings.evaluation.sampling.temperature
-        return self.curve.summary(folder_of(trainer), took, temperature)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the curve and time of the run."""
-        return self.curve.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the curve of a resumed run."""
-        self.curve.load_state_dict(state_dict)
+        folder, result = folder_of(trainer), run.record.result(temperature)
+        return f"{name_of(folder)}: {result} ({took}); pictures and metrics in {folder}"
 
 
 def _writes(trainer: Trainer) -> bool:

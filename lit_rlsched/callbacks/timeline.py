@@ -117,7 +117,6 @@ class Timeline(RolloutCallback):
         self.pictures_every_n_rounds = pictures_every_n_rounds
         self.rounds_in_picture = rounds_in_picture
         self._laps: list[Lap] = []
-        self._last: Round | None = None
         self._file: TraceFile | None = None
         self._began = 0.0
 
@@ -133,7 +132,6 @@ class Timeline(RolloutCallback):
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log and write what happened since the rollout before this one."""
-        self._last = round
         round.metrics |= self._take(trainer)
         if round.ordinal % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
@@ -141,28 +139,27 @@ class Timeline(RolloutCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and write what happened since the last rollout."""
         session = run_of(trainer, self).session
-        if session is not None and self._last is not None:
+        if session is not None and self._laps:
             session.timeline.mark()
             log_now(trainer, self._take(trainer))
             self._draw(trainer)
-        self._laps, self._last, self._file = [], None, None
+        self._laps, self._file = [], None
 
     def _take(self, trainer: Trainer) -> dict[str, float]:
         run = run_of(trainer, self)
-        assert run.session is not None and self._last is not None
+        assert run.session is not None
         lap, clock = run.session.timeline.lap(), run.clock
         self._laps = [*self._laps, lap][-self.rounds_in_picture :]
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             if self._file is None:
                 self._file = TraceFile(folder_of(trainer) / "timeline.json")
                 self._file.keep(clock.before)
-            self._file.add(lap, clock.at, self._last.ordinal)
+            self._file.add(lap, clock.at, run.record.num_rounds)
         return {f"timeline/{name}": value for name, value in lap.totals().items()}
 
     def _draw(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import pictures  # imports matplotlib
 
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            assert self._last is not None
-            figure = pictures.waits(self._laps, self._last.metrics)
+            figure = pictures.waits(self._laps, run_of(trainer, self).record.rounds[-1])
             pictures.publish({"waits": figure}, trainer)

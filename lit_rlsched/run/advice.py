@@ -1,18 +1,19 @@
 """Warnings about runs that will learn little or nothing, with what to change."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.text import percent
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import noise
 from lit_rlsched.training.precision import trains_in_half
-from lit_rlsched.training.round import Round, reward_matrix
+from lit_rlsched.training.round import Round
 
 EQUAL_ROUNDS = 5
 """Number of rounds in a row in which all compared rewards are equal before a warning."""
@@ -68,7 +69,6 @@ class Advice:
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        self._equal_shares: deque[float] = deque(maxlen=MOSTLY_EQUAL_ROUNDS)
         self._verified: deque[Verified] = deque(maxlen=VERIFIED_ROUNDS)
 
     def at_start(
@@ -97,27 +97,22 @@ class Advice:
         """Return warnings after a validation, such as that no completion can count as correct."""
         return self._once(never_correct=never_correct)
 
-    def of_round(
-        self, round: Round, weights: Sequence[float], limit: int, in_groups: bool
-    ) -> list[str]:
+    def of_round(self, round: Round, record: RunRecord, limit: int, in_groups: bool) -> list[str]:
         """Return warnings after a round was drawn and scored.
 
         Args:
             round: The round.
-            weights: Weights of the reward functions.
+            record: It has the round.
             limit: `max_completion_length`.
             in_groups: Whether advantages compare the completions of a group, or of the whole round.
         """
-        rewards = reward_matrix(round.groups, weights)
-        rewards = rewards if in_groups else rewards.view(1, -1)
-        self._equal_shares.append(float(equal(rewards).double().mean()))
         if (verified := Verified.of(round)) is not None:
             self._verified.append(verified)
         reasons = [c.finish_reason for c in round.completions]
         return self._once(
             all_cut=all_cut(reasons, limit),
-            equal_rewards=equal_rewards(rewards, self._equal_shares),
-            mostly_equal=mostly_equal(self._equal_shares) if in_groups else None,
+            equal_rewards=equal_rewards(record),
+            mostly_equal=mostly_equal(record) if in_groups else None,
             costly_drafts=costly_drafts(self._verified),
         )
 
@@ -127,13 +122,12 @@ class Advice:
         return list(new.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which warnings were given and how often rewards have been equal."""
-        return {"said": sorted(self._given), "equal_shares": list(self._equal_shares)}
+        """Return which warnings were given."""
+        return {"said": sorted(self._given)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the state of the resumed run to the warnings that were given since this start."""
         self._given |= set(state.get("said", ()))
-        self._equal_shares.extend(state.get("equal_shares", ()))
 
 
 def no_eos(eos_token_ids: Sequence[int]) -> str | None:
@@ -185,23 +179,18 @@ def all_cut(finish_reasons: Sequence[str | None], limit: int) -> str | None:
     )
 
 
-def equal(rewards: Tensor) -> Tensor:
-    """Return `[P]`: whether the rewards of each row of `[P, G]` are equal; NaN is no reward."""
-    low = torch.where(rewards.isnan(), torch.inf, rewards).amin(1)
-    high = torch.where(rewards.isnan(), -torch.inf, rewards).amax(1)
-    return (high - low).nan_to_num(0.0) <= 1e-8
+def _equal_shares(record: RunRecord, rounds: int) -> list[float]:
+    """Return the share of compared rewards that are equal in each of the last rounds."""
+    return [row["frac_reward_zero_std"] for row in record.rounds[-rounds:]]
 
 
-def equal_rewards(rewards: Tensor, shares: Sequence[float]) -> str | None:
-    """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds.
-
-    Args:
-        rewards: Those of the last round, `[P, G]`.
-        shares: For each of the last rounds, the share of rows with equal rewards.
-    """
-    if len(shares) < EQUAL_ROUNDS or min(list(shares)[-EQUAL_ROUNDS:]) < 1:
+def equal_rewards(record: RunRecord) -> str | None:
+    """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds."""
+    shares = _equal_shares(record, EQUAL_ROUNDS)
+    if len(shares) < EQUAL_ROUNDS or min(shares) < 1:
         return None
-    seen = rewards[~rewards.isnan()].tolist()
+    last = [row["rewards"] for row in record.prompts if row["round"] == record.num_rounds]
+    seen = [reward for rewards in last for reward in rewards if not math.isnan(reward)]
     return (
         f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same reward (in "
         f"the last one from {min(seen, default=0):g} to {max(seen, default=0):g}): their "
@@ -210,8 +199,9 @@ def equal_rewards(rewards: Tensor, shares: Sequence[float]) -> str | None:
     )
 
 
-def mostly_equal(shares: Sequence[float]) -> str | None:
+def mostly_equal(record: RunRecord) -> str | None:
     """Warn if most prompts of the last `MOSTLY_EQUAL_ROUNDS` rounds had equal rewards."""
+    shares = _equal_shares(record, MOSTLY_EQUAL_ROUNDS)
     if len(shares) < MOSTLY_EQUAL_ROUNDS or (mean := fmean(shares)) < MOSTLY_EQUAL:
         return None
     return (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_rlsched.run.automatic import MicroBatchAccumulation
 from lit_rlsched.run.checks import check_accumulation
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.settings import UsageError
 
 
@@ -31,15 +32,16 @@ class FitSettings:
     Args:
         trainer: A Trainer about to fit, with its module and data module.
         steps_per_round: Number of optimizer steps per round, iterations included.
+        record: Gets what the module logs.
 
     Raises:
         UsageError: a limit leaves no step, or `accumulate_grad_batches` is set.
     """
 
-    def __init__(self, trainer: Trainer, steps_per_round: int) -> None:
+    def __init__(self, trainer: Trainer, steps_per_round: int, record: RunRecord) -> None:
         self._trainer = trainer
         self._before: dict[str, Any] = {}
-        self._added: Callback | None = None
+        self._added: list[Callback] = []
         self._counting = False
         self.steps = _limited(trainer, steps_per_round)
         """Number of optimizer steps taken per round."""
@@ -51,6 +53,7 @@ class FitSettings:
             bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
+        self._add(Recorder(record))
 
     @property
     def is_last_round(self) -> bool:
@@ -63,9 +66,9 @@ class FitSettings:
         check_accumulation(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, MicroBatchAccumulation) for c in callbacks):
-            self._added = MicroBatchAccumulation()
-            callbacks.insert(0, self._added)
-        self._set(limit_train_batches=1.0)  # the loader itself ends at the limit
+            self._add(MicroBatchAccumulation())
+        # the loader itself ends at the limit, and the callback accumulates
+        self._set(limit_train_batches=1.0, accumulate_grad_batches=1)
         # `estimated_stepping_batches` takes the length of this loader, which nothing iterates over
         trainer.fit_loop._combined_loader = CombinedLoader(range(self.steps))
         trainer.fit_loop.max_batches = self.steps
@@ -85,10 +88,13 @@ class FitSettings:
         for name, value in self._before.items():
             setattr(self._trainer, name, value)
         self._before = {}
-        if self._added is not None:
-            self._trainer.callbacks.remove(self._added)  # type: ignore[attr-defined]
-            self._trainer.accumulate_grad_batches = 1
-            self._added = None
+        for callback in self._added:
+            self._trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+        self._added = []
+
+    def _add(self, callback: Callback) -> None:
+        self._trainer.callbacks.insert(0, callback)  # type: ignore[attr-defined]
+        self._added.append(callback)
 
     def _set(self, **settings: Any) -> None:
         for name, value in settings.items():
@@ -168,6 +174,23 @@ def is_partial_check(trainer: Trainer) -> bool:
     """
     partial = trainer.num_sanity_val_batches != trainer.num_val_batches
     return trainer.sanity_checking and (partial or trainer.global_step > 0)
+
+
+class Recorder(Callback):
+    """Adds to the run's record what the module logs, whatever module it is."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Add the metrics of the round's last step, before a checkpoint is saved."""
+        metrics = trainer.callback_metrics
+        self.record.add_metrics({k: metrics[k] for k in ("kl", "entropy") if k in metrics})
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        """Add the `val/` metrics; those of step 0 are the baseline."""
+        if trainer.state.fn == "fit" and not is_partial_check(trainer):
+            self.record.add_validation(trainer.global_step, trainer.callback_metrics)
 
 
 class StepMetrics:

@@ -25,6 +25,7 @@ from lit_rlsched.run.checks import check_same_ranks, check_trainer
 from lit_rlsched.run.combinations import make_schedule
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, stop_together
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving.resuming import (
     FORMAT,
     SAME_ON_RESUME,
@@ -86,6 +87,8 @@ class TrainingRun:
         """Totals since the run began: `num_tokens`, `num_completions`, `dropped/*`."""
         self.clock = Clock()
         """Time in `fit`."""
+        self.record = RunRecord()
+        """What was measured so far."""
         self.advice = Advice()
         """Warnings given so far."""
         self.resumed: dict[str, Any] | None = None
@@ -180,8 +183,7 @@ class TrainingRun:
         self._trainer = trainer
         check_trainer(trainer)
         if trainer.world_size > 1:
-            engine = in_own_process(self.settings.engine)
-            self.settings = replace(self.settings, engine=engine)
+            self.settings = replace(self.settings, engine=in_own_process(self.settings.engine))
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             self.team = DistributedTeam()
             check_same_ranks(self.team.all_gather({"version": __version__, **self._same}))
@@ -210,8 +212,7 @@ class TrainingRun:
             stage: What the Trainer does with it, for an error.
 
         Raises:
-            UsageError: there is no such data set.
-            UsageError: a reward function needs other columns.
+            UsageError: there is no such data set, or a reward function needs other columns.
         """
         data, rewards = self.settings.data[name], self.settings.rewards
         if data is None:
@@ -231,7 +232,10 @@ class TrainingRun:
 
     def begin(self) -> None:
         """Read the Trainer's settings, start the clock, and describe the run to W&B."""
-        self.fit_settings = FitSettings(self.trainer, self.settings.steps_per_epoch)
+        if self._last not in (None, self.trainer):  # policy versions begin again at 0
+            self.record.load_state_dict({})
+        steps = self.settings.steps_per_epoch
+        self.fit_settings = FitSettings(self.trainer, steps, self.record)
         self.clock.start()
         describe_runs(self.trainer, self.settings.engine)
 
@@ -292,13 +296,10 @@ class TrainingRun:
                 **self.startup.policy_reader.tasks,
                 "round_start": partial(fire_in_module, self.trainer, "on_round_start"),
                 "score": self.update.score,
-                "accumulate": self._accumulate,
+                "accumulate": lambda *of: self._parts.append(self.update.accumulate_part(*of)),
                 "sharing": getattr(module, "decide_sharing", None),
             }
         return self.team.lead(draw, tasks)
-
-    def _accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> None:
-        self._parts.append(self.update.accumulate_part(part, divisor, first))
 
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""
@@ -313,42 +314,44 @@ class TrainingRun:
             self.end_round()
         round = self.current or self._roll_out()
         for index in range(self._cursor(), self._steps_taken):
-            self._stop_together()
+            if self.team.size > 1 and any(self.team.all_gather(asked_to_stop(self.trainer))):
+                raise SIGTERMException  # all ranks together
             step = self.update.step(round, index)
             if not len(step) and self.trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning gets no micro-batch and counts no step
             yield step
-
-    def _stop_together(self) -> None:
-        """Stop all ranks if a signal has asked one of them to."""
-        if self.team.size > 1 and any(self.team.all_gather(asked_to_stop(self.trainer))):
-            raise SIGTERMException
 
     def _roll_out(self) -> Round:
         """Draw a round, log its metrics and call the hooks."""
         trainer, self._parts = self.trainer, []
         round, self.counters = self.lead(self._draw)
         if not self.team.leads:
-            self.current, self._start, self._empty_steps = round, round.version, 0
+            self._take(round)
             round.accumulated = self._parts
             fire_in_module(trainer, "on_round_end", round)
         if self.schedule.ahead:
             self.lead(lambda: self.rounds.draw_ahead(self.drawing(self.num_rounds + 1)))
-        log_now(trainer, self.position | round.metrics)
+        metrics = self.position | round.metrics
+        self.record.add_metrics(metrics)  # callbacks may have added some
+        log_now(trainer, metrics)
         return round
 
     def _draw(self) -> tuple[Round, Counter[str]]:
         """Draw a round, on the rank that has the engine."""
         settings, trainer = self.settings, self.trainer
         round, counts = self.rounds.draw(self.drawing(self.num_rounds))
-        self.current, self._start, self._empty_steps = round, round.version, 0
+        self._take(round)
         self.counters += counts
         round.metrics |= dict.fromkeys(settings.rewards.counters(), 0) | self.counters
-        weights, limit = settings.rewards.weights, settings.sampling.max_completion_length
-        for text in self.advice.of_round(round, weights, limit, self.learner.needs_group):
+        limit, in_groups = settings.sampling.max_completion_length, self.learner.needs_group
+        for text in self.advice.of_round(round, self.record, limit, in_groups):
             rank_zero_warn(text)
         fire(trainer, "on_round_end", round)
         return round, self.counters
+
+    def _take(self, round: Round) -> None:
+        self.current, self._start, self._empty_steps = round, round.version, 0
+        self.record.add_round(round, self.settings.rewards.weights)
 
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
@@ -398,8 +401,8 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the run, as primitives and tensors."""
-        if self.resumed is not None:  # nothing has happened since it was loaded
-            return self.resumed
+        if self.resumed is not None:  # at most a validation since it was loaded
+            return self.resumed | {"record": self.record.state_dict()}
         over, counters, saved = self.round_is_over, self.counters, None
         if over:
             counters = counters + self._untrained(self._cursor(), "limit_train_batches")
@@ -417,6 +420,7 @@ class TrainingRun:
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "seconds": self.clock.seconds,
+            "record": self.record.state_dict(),
             "advice": self.advice.state_dict(),
             "round": saved,
         }
@@ -445,14 +449,14 @@ class TrainingRun:
         limit = settings.sampling.max_completion_length
         check_drawn(drawn, state.get("reward_funcs"), settings.rewards.names, limit)
         self.clock.before = state.get("seconds", 0.0)
+        self.record.load_state_dict(state.get("record", {}))
+        self.advice.load_state_dict(state.get("advice", {}))
         self.resumed = state
 
     def check_resumed(self) -> None:
-        """Refuse a checkpoint without a run; know the warnings that a run has given before."""
+        """Refuse a checkpoint without a run."""
         trainer = self.trainer
-        if self.resumed is not None:
-            self.advice.load_state_dict(self.resumed.get("advice", {}))
-        elif trainer.state.fn == "fit":
+        if self.resumed is None and trainer.state.fn == "fit":
             data = trainer.datamodule  # type: ignore[attr-defined]
             check_has_state(trainer.ckpt_path, type(data).__qualname__)
 
@@ -471,11 +475,9 @@ class TrainingRun:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()
         ahead = [c for group in following.groups for c in group.completions]
-        keeps = schedule.verifies_drafts
-        complete([*pool.completions, *ahead], startup.decode, keeps)
+        complete([*pool.completions, *ahead], startup.decode, schedule.verifies_drafts)
         if self.learner.needs_group or schedule.selection:
             check_whole_groups(pool, self.settings.num_generations)
-        self.advice.load_state_dict(state.get("advice", {}))
         self.current, self._start, self._empty_steps = None, 0, 0
         if (saved := state["round"]) is not None:
             self.current = Round.from_state(saved, prompt_of_uid)

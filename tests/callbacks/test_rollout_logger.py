@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
@@ -20,6 +20,8 @@ from lit_rlsched.callbacks import RolloutLogger, pictures
 from lit_rlsched.callbacks.rollout_logger import SHOWN_ROWS, CompletionsTable
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.run.record import MOST_PROMPTS, WHOLE_ROUNDS, RunRecord
+from lit_rlsched.run.trainer import Clock, Recorder
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.settings import UsageError
@@ -80,6 +82,7 @@ def make_trainer(folder: Path, *loggers):
     datamodule = RolloutDataModule.__new__(RolloutDataModule)
     datamodule.run = TrainingRun.__new__(TrainingRun)
     datamodule.run.counters = {"num_completions": 24}
+    datamodule.run.record, datamodule.run.clock = RunRecord(), Clock()
     datamodule.run.settings = SimpleNamespace(
         rewards=SimpleNamespace(names=["accuracy", "format"]),
         evaluation=SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7)),
@@ -100,7 +103,12 @@ def make_trainer(folder: Path, *loggers):
 def run(callback: RolloutLogger, trainer, rounds) -> None:
     callback.setup(trainer, None, "fit")
     for number in rounds:
-        callback.on_round_end(trainer, None, make_round(number))
+        draw(callback, trainer, make_round(number))
+
+
+def draw(callback: RolloutLogger, trainer, round: Round) -> None:
+    trainer.datamodule.run.record.add_round(round, [1.0, 1.0])
+    callback.on_round_end(trainer, None, round)
 
 
 def read_rows(folder: Path) -> list[dict]:
@@ -150,18 +158,15 @@ def test_prompts_can_be_trained_on_again(tmp_path):
 def test_resumed_run_replaces_the_rounds_it_redoes(tmp_path):
     first = RolloutLogger(num_completions=4)
     run(first, make_trainer(tmp_path), [0, 1])
-    state = first.state_dict()  # the checkpoint
     whole = (tmp_path / "completions.jsonl").read_text()
     run(first, make_trainer(tmp_path), [2, 3])
     with (tmp_path / "completions.jsonl").open("a") as file:
         file.write('{"step": 8, "prom')  # killed while it wrote
 
     resumed = RolloutLogger(num_completions=4)
-    resumed.load_state_dict(state)
     run(resumed, make_trainer(tmp_path), [2, 3, 4])
     assert (tmp_path / "completions.jsonl").read_text().startswith(whole)
     assert [r["round"] for r in read_rows(tmp_path)] == [n for n in range(1, 6) for _ in range(4)]
-    assert [r["round"] for r in resumed.curve.rounds] == [1, 2, 3, 4, 5]
 
 
 def test_half_a_surrogate_pair_is_escaped(tmp_path):
@@ -335,7 +340,7 @@ def test_tensorboard_gets_the_pictures_and_the_newest_completions(tmp_path):
         completion.text = hostile
     callback = RolloutLogger(num_completions=2, pictures_every_n_rounds=2)
     run(callback, trainer := make_trainer(tmp_path, logger), [0])
-    callback.on_round_end(trainer, None, round)
+    draw(callback, trainer, round)
     logger.experiment.close()
     found = events(tmp_path / "board")
     names = {value.tag for value, _ in found if value.HasField("image")}
@@ -360,7 +365,7 @@ def test_pictures_are_drawn_at_the_end_and_without_a_trace(tmp_path):
     callback.setup(trainer, None, "fit")
     round = make_round()
     round.trace = None
-    callback.on_round_end(trainer, None, round)
+    draw(callback, trainer, round)
     assert not list(tmp_path.glob("*.png"))
     callback.on_fit_end(trainer, None)
     assert sorted(p.name for p in tmp_path.glob("*.png")) == ["learning.png", "lengths.png"]
@@ -372,12 +377,10 @@ def test_pictures_are_drawn_at_the_end_and_without_a_trace(tmp_path):
 
 def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path / "quickstart")
+    record = trainer.datamodule.run.record
     run(callback, trainer, [0, 1])
-    callback.curve.validations = [
-        {"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))
-    ]
-    callback.curve.clock.stop()
-    callback.curve.clock.before = 213.7
+    record.validations = [{"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))]
+    trainer.datamodule.run.clock.before = 213.7
     assert callback.summary(trainer) == (
         "quickstart: held-out accuracy 0.39 -> 0.86 (2 rounds, 24 completions, 214 s); "
         f"pictures and metrics in {tmp_path / 'quickstart'}"
@@ -386,11 +389,12 @@ def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
 
 def test_summary_says_which_completions_the_accuracy_is_of(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
+    record = trainer.datamodule.run.record
     run(callback, trainer, [0, 1])
 
     def said(*names):
         names = ("val/accuracy", *names)
-        callback.curve.validations = [
+        record.validations = [
             {"step": step, **{name: value for name in names}}
             for step, value in ((0, 0.4), (2, 0.9))
         ]
@@ -407,28 +411,27 @@ def test_summary_says_which_completions_the_accuracy_is_of(tmp_path):
 
 def test_summary_claims_no_start_that_was_not_measured(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
+    record = trainer.datamodule.run.record
     run(callback, trainer, [0, 1])
-    callback.curve.validations = [
-        {"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))
-    ]
+    record.validations = [{"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))]
     assert callback.summary(trainer).startswith("run: held-out accuracy 0.89 (2 rounds")
-    figure = pictures.learning_curve("run", callback.curve.rounds, callback.curve.validations)
+    figure = pictures.learning_curve("run", record.rounds, record.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.89"
-    callback.curve.validations = [{"step": 0, "val/accuracy": 0.42}]
+    record.validations = [{"step": 0, "val/accuracy": 0.42}]
     assert "run: held-out accuracy before training 0.42, reward 0.00 -> 0.10 (2 rounds" in (
         callback.summary(trainer)
     )
-    figure = pictures.learning_curve("run", callback.curve.rounds, callback.curve.validations)
+    figure = pictures.learning_curve("run", record.rounds, record.validations)
     assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.42"
 
 
 def test_summary_of_a_fast_dev_run_claims_nothing(tmp_path):
     callback, trainer = RolloutLogger(), make_trainer(tmp_path)
+    record = trainer.datamodule.run.record
     trainer.fast_dev_run = 1
     run(callback, trainer, [0])
-    callback.curve.validations = [{"step": 1, "val/accuracy": 1.0}]
-    callback.curve.clock.stop()
-    callback.curve.clock.before = 3.0
+    record.validations = [{"step": 1, "val/accuracy": 1.0}]
+    trainer.datamodule.run.clock.before = 3.0
     assert callback.summary(trainer) == (
         "fast_dev_run: everything ran once (1 round, 24 completions, 3 s); "
         "nothing was measured or written"
@@ -440,23 +443,6 @@ def test_summary_without_validation_and_without_rounds(tmp_path):
     assert ": nothing trained (0 rounds" in callback.summary(trainer)
     run(callback, trainer, [0, 1, 2])
     assert ": reward 0.00 -> 0.20 (3 rounds" in callback.summary(trainer)
-
-
-def test_time_adds_up_over_resumes(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    first, trainer = RolloutLogger(), make_trainer(tmp_path)
-    first.setup(trainer, None, "fit")
-    now[0] += 7
-    state = first.state_dict()
-    now[0] += 1000  # killed; what came after the checkpoint is done again
-    resumed = RolloutLogger()
-    resumed.setup(trainer, None, "fit")
-    resumed.load_state_dict(state)
-    now[0] += 3
-    resumed.on_fit_end(trainer, None)
-    now[0] += 50
-    assert resumed.curve.clock.seconds == 10
 
 
 # With Lightning.
@@ -486,9 +472,7 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(
-    folder: Path, callback: RolloutLogger, epochs: int, ckpt: str | None = None, sanity: int = -1
-):
+def fit(folder: Path, callback: Callback, epochs: int, sanity: int = -1):
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -496,41 +480,25 @@ def fit(
         num_sanity_val_steps=sanity,
         logger=False,
         callbacks=[callback],
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     data = torch.utils.data.DataLoader(torch.ones(2, 1), batch_size=2)
     held_out = torch.utils.data.DataLoader(torch.ones(3, 1), batch_size=1)
-    trainer.fit(Module(), data, held_out, ckpt_path=ckpt)
-    return trainer
-
-
-@pytest.fixture
-def no_rollouts(monkeypatch):
-    """Let the callback run where there is no rollout data module."""
-    monkeypatch.setattr(
-        "lit_rlsched.callbacks.rollout_logger.run_of", lambda trainer, callback: None
-    )
+    trainer.fit(Module(), data, held_out)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_validations_are_kept_from_the_baseline_on_and_over_a_resume(tmp_path, no_rollouts):
-    callback = RolloutLogger()
-    trainer = fit(tmp_path, callback, epochs=2)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    resumed = RolloutLogger()
-    fit(tmp_path, resumed, epochs=3, ckpt=str(tmp_path / "run.ckpt"))
-    assert [v["step"] for v in resumed.curve.validations] == [0, 1, 2, 3]
-    accuracies = [v["val/accuracy"] for v in resumed.curve.validations]
-    assert accuracies == pytest.approx([0.5, 0.6, 0.7, 0.8])
-    assert resumed.curve.clock.seconds > callback.curve.clock.seconds > 0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_sanity_check_on_a_part_is_no_baseline(tmp_path, no_rollouts):
-    callback = RolloutLogger()
-    fit(tmp_path, callback, epochs=1, sanity=2)
-    assert [v["step"] for v in callback.curve.validations] == [1]
+@pytest.mark.parametrize(("sanity", "steps"), [(-1, [0, 1, 2]), (2, [1, 2])])
+def test_validations_are_kept_and_a_whole_one_before_training_is_the_baseline(
+    tmp_path, sanity, steps
+):
+    record = RunRecord()
+    fit(tmp_path, Recorder(record), epochs=2, sanity=sanity)
+    assert [v["step"] for v in record.validations] == steps
+    accuracies = [v["val/accuracy"] for v in record.validations]
+    assert accuracies == pytest.approx([0.5 + 0.1 * step for step in steps])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -557,10 +525,8 @@ def legend(figure: Figure) -> list[str]:
 
 
 def test_learning_curve_shows_every_curve_over_rounds():
-    rounds = [
-        {"round": i + 1, "step": 2 * i, "reward": 0.01 * i, "length": 90, "kl": 0.1, "entropy": 1.0}
-        for i in range(40)
-    ]
+    same = {"completions/mean_length": 90, "kl": 0.1, "entropy": 1.0}
+    rounds = [{"round": i + 1, "step": 2 * i, "reward": 0.01 * i} | same for i in range(40)]
     validations = [
         {"step": s, "val/mean@4": 0.3 + s / 200, "val/greedy_accuracy": 0.4, "val/accuracy": 0.3}
         for s in (0, 40, 80)
@@ -591,17 +557,36 @@ def test_learning_curve_without_validation_or_with_a_round_without_reward():
     assert png(pictures.learning_curve("run", rounds[:1], []))
 
 
-def test_curve_has_what_the_last_step_of_each_round_logged(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
-    callback.setup(trainer, None, "fit")
-    for number in range(2):
-        callback.on_round_end(trainer, None, make_round(number))
-        trainer.callback_metrics = {"kl": torch.tensor(0.5 + number), "loss": torch.tensor(1.0)}
-        callback.on_train_batch_end(trainer, None)
-    resumed = RolloutLogger()
-    resumed.load_state_dict(callback.state_dict())
-    resumed.on_round_end(trainer, None, make_round(2))
-    assert [row.get("kl") for row in resumed.curve.rounds] == [0.5, 1.5, None]
+def test_the_record_is_bounded_and_goes_on_after_a_resume():
+    """The curves reach over the whole run; everything else is of the newest rounds and prompts."""
+    whole, resumed = RunRecord(), RunRecord()
+    trainer = SimpleNamespace()
+    number, prompts = WHOLE_ROUNDS + 10, 12
+    assert number * prompts > MOST_PROMPTS
+    for n in range(number):
+        if n == number - 5:
+            resumed.load_state_dict(whole.state_dict())
+        for record in (whole, resumed)[: 1 + (n >= number - 5)]:
+            round = make_round(n, prompts=prompts)
+            round.completions[0].dropped = "stale"
+            record.add_round(round, [0.5, 1.0])
+            record.add_metrics({"step": 99, "time/total": n})  # `step` of a reward function
+            trainer.callback_metrics = {"kl": torch.tensor(0.5 + n), "loss": torch.tensor(1.0)}
+            Recorder(record).on_train_batch_end(trainer, None)
+    assert whole.state_dict() == resumed.state_dict()
+    assert [(r["round"], r["step"]) for r in whole.rounds] == [
+        (n + 1, 2 * n) for n in range(number)
+    ]
+    assert [r["kl"] for r in whole.rounds] == [0.5 + n for n in range(number)]
+    kept = [n for n, row in enumerate(whole.rounds) if "rollout/bubble_ratio" in row]
+    assert kept == [*range(10, number)] and not any("loss" in row for row in whole.rounds)
+    assert len(whole.prompts) == MOST_PROMPTS
+    row, first = whole.prompts[-prompts], make_round(number - 1, prompts=prompts).groups[0]
+    assert (row["uid"], row["round"], row["version"]) == ("p0", number, 2 * number - 2)
+    assert row["id"] == first.id
+    assert row["lengths"] == [len(c.token_ids) for c in first.completions]
+    assert row["fates"] == ["stale", *(c.finish_reason for c in first.completions[1:])]
+    assert row["rewards"] == 4 * [0.5]
 
 
 def bars_of(figure: Figure) -> list[list]:

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_rlsched.callbacks import RNGState, RolloutCallback, RolloutLogger, RoundCheckpoint
+from lit_rlsched.callbacks import RNGState, RolloutCallback, RoundCheckpoint
 from lit_rlsched.cli.summary import next_commands
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO, read_checkpoint
@@ -68,7 +68,7 @@ def test_the_best_checkpoint_is_not_saved_twice_and_can_be_gone_on_with(fit, tmp
         trainer = {"max_epochs": epochs, "enable_checkpointing": True}
         trainer |= {"check_val_every_n_epoch": 2}
         best = ModelCheckpoint(tmp_path / "best", monitor="val/reward", mode="max", save_top_k=-1)
-        callbacks = [RNGState(), RolloutLogger(), *more, best, callback := RoundCheckpoint(keep=9)]
+        callbacks = [RNGState(), *more, best, callback := RoundCheckpoint(keep=9)]
         held_out = {"val_data": sums[80:84], "val_num_generations": 1}
         run = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **held_out)
         return *run, next_commands(run[0]), callback
@@ -79,7 +79,7 @@ def test_the_best_checkpoint_is_not_saved_twice_and_can_be_gone_on_with(fit, tmp
     saved = newest_checkpoint(tmp_path)
     assert saved.parent.name == "best" and f"--ckpt_path {saved}" in commands[0]
     _, resumed, data, *_ = train(4, ckpt_path=saved)
-    curve = [(row["round"], row["entropy"]) for row in logger_of(resumed).curve.rounds]
+    curve = [(row["round"], row["entropy"]) for row in data.run.record.rounds]
     _, whole, other, *_ = train(4)
     assert (
         data.run.counters == other.run.counters
@@ -87,11 +87,7 @@ def test_the_best_checkpoint_is_not_saved_twice_and_can_be_gone_on_with(fit, tmp
     )
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
-    assert curve == [(row["round"], row["entropy"]) for row in logger_of(whole).curve.rounds]
-
-
-def logger_of(module):
-    return next(c for c in module.trainer.callbacks if isinstance(c, RolloutLogger))
+    assert curve == [(row["round"], row["entropy"]) for row in other.run.record.rounds]
 
 
 @pytest.mark.parametrize("more", [{"save_weights_only": True, "save_last": True}])

@@ -393,6 +393,7 @@ def test_another_trainer_with_the_same_data_module(fit, tiny_model, mode, rounds
     thrown = {(g.id, c.index): c.token_ids for g in data.run.pool for c in g.completions}
     trainer.fit(module, datamodule=data)
     assert [r.version for r in second.rounds] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in data.run.record.rounds] == [0, 1, 2, 3, 4]
     for row in second.rounds[0].samples:  # versions come again, the noise of what is left does not
         before = thrown[row.group.id, row.completion.index]
         assert len(before) < 8 or row.completion.token_ids[: len(before)] != before
@@ -426,6 +427,7 @@ def test_fitting_on_goes_on_inside_of_the_pool(fit):
     trainer.fit(module, datamodule=data)
     check_pools(recorder, 8, 2)
     assert [r.number for r in recorder.rounds] == list(range(6))
+    assert [row["round"] for row in data.run.record.rounds] == list(range(1, 7))
     assert any(c.token_ids for g in recorder.plans[2] for c in g.completions)
 
 

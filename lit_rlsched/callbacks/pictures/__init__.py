@@ -10,17 +10,24 @@ from lit_rlsched.callbacks.pictures.learning import learning_curve
 from lit_rlsched.callbacks.pictures.lengths import length_histogram
 from lit_rlsched.callbacks.pictures.timeline import slot_timeline
 from lit_rlsched.callbacks.pictures.waits import waits
-from lit_rlsched.callbacks.run_curve import RunCurve
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving.run_folder import folder_of
+from lit_rlsched.training.round import Round
 
 __all__ = ["draw", "learning_curve", "length_histogram", "publish", "slot_timeline", "waits"]
 
 
-def draw(curve: RunCurve, name: str) -> dict[str, Figure]:
-    """Return all pictures that there is data for, by name; `name` is the run's."""
-    figures, last = {}, curve.last
-    if curve.rounds:
-        figures["learning"] = learning_curve(name, curve.rounds, curve.validations)
+def draw(record: RunRecord, last: Round | None, name: str) -> dict[str, Figure]:
+    """Return all pictures that there is data for, by name.
+
+    Args:
+        record: What the run has measured.
+        last: The round that was drawn last.
+        name: The run's name.
+    """
+    figures = {}
+    if record.rounds:
+        figures["learning"] = learning_curve(name, record.rounds, record.validations)
     if last is not None:
         figures["lengths"] = length_histogram(last)
         if last.trace is not None and last.trace.steps["end"]:

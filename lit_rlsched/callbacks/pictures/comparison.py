@@ -21,7 +21,7 @@ from lit_rlsched.callbacks.pictures.style import (
     RED,
     figure_of,
 )
-from lit_rlsched.callbacks.run_curve import measured
+from lit_rlsched.run.record import measured
 from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.settings import UsageError
 

@@ -15,13 +15,13 @@ from lit_rlsched.callbacks.pictures.style import (
     figure_of,
     whole_numbers,
 )
-from lit_rlsched.callbacks.run_curve import from_to, measured
+from lit_rlsched.run.record import from_to, measured
 from lit_rlsched.text import counted
 
 Points = Sequence[tuple[float, float]]
 PANELS = {
     "reward": ("Mean reward of the training completions", "reward", GREEN),
-    "length": ("Mean length of the training completions", "tokens", ORANGE),
+    "completions/mean_length": ("Mean length of the training completions", "tokens", ORANGE),
     "kl": ("KL divergence from the reference model", "nats per token", RED),
     "entropy": ("Entropy of the policy", "nats per token", PURPLE),
 }
@@ -37,8 +37,8 @@ def learning_curve(
 
     Args:
         name: The run's name.
-        rounds: Rows of `RunCurve.rounds`.
-        validations: Rows of `RunCurve.validations`.
+        rounds: Rows of `RunRecord.rounds`.
+        validations: Rows of `RunRecord.validations`.
     """
     accuracies = _accuracy_curves(rounds, validations)
     curves = {key: measured(rounds, key, "round") for key in PANELS}

@@ -1,8 +1,6 @@
 """The model card of an exported model, from its checkpoint and the folder of its run."""
 
-import csv
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from lit_rlsched import __version__
 from lit_rlsched.engines._vllm_args import LORA_RANKS
+from lit_rlsched.run.record import measured
 from lit_rlsched.run.saving.run_folder import folder_with
 
 _USE = """\
@@ -86,7 +85,7 @@ def model_card(
         use,
         "## Training",
         _table(("", ""), _facts(checkpoint, module, adapter, dtype)),
-        *_metrics(checkpoint, run),
+        *_metrics(checkpoint),
         "## Settings",
         f"```bash\n{command}\n```" if (command := _command(run)) else "",
         _folded("Configuration", config)
@@ -109,7 +108,7 @@ def _facts(
 ) -> Iterator[tuple[str, Any]]:
     settings = checkpoint["hyper_parameters"]
     sampling = checkpoint.get("datamodule_hyper_parameters", {})
-    run: Mapping[str, Any] = next((s for s in checkpoint.values() if _is_run(s)), {})
+    run = _run(checkpoint)
     counters = run.get("counters", {})
     rank = settings["lora_rank"]
     yield "module", f"`{module}`, `loss_type={settings['loss_type']}`"
@@ -129,42 +128,25 @@ def _facts(
     yield "lit_rlsched in training", run.get("version")
 
 
-def _is_run(state: Any) -> bool:
-    return isinstance(state, dict) and {"num_rounds", "counters"} <= state.keys()
+def _run(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """State of the data module."""
+    keys = {"num_rounds", "counters"}
+    found = (s for s in checkpoint.values() if isinstance(s, dict) and keys <= s.keys())
+    return next(found, {})
 
 
-def _metrics(checkpoint: Mapping[str, Any], run: Path | None) -> list[str]:
+def _metrics(checkpoint: Mapping[str, Any]) -> list[str]:
     """Reward and held-out metrics: at first and in the model, with their optimizer steps."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in _measured(checkpoint, run):
-        for name, value in row.items():
-            if name == "reward" or name.startswith("val/"):
-                points.setdefault(name, []).append((row["step"], value))
-    rows = (
+    record = _run(checkpoint).get("record", {"rounds": [], "validations": []})
+    rows = [*record["rounds"], *record["validations"]]
+    names = {n for row in rows for n in row if n == "reward" or n.startswith("val/")}
+    found = ((name, measured(rows, name)) for name in sorted(names))
+    lines = [
         (f"`{name}`", *(f"{value:.4g} (step {step:.0f})" for step, value in (seen[0], seen[-1])))
-        for name, seen in sorted(points.items())
-    )
-    return ["## Metrics", _table(("metric", "first", "last"), rows)] if points else []
-
-
-def _measured(checkpoint: Mapping[str, Any], run: Path | None) -> list[dict[str, float]]:
-    """Rows of `step` and metrics: from `RolloutLogger`'s state, else from the run's CSV file."""
-    for state in checkpoint.get("callbacks", {}).values():
-        if isinstance(state, dict) and {"rounds", "validations"} <= state.keys():
-            return [_finite(row) for row in (*state["rounds"], *state["validations"])]
-    files = sorted(run.glob("metrics/version_*/metrics.csv")) if run is not None else []
-    with suppress(OSError, IndexError), files[-1].open(newline="", encoding="utf-8") as file:
-        rows = [_finite(row) for row in csv.DictReader(file)]
-        return [row for row in rows if row.get("step", math.inf) <= checkpoint["global_step"]]
-    return []
-
-
-def _finite(row: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, text in row.items():
-        with suppress(ValueError, TypeError):
-            found[name] = float(text)
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+        for name, seen in found
+        if seen
+    ]
+    return ["## Metrics", _table(("metric", "first", "last"), lines)] if lines else []
 
 
 def _settings(checkpoint: Mapping[str, Any]) -> str:

@@ -1,0 +1,127 @@
+"""What a run has measured since it began, including the runs it was resumed from."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_rlsched.text import counted
+from lit_rlsched.training.round import Round, reward_matrix
+
+CURVES = ("reward", "completions/mean_length", "kl", "entropy", "time/total")
+"""Metrics that are kept of every round."""
+_OWN = ("round", "step")
+WHOLE_ROUNDS = 100
+"""Newest rounds of which all metrics are kept."""
+MOST_PROMPTS = 1000
+"""Newest prompts that are kept."""
+
+
+class RunRecord:
+    """Rounds, validations and prompts of a run, saved with the data module's state.
+
+    `TrainingRun` adds a round when it commits it, so a round that is drawn again after a kill is
+    there once. `Recorder` (`run/trainer.py`) adds what the module logs later.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, float]] = []
+        """`round` (the first is 1), `step` (the policy version) and the metrics of each round.
+        Rounds before the newest `WHOLE_ROUNDS` have only the metrics in `CURVES`."""
+        self.validations: list[dict[str, float]] = []
+        """`step` and all `val/` metrics of each validation."""
+        self.prompts: deque[dict[str, Any]] = deque(maxlen=MOST_PROMPTS)
+        """`id` (of the group), `uid`, `round`, `version` and `deferred` (times) of each prompt that
+        a round has ended, with `lengths`, `rewards` and `fates` of its completions. A fate is why
+        the completion was dropped or, if it is trained on, `stop` or `length` (cut)."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds drawn."""
+        return int(self.rounds[-1]["round"]) if self.rounds else 0
+
+    def add_round(self, round: Round, weights: Sequence[float]) -> None:
+        """Add a round that was drawn; `weights` are those of the reward functions."""
+        self.rounds.append({"round": round.ordinal, "step": round.version})
+        self.add_metrics(round.metrics)
+        for row in self.rounds[-WHOLE_ROUNDS - 1 : -WHOLE_ROUNDS]:
+            for name in row.keys() - {*_OWN, *CURVES}:
+                del row[name]
+        rewards = reward_matrix(round.groups, weights).tolist()
+        for group, of in zip(round.groups, rewards, strict=True):
+            self.prompts.append(
+                {
+                    "id": group.id,
+                    "uid": group.prompt.uid,
+                    "round": round.ordinal,
+                    "version": round.version,
+                    "deferred": group.deferred,
+                    "lengths": [c.drawn for c in group.completions],
+                    "rewards": [of[c.index] for c in group.completions],
+                    "fates": [c.dropped or c.finish_reason for c in group.completions],
+                }
+            )
+
+    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the last round."""
+        if self.rounds:
+            self.rounds[-1] |= {k: float(v) for k, v in metrics.items() if k not in _OWN}
+
+    def add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add the `val/` metrics, replacing an earlier validation at the same step."""
+        if figures := {k: float(v) for k, v in metrics.items() if k.startswith("val/")}:
+            self.validations = [v for v in self.validations if v["step"] != step]
+            self.validations.append({"step": step, **figures})
+
+    def result(self, temperature: float) -> str:
+        """Return held-out accuracies or reward, at the beginning and at the end.
+
+        Args:
+            temperature: That of the sampled held-out completions.
+        """
+        accuracy = self._accuracy(temperature)
+        rewards = measured(self.rounds, "reward")
+        if accuracy and self.validations[-1]["step"] > 0:
+            return f"held-out accuracy {accuracy}"
+        result = f"reward {from_to(rewards)}" if rewards else "nothing trained"
+        if accuracy:
+            result = f"held-out accuracy before training {accuracy}, {result}"
+        return result
+
+    def _accuracy(self, temperature: float) -> str:
+        """Return the accuracies, and of which completions; empty if none was measured."""
+        kinds = {
+            name: f"as the mean of {counted(int(samples), 'sample')} at temperature {temperature:g}"
+            for name in sorted({name for row in self.validations for name in row})
+            if (samples := name.removeprefix("val/mean@")).isdecimal()
+        }
+        kinds["val/greedy_accuracy"] = "of greedy decoding"
+        found = {kind: measured(self.validations, name) for name, kind in kinds.items()}
+        if not any(found.values()):
+            found = {"": measured(self.validations, "val/accuracy")}
+        said = (f"{from_to(points)} {kind}".rstrip() for kind, points in found.items() if points)
+        return ", ".join(said)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies, as primitives only."""
+        return {name: [dict(row) for row in rows] for name, rows in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all rows by those of a checkpoint, which may have none."""
+        for name in vars(self):
+            rows = getattr(self, name)
+            rows.clear()
+            rows.extend(dict(row) for row in state.get(name, ()))
+
+
+def measured(
+    rows: Sequence[Mapping[str, float]], name: str, at: str = "step"
+) -> list[tuple[float, float]]:
+    """Return `(step, value)` of the rows in which the value is finite."""
+    return [(r[at], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
+
+
+def from_to(points: Sequence[tuple[float, float]]) -> str:
+    """Return the last value, after that of the untrained model if it was measured."""
+    (step, first), (_, last) = points[0], points[-1]
+    return f"{first:.2f} -> {last:.2f}" if step == 0 and len(points) > 1 else f"{last:.2f}"
