@@ -20,7 +20,8 @@ WHEEL = ("lit_rlsched/module.py", "lit_rlsched/py.typed", "lit_rlsched/lit-rlsch
 def problems(sdist: set[str], wheel: set[str]) -> list[str]:
     """What they lack or hold too much, by the names of their files, an sdist's without its root."""
     found = [f"the sdist lacks {name}" for name in SDIST if name not in sdist]
-    found += [f"the wheel lacks {name}" for name in WHEEL if name not in wheel]
+    whole = {*WHEEL, *(name for name in sdist if name.startswith("lit_rlsched/"))}
+    found += [f"the wheel lacks {name}" for name in sorted(whole - wheel)]
     licences = {name.rpartition("/")[2] for name in wheel if "/licenses/" in name}
     found += [
         f"the wheel lacks {n}" for n in ("LICENSE", "THIRD_PARTY_NOTICES.md") if n not in licences

@@ -37,6 +37,18 @@ def test_what_it_looks_for_is_there():
     assert all((ROOT / name).is_file() for name in {*check_dist.SDIST, *check_dist.WHEEL})
 
 
+def test_data_files_of_the_package_are_in_the_wheel():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    (patterns,) = patterns["package-data"].values()
+    for path in (ROOT / "lit_rlsched").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            assert path.parent.name == "lit_rlsched", f"{path}: no pattern reaches it"
+            assert any(path.match(pattern) for pattern in patterns), path
+    sdist = {*check_dist.SDIST, "lit_rlsched/trl_names.csv"}
+    (found,) = check_dist.problems(sdist, {*check_dist.WHEEL, *LICENCES})
+    assert found == "the wheel lacks lit_rlsched/trl_names.csv"
+
+
 def test_the_version_is_said_once():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
