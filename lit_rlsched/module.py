@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.settings import UsageError, check_choice
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.advantages import (
     batch_normalized,
     group_relative,
@@ -51,10 +51,7 @@ class GRPOModule(PolicyModule):
     ) -> None:
         if isinstance(scale_rewards, bool):
             scale_rewards = "group" if scale_rewards else "none"
-        check_choice("GRPOModule", "scale_rewards", scale_rewards, ("group", "batch", "none"))
         super().__init__(model, **kwargs)
-        if advantage not in ("group", "reinforce++"):
-            raise UsageError(f"`{advantage=}` is unknown. Use 'group' or 'reinforce++'.")
         if advantage == "reinforce++" and scale_rewards != "group":
             raise UsageError(
                 f"`{scale_rewards=}` has no effect on `advantage='reinforce++'`, which divides by "

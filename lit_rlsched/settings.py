@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 
 class UsageError(ValueError):
@@ -197,7 +197,8 @@ class KnownArguments:
     constructor's frame.
 
     Raises:
-        UsageError: an argument does not exist; says which one was meant, or what TRL's is here.
+        UsageError: an argument does not exist, or its annotation is a `Literal` of other values;
+            says which one was meant, or what TRL's is here.
     """
 
     __signature__ = _ConstructorSignature()
@@ -212,6 +213,9 @@ class KnownArguments:
                 )
             if args and not known:  # `object` lets them pass where there is a `__new__`
                 raise UsageError(f"`{cls.__name__}()` takes no arguments.")
+        for name, value in [*zip(_positional(cls), args, strict=False), *kwargs.items()]:
+            if choices := _choices(cls).get(name):  # type: ignore[arg-type]
+                check_choice(cls.__name__, name, value, choices)
         return super().__new__(cls)
 
 
@@ -243,6 +247,32 @@ def constructor_arguments(cls: type) -> tuple[set[str], bool]:
         if owner.__module__.partition(".")[0] != __package__:
             return known, True
     return known, False
+
+
+def _positional(cls: type) -> Sequence[str]:
+    return [*inspect.signature(cls).parameters]
+
+
+@functools.cache
+def _choices(cls: type) -> dict[str, tuple[Any, ...]]:
+    """Return the values that arguments annotated as a `Literal` may have."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for owner in reversed(cls.__mro__):
+        init = vars(owner).get("__init__")
+        for name, parameter in inspect.signature(init).parameters.items() if init else ():
+            hint = parameter.annotation
+            alternatives = [hint] if get_origin(hint) is Literal else [*get_args(hint)]
+            values = [_values(alternative) for alternative in alternatives]
+            if any(get_origin(alternative) is Literal for alternative in alternatives):
+                found[name] = () if None in values else tuple(v for of in values for v in of or ())
+    return found
+
+
+def _values(hint: Any) -> tuple[Any, ...] | None:
+    """Return all values of a type, if they are few."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return {type(None): (None,), bool: (False, True)}.get(hint)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

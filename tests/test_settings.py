@@ -29,7 +29,7 @@ NEEDED: dict[type, dict[str, Any]] = {
     callbacks.DownSampling: {"keep": 4},
     callbacks.MicroGroupSampling: {"slots": 4},
 }
-UNCHECKED = {"key", "lr_scheduler_type", "reference_model"}
+UNCHECKED = {"key"}
 """Settings that take any word when they are made."""
 OTHERS = [LogNormalLengths, PromptHistory, TokenConditioned, tasks.Countdown]
 

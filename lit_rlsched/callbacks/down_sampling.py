@@ -1,13 +1,13 @@
 """PODS: draws many completions of a prompt and trains on the most informative ones."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
-from lit_rlsched.settings import check_choice, check_count
+from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.training.selection import Selection
@@ -66,8 +66,6 @@ class DownSampling(RolloutCallback):
         min_length_ratio: float = 0.9,
     ) -> None:
         check_count("DownSampling", "keep", keep, 2, "A reward is compared with others.")
-        check_choice("DownSampling", "rule", rule, get_args(Rule))
-        check_choice("DownSampling", "advantage_scope", advantage_scope, ("selected", "full"))
         check_early_stop(early_stop, rule, reward_range, min_length_ratio)
         self.keep = keep
         self.rule: Rule = rule

@@ -1,11 +1,9 @@
 """Infinite Sampling: the memory of decoding no longer depends on the group size."""
 
-from typing import get_args
-
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
-from lit_rlsched.settings import UsageError, check_choice, check_count
+from lit_rlsched.settings import UsageError, check_count
 from lit_rlsched.text import format_bytes, parse_bytes
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
@@ -58,9 +56,6 @@ class MicroGroupSampling(RolloutCallback):
             )
         if slots is not None:
             check_count("MicroGroupSampling", "slots", slots, 1)
-        check_choice("MicroGroupSampling", "refill", refill, get_args(Refill))
-        if order is not None:
-            check_choice("MicroGroupSampling", "order", order, get_args(Order))
         if refill == "rounds" and order in ("planned", "least_attained"):
             raise UsageError(
                 f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order needs slots "

@@ -132,8 +132,6 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
     """Refuse arguments of a `PolicyModule` that are out of range or contradict each other."""
     rloo = settings["loss_type"] == "rloo"
     old_logprobs = settings["old_logprobs"]
-    if old_logprobs not in ("trainer", "engine", None):
-        raise UsageError(f"`{old_logprobs=}` is unknown. Use 'trainer' or 'engine'.")
     if old_logprobs == "engine" and rloo:
         raise UsageError(
             "`old_logprobs='engine'` with `loss_type='rloo'`: the importance ratio of a whole "

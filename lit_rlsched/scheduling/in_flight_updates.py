@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
-from lit_rlsched.settings import UsageError, check_choice, check_count
+from lit_rlsched.settings import UsageError, check_count
 from lit_rlsched.types import Group
 
 Pace = Literal["turns", "free"]
@@ -31,9 +31,6 @@ class InFlight:
     too_old: TooOld = "wait"
 
     def __post_init__(self) -> None:
-        check_choice(OWNER, "pace", self.pace, get_args(Pace))
-        check_choice(OWNER, "cache", self.cache, get_args(Cache))
-        check_choice(OWNER, "too_old", self.too_old, get_args(TooOld))
         check_count(OWNER, "turns", self.turns, 1)
         if self.too_old == "verify" and self.cache == "keep":
             raise UsageError(

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
-from lit_rlsched.settings import UsageError, check_choice, check_count
+from lit_rlsched.settings import UsageError, check_count
 from lit_rlsched.types import Group
 
 Mode = Literal["on_policy", "verified", "partial"]
@@ -31,7 +31,6 @@ class SortedSettings:
 
     def __post_init__(self) -> None:
         owner = "SortedBatching"
-        check_choice(owner, "mode", self.mode, get_args(Mode))
         check_count(owner, "pool_rounds", self.pool_rounds, 1)
         if self.update_prompts is not None:
             check_count(owner, "update_prompts", self.update_prompts, 1)
