@@ -434,7 +434,7 @@ def test_a_start_that_fails_late_can_be_closed(
 
     monkeypatch.setattr("lit_rlsched.engines.vllm.Noise", fail)
     engine = VLLMEngine()
-    with pytest.raises(UsageError, match="an odd model runner"):
+    with pytest.raises(RuntimeError, match="an odd model runner"):
         engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
     engine.close()
     assert not torch.distributed.is_initialized()

@@ -145,7 +145,7 @@ def test_vllm_takes_as_many_slots(tiny_model: str) -> None:
     args |= {"enable_sleep_mode": False}  # which the CPU has not
     scheduler = vllm.EngineArgs(**args).create_engine_config().scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4096, 8192)
-    with pytest.raises(UsageError, match=r"2048\) must be greater than or equal to max_num_seqs"):
+    with pytest.raises(ValueError, match=r"2048\) must be greater than or equal to max_num_seqs"):
         vllm.EngineArgs(**args | {"max_num_batched_tokens": 2048}).create_engine_config()
 
 
