@@ -1,7 +1,7 @@
 """Several engines of one node behind the interface of one."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import num_devices
 from lit_rlsched.engines.pool_worker import PoolWorker
-from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
+from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
 
@@ -150,20 +150,14 @@ class EnginePool(RolloutEngine):
 
     submit = step = abort = stats = _no_engine
 
-    def hand_over(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]]
-    ) -> Iterable[tuple[str, "torch.Tensor"]]:
+    def hand_over(self, named_tensors: Weights) -> Weights:
         return self._engines[0].hand_over(named_tensors)
 
-    def sync_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
-    ) -> None:
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
         handed = self.hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
-    ) -> None:
+    def update_weights(self, named_tensors: Weights, version: int) -> None:
         handed = self.hand_over(named_tensors)
         self.each(lambda engine: engine.update_weights(handed, version))
 

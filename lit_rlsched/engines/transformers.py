@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.speculation import DraftTokens
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
@@ -182,7 +182,7 @@ class TransformersEngine(SlotEngine):
         self._free(dropped)
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Weights, version: int) -> None:
         for row in self._held:
             row.key = b""  # no new request may copy its cache
         if self._spec.policy is None:

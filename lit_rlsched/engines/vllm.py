@@ -13,23 +13,15 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_worker as beside_model
-from lit_rlsched.engines._vllm_guest import (
-    ENDS,
-    naming_dead_workers,
-    naming_lora,
-    naming_the_budget,
-    unusable,
-)
+from lit_rlsched.engines._vllm_guest import ENDS, naming_dead_workers, naming_settings, unusable
 from lit_rlsched.engines._vllm_verifying import Held
 from lit_rlsched.engines._vllm_worker import Noise
 from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.settings import UsageError, check_choice, check_finite
 from lit_rlsched.types import Event, Request
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class VLLMEngine(SlotEngine):
@@ -158,11 +150,7 @@ class VLLMEngine(SlotEngine):
         guest.bound_kernels(spec.slots)
         self._apart = self.tensor_parallel_size > 1
         workers = self.tensor_parallel_size if self._apart else 0
-        with (
-            guest.building(spec.device, workers),
-            naming_the_budget(spec),
-            naming_lora(self.enable_lora),
-        ):
+        with guest.building(spec.device, workers), naming_settings(spec, self.enable_lora):
             config = vllm.EngineArgs(**args).create_engine_config()
             if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # otherwise vLLM takes the first GPU

@@ -280,7 +280,7 @@ def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> 
         return ["GPU-0"]
 
     engines[0].child.call = fail  # type: ignore[method-assign]
-    with pytest.raises(UsageError, match="no such layer"):
+    with pytest.raises(ValueError, match="no such layer"):
         NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     assert calls(world, "destroy") and not calls(world, "revive")
     engines[1].child.killed.set()
