@@ -150,15 +150,12 @@ class EnginePool(RolloutEngine):
 
     submit = step = abort = stats = _no_engine
 
-    def hand_over(self, named_tensors: Weights) -> Weights:
-        return self._engines[0].hand_over(named_tensors)
-
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
-        handed = self.hand_over(named_tensors)
+        handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
     def update_weights(self, named_tensors: Weights, version: int) -> None:
-        handed = self.hand_over(named_tensors)
+        handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.update_weights(handed, version))
 
     def policy_changes(self) -> None:

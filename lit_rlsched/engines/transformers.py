@@ -1,7 +1,7 @@
 """Decodes with the trainer's own Hugging Face model: no second copy and no weight sync."""
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
-from lit_rlsched.scheduling.speculation import DraftTokens
+from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
@@ -143,11 +143,12 @@ class TransformersEngine(SlotEngine):
         draws, logprobs = self._draw_after(guesses)
         events, at = [], 0
         for row, guess, left in zip(self._held, guesses, (limit - drawn).tolist(), strict=True):
-            count = _count(draws[at : at + 1 + len(guess)], guess, self._spec.eos_token_ids)
-            new = draws[at : at + count]
-            stop = new[-1] in self._spec.eos_token_ids
-            reason: FinishReason | None = "stop" if stop else "length" if count == left else None
-            events.append(Event(row.id, new, logprobs[at : at + count], reason))
+            new = draws[at : at + 1 + agreeing(guess, draws[at:])]
+            end = next((i for i, t in enumerate(new) if t in self._spec.eos_token_ids), None)
+            count = len(new) if end is None else end + 1
+            full = "length" if count == left else None
+            reason: FinishReason | None = full if end is None else "stop"
+            events.append(Event(row.id, new[:count], logprobs[at : at + count], reason))
             at += 1 + len(guess)
         counts = torch.tensor([len(event.token_ids) for event in events], device=self._device)
         token.copy_(torch.tensor([event.token_ids[-1] for event in events], device=self._device))
@@ -301,14 +302,6 @@ class _Row:
 
     def __len__(self) -> int:
         return len(self.context) + len(self.token_ids)
-
-
-def _count(draws: Sequence[int], guess: Sequence[int], ends: Collection[int]) -> int:
-    """Number of draws to keep: up to the first wrong guess, or the first that ends."""
-    for i, token in enumerate(guess):
-        if draws[i] != token or token in ends:
-            return i + 1
-    return len(draws)
 
 
 def _split(keys: Sequence[bytes], contexts: dict[bytes, list[int]]) -> Iterator[list[bytes]]:
