@@ -18,7 +18,7 @@ from lit_rlsched.ranks import Team
 Named = tuple[str, Tensor]
 _ALIGNMENT = 64
 STORED = 256 * 2**20
-"""Bytes of weights from which an object of Ray's store is full."""
+"""Maximum bytes of weights in an object of Ray's store; a larger tensor is alone in one."""
 
 
 class HandedWeights(ABC):
@@ -128,20 +128,11 @@ class ObjectStore(WeightsStore):
 
         self.close()
         self._weights = StoredWeights([])
-        arrays: list[Any] = []
-        index: list[tuple[str, torch.dtype, torch.Size]] = []
-
-        def put() -> None:
-            self._weights.buckets.append((ray.put([*arrays]), [*index]))
-            arrays.clear()
-            index.clear()
-
-        for name, tensor in rounded(named_tensors, dtype):
-            arrays.append(_bytes(tensor))
-            index.append((name, tensor.dtype, tensor.shape))
-            if sum(array.nbytes for array in arrays) >= STORED:
-                put()
-        put()
+        on_host = ((name, tensor.detach().cpu()) for name, tensor in rounded(named_tensors, dtype))
+        for group, _ in buckets(on_host, STORED):
+            index = [(name, tensor.dtype, tensor.shape) for name, tensor in group]
+            reference = ray.put([_bytes(tensor) for _, tensor in group])
+            self._weights.buckets.append((reference, index))
         return self._weights
 
     def close(self) -> None:
