@@ -146,8 +146,8 @@ class TransformersEngine(SlotEngine):
             new = draws[at : at + 1 + agreeing(guess, draws[at:])]
             end = next((i for i, t in enumerate(new) if t in self._spec.eos_token_ids), None)
             count = len(new) if end is None else end + 1
-            full = "length" if count == left else None
-            reason: FinishReason | None = full if end is None else "stop"
+            reason: FinishReason | None = "length" if count == left else None
+            reason = reason if end is None else "stop"
             events.append(Event(row.id, new[:count], logprobs[at : at + count], reason))
             at += 1 + len(guess)
         counts = torch.tensor([len(event.token_ids) for event in events], device=self._device)
