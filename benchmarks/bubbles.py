@@ -17,15 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import results
-from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import PoolAudit
-from lit_rlsched.rollout.simulate.pools import Mode, PoolOrder, recommend_slots
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
-from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.rollout.simulate.pools import Mode, PoolOrder, recommend_slots, simulated_pool
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
 """Prompts per pool, prompts per update, and maximum number of tokens per completion."""
@@ -107,27 +103,11 @@ def decode(
     limit: int = LIMIT,
     **costs: Any,
 ) -> Drained:
-    """Draw rounds until all prompts are trained on.
-
-    Args:
-        lengths: Lengths of the completions of each prompt, the same number for each.
-        rule: Rule of the rounds.
-        slots: Number of slots.
-        order: Admission order.
-        limit: Maximum number of tokens per completion.
-        costs: Costs of the engine's steps, as in `SimulatedEngine`.
-    """
-    recorded = {f"{p}/{c}": n for p, group in enumerate(lengths) for c, n in enumerate(group)}
-    engine = SimulatedEngine(lengths=recorded, length_only=True, stream=False, **costs)
-    session = simulated_session(engine, slots, limit + 1, lambda: Admission(slots, order=order))
-    visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in range(len(lengths)))
-    drawn_rounds = simulated_rounds(
-        session, visits, Sampling(limit), len(lengths[0]), lambda number: rule
-    )
+    """Draw a pool until all its prompts are trained on; the arguments are `simulated_pool`'s."""
     audit = PoolAudit()
     traces: list[RolloutTrace] = []
     resumed = stale = 0
-    for version, drawn in enumerate(drawn_rounds):
+    for version, drawn in enumerate(simulated_pool(lengths, rule, slots, order, limit, **costs)):
         traces.append(drawn.trace)
         audit.add(drawn.harvest, drawn.trace)
         resumed += sum(drawn.begun[ran] for ran in set(drawn.trace.spans["request"]))

@@ -155,25 +155,6 @@ def suggestion(name: str, known: Iterable[str], written: Callable[[str], str]) -
     return counterpart(name, written) or did_you_mean(name, known)
 
 
-def trl_as_markdown(title: str) -> str:
-    """Return the table of one heading of the page."""
-    rows = trl_names()[title]
-    code = [
-        [", ".join(f"`{n}`" for n in cell.split(", ") if n) for cell in row[:2]] for row in rows
-    ]
-    table = [
-        [theirs, ours or "no counterpart", row[2]]
-        for (theirs, ours), row in zip(code, rows, strict=True)
-    ]
-    head = "| TRL | here | differs in |\n|---|---|---|"
-    if not any(row[1] for row in rows):
-        table = [[theirs, why] for theirs, _, why in table]
-        head = "| TRL | because |\n|---|---|"
-    return "\n".join(
-        [head, *(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table)]
-    )
-
-
 MAX_ENTRIES = 100
 """Longer lists are shown by their length."""
 

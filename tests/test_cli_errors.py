@@ -112,7 +112,7 @@ JUDGE = "lit_rlsched.rewards.JudgeReward"
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{model: 3.5}}}}]}}",
-            "`data.reward_funcs.model=3.5`: must be text.",
+            "`data.reward_funcs.model`: Expected a <class 'str'>. Got value: 3.5",
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}s, init_args: {{model: m}}}}]}}",
@@ -122,7 +122,8 @@ JUDGE = "lit_rlsched.rewards.JudgeReward"
 )
 def test_one_message_about_a_file(refused, tmp_path, text, said):
     (tmp_path / "bad.yaml").write_text(text)
-    assert said in refused("-c", str(tmp_path / "bad.yaml"))
+    message = refused("-c", str(tmp_path / "bad.yaml"))
+    assert said in message and "\n" not in message
 
 
 def test_what_a_callback_refuses_is_said_in_its_words(refused):

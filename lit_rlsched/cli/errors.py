@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lit_rlsched.cli.quick import Refusal
-from lit_rlsched.cli.wording import plain, refused_by_class
+from lit_rlsched.cli.wording import plain
 from lit_rlsched.settings import UsageError
 
 
@@ -79,7 +79,11 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
         try:
             yield
         except (UsageError, MisconfigurationException) as error:
-            raise Refusal(refused_by_class(str(error)), run.command) from error
+            raise Refusal(str(error), run.command) from error
+        except ValueError as error:
+            if not isinstance(error.__cause__, UsageError):  # of a class that jsonargparse makes
+                raise
+            raise Refusal(str(error.__cause__), run.command) from error
     except Refusal as refusal:
         if debug:
             traceback.print_exception(refusal.__cause__ or refusal)

@@ -202,13 +202,6 @@ def tokenize(
     return PromptSets([] if train is None else train, sets)
 
 
-def tokenize_one(
-    prompt: Any, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
-) -> list[int]:
-    """Tokenise a prompt as `make_prompts` does."""
-    return PromptTokenizer(tokenizer, chat_template_kwargs)([{"prompt": prompt}])[0].tolist()
-
-
 def make_prompts(
     rows: RowTable | Sequence[Row],
     tokenizer: Any,

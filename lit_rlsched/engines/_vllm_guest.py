@@ -334,31 +334,22 @@ def naming_dead_workers(llm_engine: Any, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def naming_the_budget(spec: EngineSpec) -> Iterator[None]:
-    """Name the run's budget if it makes vLLM's start fail: vLLM blames `gpu_memory_utilization`."""
+def naming_settings(spec: EngineSpec, enable_lora: bool) -> Iterator[None]:
+    """Name the setting that makes vLLM's start fail, where vLLM blames another one or none."""
     try:
         yield
     except ValueError as error:
+        if enable_lora and "support" in str(error) and "LoRA" in str(error):
+            raise UsageError(
+                "`VLLMEngine(enable_lora=True)`: vLLM has no LoRA layers for this model "
+                f"({error}). Leave it out: adapters are then merged."
+            ) from error
         if spec.kv_cache_bytes is None:
             raise
         raise UsageError(
             f"vLLM does not start within the run's {spec.kv_cache_bytes} bytes for the key-value "
             f"cache. If they hold no full context of {spec.max_model_len} tokens, raise that "
             f"budget or shorten prompts and completions. vLLM says: {error}"
-        ) from error
-
-
-@contextmanager
-def naming_lora(enable_lora: bool) -> Iterator[None]:
-    """Name the setting if vLLM has no LoRA layers for the model."""
-    try:
-        yield
-    except ValueError as error:
-        if not (enable_lora and "support" in str(error) and "LoRA" in str(error)):
-            raise
-        raise UsageError(
-            f"`VLLMEngine(enable_lora=True)`: vLLM has no LoRA layers for this model ({error}). "
-            "Leave it out: adapters are then merged."
         ) from error
 
 

@@ -2,14 +2,15 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, TypeVar
 
 from lit_rlsched.engines.placement import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
+from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 
@@ -155,25 +156,19 @@ class RolloutEngine(RemembersInit, ABC):
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         """Drop requests and free their memory; unknown ids are ignored."""
 
-    def hand_over(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]]
-    ) -> Iterable[tuple[str, "torch.Tensor"]]:
+    def hand_over(self, named_tensors: Weights) -> Weights:
         """Return the weights in a form that `sync_weights` of several engines can read."""
         return [*named_tensors]
 
     @abstractmethod
-    def sync_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
-    ) -> None:
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
         """Load the policy's weights, under their Hugging Face names, and drop cached prefixes.
 
         Raises:
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
-    ) -> None:
+    def update_weights(self, named_tensors: Weights, version: int) -> None:
         """Load the policy's weights while requests run, which keep their caches.
 
         The new weights draw their further tokens with keys and values of the old ones, so these are
@@ -205,6 +200,49 @@ class RolloutEngine(RemembersInit, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; safe to call twice."""
+
+
+class SlotEngine(RolloutEngine):
+    """Base of the engines of this package that decode in this process: what they all count."""
+
+    keeps_cache = True
+    _held: Sized
+    """What each running request holds."""
+    _drafts: DraftTokens | None = None
+
+    def _forget_counts(self) -> None:
+        self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+
+    def _stats(
+        self, kv_tokens: int, running: int, waiting: int = 0, step_kv_tokens: int | None = None
+    ) -> EngineStats:
+        drafts = DraftCounts() if self._drafts is None else self._drafts.counts
+        return EngineStats(
+            running,
+            waiting,
+            kv_tokens,
+            step_kv_tokens,
+            self._preemptions,
+            self._decode_steps,
+            self._prefill_tokens,
+            self._cached_tokens,
+            drafts.proposed,
+            drafts.accepted,
+            drafts.failures,
+        )
+
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
+        self._refuse_when_running("load weights")
+        self.update_weights(named_tensors, version)
+        self._forget_old_weights()
+
+    def _forget_old_weights(self) -> None:
+        if self._drafts is not None:
+            self._drafts.forget()
+
+    def _refuse_when_running(self, what: str) -> None:
+        if self._held:
+            raise RuntimeError(f"Cannot {what} while {len(self._held)} requests are running.")
 
 
 def check_requests(

@@ -1,18 +1,17 @@
 """Several engines of one node behind the interface of one."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lit_rlsched.engines.base import RolloutEngine, check_requests
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import num_devices
 from lit_rlsched.engines.pool_worker import PoolWorker
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
+from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Event, Request
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +45,6 @@ class EnginePool(RolloutEngine):
         self.decodes_by_itself = all(engine.decodes_by_itself for engine in engines)
         self.keeps_cache = all(engine.keeps_cache for engine in engines)
         self.speculates = all(engine.speculates for engine in engines)
-        self._engine_of: dict[str, int] = {}
-        """Engine of each request that was submitted here and not to a worker."""
 
     @classmethod
     def of(cls, engine: RolloutEngine, num_engines: int) -> "EnginePool":
@@ -132,10 +129,8 @@ class EnginePool(RolloutEngine):
                 f"`EngineSpec(slots={spec.slots})`: must be a multiple of the number of engines, "
                 f"{len(self._engines)}."
             )
-        self._spec = spec
         specs = [self._spec_of(i, spec) for i in range(len(self._engines))]
         self._engines[0].reserve(specs[0], self._engines)
-        self._engine_of.clear()
         try:
             self.each(lambda engine: engine.start(specs[self._engines.index(engine)]))
         except BaseException:
@@ -150,69 +145,21 @@ class EnginePool(RolloutEngine):
         workers: list[Any] = [e.make_worker(copy.deepcopy(admission)) for e in self._engines]
         return PoolWorker(workers, self._engines)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Give each request to the engine that holds the fewest."""
-        check_requests(self._spec, self._engine_of, requests)
-        taken: dict[str, int] = {}
-        held = [list(self._engine_of.values()).count(i) for i in range(len(self._engines))]
-        for request in requests:
-            taken[request.id] = min(range(len(held)), key=held.__getitem__)
-            held[taken[request.id]] += 1
-        try:
-            for index, engine in enumerate(self._engines):
-                engine.submit([r for r in requests if taken[r.id] == index])
-        except BaseException:
-            self.abort(taken)
-            raise
-        self._engine_of |= taken
+    def _no_engine(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("Several engines decode through `make_worker`, or with `each`.")
 
-    def step(self) -> list[Event]:
-        events = [event for engine in self._engines for event in engine.step()]
-        for event in events:
-            if event.finish_reason is not None:
-                del self._engine_of[event.request_id]
-        return events
+    submit = step = abort = stats = _no_engine
 
-    def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
-        ids, partials = [*request_ids], dict[str, Partial]()
-        for engine in self._engines:
-            partials |= engine.abort(ids)
-        for name in ids:
-            self._engine_of.pop(name, None)
-        return partials
-
-    def hand_over(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]]
-    ) -> Iterable[tuple[str, "torch.Tensor"]]:
-        return self._engines[0].hand_over(named_tensors)
-
-    def sync_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
-    ) -> None:
-        handed = self.hand_over(named_tensors)
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
+        handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int
-    ) -> None:
-        handed = self.hand_over(named_tensors)
+    def update_weights(self, named_tensors: Weights, version: int) -> None:
+        handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.update_weights(handed, version))
 
     def policy_changes(self) -> None:
-        for engine in self._engines:
-            engine.policy_changes()
-
-    def stats(self) -> EngineStats:
-        """Sums over the engines; the decode steps of the engine that made the most."""
-        every = [engine.stats() for engine in self._engines]
-        sums = {
-            name: sum(getattr(stats, name) or 0 for stats in every)
-            for name in EngineStats.__dataclass_fields__
-        }
-        return EngineStats(**{**sums, "decode_steps": max(stats.decode_steps for stats in every)})
-
-    def now(self) -> float:
-        return max(engine.now() for engine in self._engines)
+        self.each(lambda engine: engine.policy_changes())
 
     def sleep(self) -> None:
         self.each(lambda engine: engine.sleep())

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import LAUNCHER
 from lit_rlsched.engines.placement import available_cores, cores_of
 from lit_rlsched.engines.process_engine import ProcessEngine
-from lit_rlsched.engines.spec import EngineDied, EngineSpec, Footprint, Sizes
+from lit_rlsched.engines.spec import EngineDied, EngineSpec, Footprint, Sizes, Weights
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.settings import RunFailed, UsageError
@@ -140,7 +140,7 @@ class RayEngine(ProcessEngine):
         super()._launch()
         self._compare_clocks()
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
         super().sync_weights(named_tensors, version)
         try:
             self._compare_clocks()  # two clocks drift apart

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.engines.base import RolloutEngine, check_requests
+from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Partial
 from lit_rlsched.scheduling.noise import counter_uniform
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
-from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens, agreeing
+from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.settings import UsageError, check_finite
 from lit_rlsched.types import Event, FinishReason, LengthOnly, Request
 
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
 
 
-class SimulatedEngine(RolloutEngine):
+class SimulatedEngine(SlotEngine):
     """Event-driven engine on a virtual clock.
 
     One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`
@@ -54,7 +54,6 @@ class SimulatedEngine(RolloutEngine):
     version = 0
     """Policy version of the last weights."""
     logprobs = False
-    keeps_cache = True
     virtual_clock = True
 
     def __init__(
@@ -96,17 +95,17 @@ class SimulatedEngine(RolloutEngine):
         vocab = self.vocab_size or vocab
         self._spec = spec
         self._words = np.setdiff1d(np.arange(vocab), spec.eos_token_ids)
-        self._live: dict[str, _Live] = {}
+        self._held: dict[str, _Live] = {}
         self._ends: list[tuple[int, int, _Live]] = []  # heap by last step; keeps aborted requests
         self._now = 0.0
-        self._step = self._submitted = 0
-        self._kv_tokens = self._new_tokens = self._prefill_tokens = self._step_kv_tokens = 0
+        self._forget_counts()
+        self._submitted = self._kv_tokens = self._new_tokens = self._step_kv_tokens = 0
         self._drafts = None if spec.drafting is None else DraftTokens(spec.drafting)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_requests(self._spec, self._live, requests)
+        check_requests(self._spec, self._held, requests)
         for live in [self._draw(request) for request in requests]:  # `_draw` may raise
-            self._live[live.id] = live
+            self._held[live.id] = live
             self._await_end(live)
             self._kv_tokens += live.context
             self._new_tokens += live.context
@@ -115,15 +114,15 @@ class SimulatedEngine(RolloutEngine):
         return self.jump(self.steps_to_event())
 
     def steps_to_event(self) -> int:
-        while self._ends and self._live.get(self._ends[0][2].id) is not self._ends[0][2]:
+        while self._ends and self._held.get(self._ends[0][2].id) is not self._ends[0][2]:
             heapq.heappop(self._ends)  # aborted
-        if not self._live:
+        if not self._held:
             return 0
-        steps = self._ends[0][0] - self._step
+        steps = self._ends[0][0] - self._decode_steps
         return min(steps, self.max_jump or steps) if self._drafts is None else 1
 
     def jump(self, steps: int) -> list[Event]:
-        running = len(self._live)
+        running = len(self._held)
         if not running:
             return []
         proposed, accepted = (0, 0) if self._drafts is None else self._verify(self._drafts)
@@ -138,17 +137,17 @@ class SimulatedEngine(RolloutEngine):
         self._new_tokens = 0
         self._kv_tokens += steps * running + accepted
         self._step_kv_tokens = self._kv_tokens
-        self._step += steps
+        self._decode_steps += steps
 
         finished = []
-        while self._ends and self._ends[0][0] == self._step:
+        while self._ends and self._ends[0][0] == self._decode_steps:
             live = heapq.heappop(self._ends)[2]
-            if self._live.get(live.id) is live:
-                finished.append(live.event(self._step))
+            if self._held.get(live.id) is live:
+                finished.append(live.event(self._decode_steps))
                 self._drop(live)
         if not self.stream:
             return finished
-        return finished + [live.event(self._step) for live in self._live.values()]
+        return finished + [live.event(self._decode_steps) for live in self._held.values()]
 
     def _verify(self, drafts: DraftTokens) -> tuple[int, int]:
         """Draw the next token of each request, and its right draft tokens.
@@ -156,9 +155,9 @@ class SimulatedEngine(RolloutEngine):
         Returns:
             Numbers of draft tokens and of right ones.
         """
-        proposed, accepted = drafts.propose([*self._live]), 0
-        for live in self._live.values():
-            at = self._step - live.start
+        proposed, accepted = drafts.propose([*self._held]), 0
+        for live in self._held.values():
+            at = self._decode_steps - live.start
             right = agreeing(proposed.get(live.id, ()), live.token_ids[at:-1])
             if at == 0:  # known from its first step on, which computes the prompt
                 drafts.begin(live.request)
@@ -174,34 +173,16 @@ class SimulatedEngine(RolloutEngine):
         heapq.heappush(self._ends, (live.start + len(live.token_ids), self._submitted, live))
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
-        dropped = [self._live[name] for name in dict.fromkeys(request_ids) if name in self._live]
+        dropped = [self._held[name] for name in dict.fromkeys(request_ids) if name in self._held]
         for live in dropped:
             self._drop(live)
-        return {live.id: live.partial(self._step) for live in dropped}
-
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
-        if self._live:
-            raise RuntimeError(f"{len(self._live)} requests are running: abort them before a sync")
-        self.update_weights(named_tensors, version)
+        return {live.id: live.partial(self._decode_steps) for live in dropped}
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
-        if self._drafts is not None:
-            self._drafts.forget()
         self.version = version
 
     def stats(self) -> EngineStats:
-        counts = NO_DRAFTS if self._drafts is None else self._drafts.counts
-        return EngineStats(
-            running=len(self._live),
-            waiting=0,
-            kv_tokens=self._kv_tokens,
-            step_kv_tokens=self._step_kv_tokens,
-            decode_steps=self._step,
-            prefill_tokens=self._prefill_tokens,
-            proposed=counts.proposed,
-            accepted=counts.accepted,
-            drafter_failures=counts.failures,
-        )
+        return self._stats(self._kv_tokens, len(self._held), step_kv_tokens=self._step_kv_tokens)
 
     def now(self) -> float:
         return self._now
@@ -210,7 +191,7 @@ class SimulatedEngine(RolloutEngine):
         self._now = max(self._now, now)
 
     def close(self) -> None:
-        self._live, self._ends = {}, []
+        self._held, self._ends = {}, []
 
     def _draw(self, request: Request) -> "_Live":
         """Make up the whole completion, or look up the recorded one."""
@@ -219,7 +200,7 @@ class SimulatedEngine(RolloutEngine):
         context = len(request.prompt_ids) + prefix
         if self.length_only:
             drawn: Any = LengthOnly(min(total, limit) - prefix)
-            return _Live(request, self._step, context, drawn, drawn, total <= limit)
+            return _Live(request, self._decode_steps, context, drawn, drawn, total <= limit)
         noise = counter_uniform(request.seed % 2**64, np.arange(prefix, min(total, limit)))
         stops = total <= limit
         if hasattr(self.length_of, "token_ids"):
@@ -231,14 +212,14 @@ class SimulatedEngine(RolloutEngine):
             if stops:
                 token_ids[-1] = self._spec.eos_token_ids[0]
         logprobs = np.log1p(-noise).tolist()
-        return _Live(request, self._step, context, token_ids.tolist(), logprobs, stops)
+        return _Live(request, self._decode_steps, context, token_ids.tolist(), logprobs, stops)
 
     def _drop(self, live: "_Live") -> None:
-        del self._live[live.id]
+        del self._held[live.id]
         if self._drafts is not None:
             self._drafts.leave(live.id)
-        self._kv_tokens -= live.context + self._step - live.start
-        if live.start == self._step:  # aborted before its first step
+        self._kv_tokens -= live.context + self._decode_steps - live.start
+        if live.start == self._decode_steps:  # aborted before its first step
             self._new_tokens -= live.context
 
 

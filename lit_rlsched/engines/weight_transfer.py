@@ -9,7 +9,7 @@ has run on a GPU; the lines that need one are `NCCLTransfer._open`, `NCCLTransfe
 import socket
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import Child, HasChild
-from lit_rlsched.engines.spec import EngineDied, EngineSpec
+from lit_rlsched.engines.spec import EngineDied, EngineSpec, Weights
 from lit_rlsched.engines.weights import (
     HandedWeights,
     PackedWeights,
@@ -87,11 +87,7 @@ class WeightTransfer(WeightsStore):
         self._met: list[Child] = []
         """Processes of the engines that are connected."""
 
-    def write(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        dtype: torch.dtype | None = None,
-    ) -> SentWeights:
+    def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> SentWeights:
         """Send the weights to all engines.
 
         Raises:

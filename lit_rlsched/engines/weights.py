@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rlsched.engines.spec import Weights
 from lit_rlsched.ranks import Team
 
+Named = tuple[str, Tensor]
 _ALIGNMENT = 64
 STORED = 256 * 2**20
-"""Bytes of weights from which an object of Ray's store is full."""
+"""Maximum bytes of weights in an object of Ray's store; a larger tensor is alone in one."""
 
 
 class HandedWeights(ABC):
     """Named tensors that another process can read."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Named]:
         """Yield names and tensors, without a copy where the memory is shared."""
 
 
@@ -31,9 +33,7 @@ class WeightsStore(ABC):
     """Holds one version of the weights for other processes."""
 
     @abstractmethod
-    def write(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
-    ) -> HandedWeights:
+    def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> HandedWeights:
         """Replace the content; no process may be reading it.
 
         Args:
@@ -58,7 +58,7 @@ class SharedWeights(HandedWeights):
     index: list[tuple[str, torch.dtype, torch.Size, int]]
     """Name, type, shape and first byte of each tensor."""
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Named]:
         """Yield names and tensors, mapped without a copy."""
         memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
         for name, dtype, shape, start in self.index:
@@ -80,9 +80,7 @@ class WeightsFile(WeightsStore):
         else:
             self._descriptor, self._path = tempfile.mkstemp(prefix="lit_rlsched-weights-")
 
-    def write(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
-    ) -> SharedWeights:
+    def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> SharedWeights:
         index, end = [], 0
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(0)
@@ -108,7 +106,7 @@ class StoredWeights(HandedWeights):
     buckets: list[tuple[Any, list[tuple[str, torch.dtype, torch.Size]]]]
     """References of lists of arrays, with name, type and shape of each tensor."""
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Named]:
         import ray
 
         for reference, index in self.buckets:
@@ -125,36 +123,23 @@ class ObjectStore(WeightsStore):
     def __init__(self) -> None:
         self._weights = StoredWeights([])
 
-    def write(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
-    ) -> StoredWeights:
+    def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> StoredWeights:
         import ray
 
         self.close()
         self._weights = StoredWeights([])
-        arrays: list[Any] = []
-        index: list[tuple[str, torch.dtype, torch.Size]] = []
-
-        def put() -> None:
-            self._weights.buckets.append((ray.put([*arrays]), [*index]))
-            arrays.clear()
-            index.clear()
-
-        for name, tensor in rounded(named_tensors, dtype):
-            arrays.append(_bytes(tensor))
-            index.append((name, tensor.dtype, tensor.shape))
-            if sum(array.nbytes for array in arrays) >= STORED:
-                put()
-        put()
+        on_host = ((name, tensor.detach().cpu()) for name, tensor in rounded(named_tensors, dtype))
+        for group, _ in buckets(on_host, STORED):
+            index = [(name, tensor.dtype, tensor.shape) for name, tensor in group]
+            reference = ray.put([_bytes(tensor) for _, tensor in group])
+            self._weights.buckets.append((reference, index))
         return self._weights
 
     def close(self) -> None:
         self._weights.buckets.clear()  # the store frees what has no reference
 
 
-def rounded(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def rounded(named_tensors: Weights, dtype: torch.dtype | None) -> Iterator[Named]:
     """Round tensors as `WeightsStore.write` says."""
     for name, tensor in named_tensors:
         if dtype is not None and _may_be_rounded(name, tensor, dtype):
@@ -174,8 +159,6 @@ def _may_be_rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool
 
 BUCKET = 2**30
 """Maximum bytes of a bucket; a larger tensor is a bucket of its own."""
-
-Named = tuple[str, Tensor]
 
 
 class WeightSource(ABC):

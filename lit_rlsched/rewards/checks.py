@@ -81,7 +81,18 @@ def as_functions(given: object) -> list[Callable[..., Any]]:
     several = list(given) if isinstance(given, list | tuple) else [given]
     functions: list[Any] = [_imported(one) if isinstance(one, str) else one for one in several]
     for index, function in enumerate(functions):
-        check_reward_function(index, function)
+        if not callable(function):
+            raise UsageError(
+                f"`reward_funcs[{index}]={function!r}` is not callable. Give a function, or in a "
+                "config the import path of one."
+            )
+        if any(kind.__module__.startswith("torch.nn.") for kind in type(function).__mro__):
+            raise UsageError(
+                f"`reward_funcs[{index}]` is a torch module ({type(function).__name__}). Reward "
+                "models are not run by the scheduler: wrap yours in a function that returns a list "
+                "of scores."
+            )
+        environment_of(function)  # may refuse it
     return functions
 
 
@@ -94,25 +105,6 @@ def _imported(path: str) -> Any:
             "`my_rewards.score`. Reward models of the Hub are not run: wrap yours in a function "
             "that returns a list of scores."
         ) from None
-
-
-def check_reward_function(index: int, function: object) -> None:
-    """Refuse what is not a function, and reward models, which TRL would load and run.
-
-    Raises:
-        UsageError: names the function.
-    """
-    if not callable(function):
-        raise UsageError(
-            f"`reward_funcs[{index}]={function!r}` is not callable. Give a function, or in a "
-            "config the import path of one."
-        )
-    if any(kind.__module__.startswith("torch.nn.") for kind in type(function).__mro__):
-        raise UsageError(
-            f"`reward_funcs[{index}]` is a torch module ({type(function).__name__}). Reward models "
-            "are not run by the scheduler: wrap yours in a function that returns a list of scores."
-        )
-    environment_of(function)
 
 
 def environment_of(function: Any) -> tuple[str, ...]:

@@ -56,10 +56,6 @@ class DraftCounts:
     """Calls of the user's drafter that raised or returned something unusable."""
 
 
-NO_DRAFTS = DraftCounts()
-"""Of an engine that drafts nothing."""
-
-
 def agreeing(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """Return the number of draft tokens up to the first that is not the token drawn there."""
     pairs = zip(draft, drawn, strict=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lit_rlsched.data import tokenizing
-from lit_rlsched.data.prompts import make_prompts, tokenize_one
+from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.row_table import cache_folder
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer
@@ -70,7 +70,6 @@ def test_settings_of_the_tokenizer_hold_in_its_rust_part(tokenizer: Any, split: 
     expected = plain_ids(tokenizer, PROMPTS)
     tokenizer(text=["a"], split_special_tokens=not split)
     assert list(map(list, PromptTokenizer(tokenizer, None)(rows_of(PROMPTS)))) == expected
-    assert tokenize_one("<|im_end|>", tokenizer, None) == plain_ids(tokenizer, ["<|im_end|>"])[0]
 
 
 def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:

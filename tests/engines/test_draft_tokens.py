@@ -22,6 +22,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.transformers import TransformersEngine
+from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request, Sampling
 
@@ -299,7 +300,7 @@ def test_shared_prompts_are_copied_from_rows_that_drafted(
 def test_in_processes_of_their_own(exact_model: str, engines: int) -> None:
     """The built-in drafter drafts there, and the trainer's side learns how much."""
     batch = [replace(r, sampling=replace(r.sampling, temperature=0.3)) for r in jobs()]
-    drawn = []
+    drawn: list[Drawn] = []
     for drafting in (None, Drafting(4, 16)):
         inner: RolloutEngine = ProcessEngine(TransformersEngine())
         engine = EnginePool.of(inner, engines) if engines > 1 else inner
@@ -307,9 +308,17 @@ def test_in_processes_of_their_own(exact_model: str, engines: int) -> None:
         spec = EngineSpec(exact_model, 16, 64, EOS, dtype=torch.float64, drafting=drafting)
         engine.start(spec)
         try:
-            drawn.append(run(engine, batch, slots=8))
-            stats = engine.stats()
+            worker = engine.make_worker(Admission(8 // engines))
+            worker.start_round(take_turns=False, ahead=True)
+            worker.submit(batch)
+            drawn.append({request.id: ([], [], None) for request in batch})
+            while worker.busy:
+                for event in worker.step():
+                    tokens, logprobs, _ = drawn[-1][event.request_id]
+                    tokens, logprobs = [*tokens, *event.token_ids], [*logprobs, *event.logprobs]
+                    drawn[-1][event.request_id] = tokens, logprobs, event.finish_reason
+            stats = engine.each(lambda one: one.stats())
         finally:
             engine.close()
     assert_same(*drawn)
-    assert stats.proposed > stats.accepted > 0
+    assert all(one.proposed > one.accepted > 0 for one in stats)

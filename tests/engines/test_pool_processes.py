@@ -42,7 +42,7 @@ def draw(engine, rule, slots=12, on_group=lambda group: None):
     trace, groups = worker.start_trace(), plan(LIMIT)
     controller = RolloutController(worker, Unscored(), seed=1, on_group=on_group)
     list(controller.run(groups, rule, 0))
-    assert not worker.busy and engine.stats().running == 0
+    assert not worker.busy and not any(engine.each(lambda one: one.stats().running))
     columns = ("request", "slot", "start_step", "end_step", "tokens")
     spans = sorted(zip(*(trace.spans[name] for name in columns), strict=True))
     return groups, spans, [group.id for group in controller.state.decoded]

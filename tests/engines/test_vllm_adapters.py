@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import LORA_RANKS, engine_args
-from lit_rlsched.engines._vllm_guest import naming_lora
+from lit_rlsched.engines._vllm_guest import naming_settings
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Sizes
 from lit_rlsched.settings import UsageError
@@ -253,7 +253,8 @@ def test_only_the_engine_with_the_slot_asks_for_adapters():
     ("enabled", "message"), [(True, r"^`VLLM.*\(GPT2.*merged"), (False, "^GPT2")]
 )
 def test_a_model_for_which_vllm_has_no_lora_is_refused(enabled, message):
-    with pytest.raises(ValueError, match=message), naming_lora(enabled):
+    spec = EngineSpec("", 2, 8, (1,))
+    with pytest.raises(ValueError, match=message), naming_settings(spec, enabled):
         raise ValueError("GPT2LMHeadModel does not support LoRA yet.")
 
 

@@ -320,7 +320,8 @@ def rollout(engine: RolloutEngine, of: EngineSpec) -> tuple[list[Completion], in
         groups = [replace(group, sampling=Sampling(60, temperature=0.1)) for group in plan(60)]
         controller = RolloutController(worker, Unscored(), seed=1)  # type: ignore[arg-type]
         list(controller.run(groups, FullRound(PROMPTS), 0))
-        return [c for group in groups for c in group.completions], engine.stats().accepted
+        accepted = engine.each(lambda one: one.stats().accepted)
+        return [c for group in groups for c in group.completions], sum(accepted)
     finally:
         engine.close()
 

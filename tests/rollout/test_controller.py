@@ -220,7 +220,7 @@ class Watched(RolloutWorker):
         waiting = len(self.admission) - len(ids - self._drawn.keys())
         events = super().abort(request_ids)
         if ids:
-            assert not (self.engine._live.keys() | self.queued | self._drawn.keys()) & ids
+            assert not (self.engine._held.keys() | self.queued | self._drawn.keys()) & ids
             assert len(self.admission) == waiting
         return events
 

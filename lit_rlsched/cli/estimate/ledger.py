@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning import LightningModule
 
-from lit_rlsched.cli.estimate.live import object_bytes, storage_bytes
+from lit_rlsched.cli.estimate.live import device_memory, object_bytes, storage_bytes
 from lit_rlsched.cli.estimate.run import PlannedRun
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.ray_engine import RayEngine
-from lit_rlsched.engines.spec import Footprint, Sizes
+from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
+from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.training.logprobs import default_chunk
 from lit_rlsched.training.lora import base_model
-from lit_rlsched.training.policy import find_policy
+from lit_rlsched.training.policy import find_policy, local
 from lit_rlsched.types import Completion
 
 MOST_GENERATIONS = 1 << 16
@@ -181,10 +184,8 @@ class Ledger:
     def engine(self, slots: int) -> Footprint:
         """Return what the run's engine holds with this number of slots."""
         run = self.run
-        policy = base_model(find_policy(run.module))
-        parameters = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
-        sizes = Sizes(parameters, run.token_bytes, self.memory)
-        held = run.settings.engine.footprint(replace(run.spec, slots=slots), sizes)
+        spec = replace(run.spec, slots=slots)
+        held = _footprint(run.settings.engine, spec, run.module, run.token_bytes, self.memory)
         return replace(held, stays=True, asleep=0) if self._ahead else held
 
     def _slots(self) -> int:
@@ -245,3 +246,37 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def counted_peaks(module: LightningModule, run: TrainingRun) -> tuple[int, int]:
+    """Return rank 0's bytes of weights, gradients, optimizer state and engine in a started run.
+
+    Engines on GPUs of their own, activations and the temporaries of decode steps are left out:
+    `Ledger` measures the latter two on fake tensors, which takes longer.
+
+    Args:
+        module: The module, with its policy.
+        run: The run, whose engine has started.
+
+    Returns:
+        Bytes in the rollout, and at the peak of the update.
+    """
+    assert run.session is not None
+    models, spec = [module, *getattr(module, "_reference", ())], run.session.spec
+    weights = storage_bytes(local(tensor) for model in models for tensor in _tensors(model))
+    gradients = storage_bytes(local(p) for p in module.parameters() if p.requires_grad)
+    state = 2 * gradients  # AdamW's
+    tokens = run.startup.cache_bytes_per_token(spec)
+    engine = _footprint(run.settings.engine, spec, module, tokens, device_memory(spec.device.type))
+    beside = 0 if engine.apart else engine.weights + engine.cache
+    streams, ahead = run.schedule.streaming is not None, run.schedule.ahead is not None
+    rollout = weights + state + beside + streams * gradients
+    return rollout, weights + state + gradients + (engine.stays or ahead) * beside
+
+
+def _footprint(
+    engine: RolloutEngine, spec: EngineSpec, module: LightningModule, token_bytes: int, memory: int
+) -> Footprint:
+    named = base_model(find_policy(module)).named_parameters()
+    parameters = sum(p.numel() for name, p in named if "lora_" not in name)
+    return engine.footprint(spec, Sizes(parameters, token_bytes, memory))

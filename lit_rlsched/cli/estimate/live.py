@@ -1,11 +1,14 @@
-"""Counts of bytes: tensors that are alive (real or fake), and Python objects."""
+"""Counts of bytes: tensors that are alive (real or fake), Python objects, and devices."""
 
 import gc
+import os
+import re
 import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,6 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lit_rlsched.settings import UsageError
+from lit_rlsched.text import parse_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -104,3 +110,30 @@ def object_bytes(*roots: Any) -> int:
         elif is_dataclass(item):
             waiting += [getattr(item, f.name) for f in fields(item)]
     return total
+
+
+def device_memory(device: str, given: str | None = None) -> int:
+    """Return the memory of the device in bytes.
+
+    Args:
+        device: Type of the device.
+        given: Size such as `24GiB`. By default the GPU's total memory, or the available main
+            memory of this machine.
+
+    Raises:
+        UsageError: `given` is not a size, or this machine has no GPU to ask.
+    """
+    if given is not None:
+        return parse_bytes(given, "memory")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "`memory=None`: this machine has no GPU. Give the memory of the GPU that the run "
+                "will use, such as `--memory 24GiB`."
+            )
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        (line,) = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        return int(line) * 1024
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

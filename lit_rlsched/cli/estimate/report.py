@@ -1,18 +1,11 @@
 """The report that `lit-rlsched estimate` prints."""
 
 import math
-import os
-import re
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from lit_rlsched.cli.estimate.ledger import MOST_GENERATIONS, Item, Ledger, total
-from lit_rlsched.cli.estimate.run import Device
 from lit_rlsched.engines.ray_engine import RayEngine
-from lit_rlsched.settings import UsageError
-from lit_rlsched.text import format_bytes, parse_bytes
+from lit_rlsched.text import format_bytes
 
 _LORA = "`lora_rank: 32`, which trains adapters only"
 ADVICE = {
@@ -172,30 +165,3 @@ def _item(item: Item) -> str:
 
 def _line(name: str, rollout: str, update: str, how: str) -> str:
     return f"{name:21} {rollout:>10}  {update:>10}  {how}"
-
-
-def device_memory(device: Device, given: str | None = None) -> int:
-    """Return the memory of the device in bytes.
-
-    Args:
-        device: Type of the device.
-        given: Size such as `24GiB`. By default the GPU's total memory, or the available main
-            memory of this machine.
-
-    Raises:
-        UsageError: `given` is not a size, or this machine has no GPU to ask.
-    """
-    if given is not None:
-        return parse_bytes(given, "memory")
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError(
-                "`memory=None`: this machine has no GPU. Give the memory of the GPU that the run "
-                "will use, such as `--memory 24GiB`."
-            )
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    try:
-        (line,) = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        return int(line) * 1024
-    except OSError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
