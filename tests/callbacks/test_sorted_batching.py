@@ -198,6 +198,19 @@ def test_every_token_is_of_the_newest_version(fit, tiny_model, mode):
     assert (max(accepted) > 0) == (mode == "verified")
 
 
+@pytest.mark.slow
+def test_completions_that_are_too_old_are_restarted(fit):
+    recorder = Recorder()
+    batching = SortedBatching(pool_rounds=5, mode="partial", max_staleness=1)
+    callbacks = [recorder, batching, MicroGroupSampling(slots=8)]
+    settings = {**SMALL, "num_generations": 3, "prompts_per_round": 1, "max_completion_length": 96}
+    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
+    ages = [r.version - v for r in recorder.rounds for c in r.completions for v in versions(c)]
+    assert max(ages) == 1 and max(c.attempts for c in recorder.completions) > 0
+    assert sum(r.metrics["rollout/restarts"] for r in recorder.rounds) > 0
+    assert data.run.counters["num_discarded_tokens"] > 0
+
+
 # Stopping and going on.
 
 

@@ -141,6 +141,10 @@ def test_an_update_is_whole(name, data):
         done = len(r.completions) / case.size if alone else len(done)
         rest = r.left if case.drains or case.bad else [*run.pool]
         assert done >= update or not rest or case.useless or (case.bad and case.domains)
+        assert alone or len(r.planned) <= max(3 * update, case.rule.most_prompts())
+        if name == "whole" and not case.bad and not case.drains:
+            most = min(3 * update, len(run.prompts))  # then nothing is replaced any more
+            assert len(r.useful) == update or (case.useless and len(r.planned) == most)
         order = {group: i for i, group in enumerate(r.planned)}
         for groups in (r.trained, r.left):
             assert sorted(groups, key=lambda g: order[g.id]) == groups
