@@ -527,7 +527,6 @@ SCHEDULING = [
     bad(recommend_slots, "from 0 to 2: a completion has 1 token or more", [2, 0], 1),
     bad(recommend_slots, "from nan to nan", [2, NAN], 1),
     bad(pool_bubble_ratio, "`slots=0`: use 1 or more", [1], 1, 0),
-    unnamed(recommend_slots, "a share of `max_completion_len", [1], 1, order="least_attained"),
     bad(
         pool_bubble_ratio,
         "from 1 to 9: .* no more than `max_completion_length=8`",

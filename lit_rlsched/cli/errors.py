@@ -80,10 +80,6 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
             yield
         except (UsageError, MisconfigurationException) as error:
             raise Refusal(str(error), run.command) from error
-        except ValueError as error:
-            if not isinstance(error.__cause__, UsageError):  # of a class that jsonargparse makes
-                raise
-            raise Refusal(str(error.__cause__), run.command) from error
     except Refusal as refusal:
         if debug:
             traceback.print_exception(refusal.__cause__ or refusal)
@@ -99,7 +95,8 @@ def of_arguments() -> Iterator[None]:
     except UsageError:
         raise
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise UsageError(str(error)) from error
+        cause = error.__cause__  # where jsonargparse has tried other types too
+        raise UsageError(str(cause if isinstance(cause, UsageError) else error)) from error
 
 
 @contextmanager

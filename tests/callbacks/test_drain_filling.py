@@ -26,20 +26,6 @@ from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.sorted_batching import SortedSettings
 from lit_rlsched.settings import UsageError
 
-RULES = {
-    "whole": list,
-    "sorted": lambda: [SortedBatching(pool_rounds=2), MicroGroupSampling(slots=5)],
-    "sorted verified": lambda: [SortedBatching(3, mode="verified", oversubscribe=2.0)],
-    "sorted partial": lambda: [
-        SortedBatching(pool_rounds=2, mode="partial"),
-        MicroGroupSampling(slots=5),
-    ],
-    "tail": lambda: [TailBatching(1.5)],
-    "tail drafts": lambda: [TailBatching(1.5, completion_ratio=1.5, reuse_drafts=True)],
-    "tail deferring": lambda: [TailBatching(1.5, max_deferrals=3)],
-}
-ALL = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-
 
 def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=1e-2, **data):
     """Four rounds; returns what was seen, the trained weights and the data module."""
@@ -55,10 +41,11 @@ def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=
     return seen, weights(module), datamodule
 
 
-@pytest.mark.mostly_slow("whole", "sorted partial")
-@ALL
-def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule):
-    seen, _, data = run(fit, tiny_model, *rule(), max_completion_length=48)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, pooled):
+    sorting = [SortedBatching(pool_rounds=2, mode="partial"), MicroGroupSampling(slots=5)]
+    callbacks = sorting if pooled else []
+    seen, _, data = run(fit, tiny_model, *callbacks, max_completion_length=48)
     *rounds, last = seen.rounds
     begun = [r.metrics["rollout/drafts_begun"] for r in rounds]
     assert sum(begun) > 0 and "rollout/drafts_begun" not in last.metrics
@@ -69,7 +56,7 @@ def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule
         assert 0 <= round.metrics["rollout/useful_token_share"] <= 1
         assert 0 < round.metrics.get("pool/useful_token_share", 1) <= 1
     assert sum(r.metrics.get("drafts/tokens", 0) for r in seen.rounds) > 0
-    if rule is list:
+    if not pooled:
         told = [r.metrics.get("drafts/tokens", 0) for r in seen.rounds]
         assert told == [0, *(r.metrics["rollout/draft_tokens"] for r in rounds)]
         for round in seen.rounds:
@@ -78,43 +65,20 @@ def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, rule
         assert not list(data.run.pool)
 
 
-@pytest.mark.mostly_slow("whole", "tail")
-@ALL
-def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model, rule):
-    seen, _, _ = run(fit, tiny_model, *rule(), rate=0.0)
+def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model):
+    """Those of losers as well."""
+    tail = TailBatching(1.5, completion_ratio=1.5, reuse_drafts=True)
+    seen, _, _ = run(fit, tiny_model, tail, rate=0.0)
     shares = [
         r.metrics["drafts/accepted_share"] for r in seen.rounds if "drafts/tokens" in r.metrics
     ]
     assert shares and set(shares) == {1.0}
 
 
-@pytest.mark.mostly_slow("whole", "tail")
-@ALL
-def test_a_round_does_not_depend_on_the_drafts_beside_it(fit, tiny_model, sums, rule):
-    """The first round ends in the same step with the same completions."""
-    data = {"train_data": sums[:60], "shuffle": False, "trainer": {"max_epochs": 2}}
-    data["callbacks"] = rule
-    first, second = (
-        run(
-            fit,
-            tiny_model,
-            *rule(),
-            drains=on,
-            **{k: v for k, v in data.items() if k != "callbacks"},
-        )
-        for on in (True, False)
-    )
-    assert first[0].drawn[0] == second[0].drawn[0]
-    steps = [of[0].rounds[0].metrics["rollout/decode_steps"] for of in (first, second)]
-    assert steps[0] == steps[1]
-
-
-@pytest.mark.mostly_slow("whole")
-@ALL
-def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, rule):
+def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch):
     """In the trainer's process and in one that runs ahead, which take any time."""
     settings = {"reward_funcs": [slowly()]}
-    first = run(fit, tiny_model, *rule(), engine=ProcessEngine(TransformersEngine()), **settings)
+    first = run(fit, tiny_model, engine=ProcessEngine(TransformersEngine()), **settings)
     update = GRPOModule.training_step
 
     def dawdle(self, *args):
@@ -122,23 +86,21 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, rule):
         return update(self, *args)
 
     monkeypatch.setattr(GRPOModule, "training_step", dawdle)
-    second = run(fit, tiny_model, *rule(), engine=ProcessEngine(Sleepy()), **settings)
-    third = run(fit, tiny_model, *rule(), engine=Sleepy(), **settings)
+    second = run(fit, tiny_model, engine=ProcessEngine(Sleepy()), **settings)
+    third = run(fit, tiny_model, engine=Sleepy(), **settings)
     for seen, trained, _ in (second, third):
         assert seen.drawn == first[0].drawn
         # some CPUs' kernels round by where a tensor lies in memory
         torch.testing.assert_close(trained, first[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.mostly_slow("whole")
-@ALL
-def test_a_resumed_run_is_the_same(fit, tiny_model, tmp_path, rule):
+def test_a_resumed_run_is_the_same(fit, tiny_model, tmp_path):
     saver = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=1)
     on = {"enable_checkpointing": True}
-    seen, whole, _ = run(fit, tiny_model, *rule(), saver, trainer=on)
+    seen, whole, _ = run(fit, tiny_model, saver, trainer=on)
     for step in (1, 3):
         path = str(tmp_path / "c" / f"step={step}.ckpt")
-        again, trained, _ = run(fit, tiny_model, *rule(), ckpt_path=path)
+        again, trained, _ = run(fit, tiny_model, ckpt_path=path)
         assert torch.equal(trained, whole), f"from step {step}"
         assert again.drawn == seen.drawn[-len(again.rounds) :]
         for now, then in zip(again.rounds, seen.rounds[-len(again.rounds) :], strict=True):

@@ -1,6 +1,5 @@
 import csv
 import math
-from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 
@@ -29,8 +28,6 @@ SMALL = {"num_generations": 2, "max_completion_length": 48, "micro_batch_tokens"
 
 FIVE = [False, False, False, False, True]
 """Which rounds are long where five prompts race and four win."""
-
-races = pytest.mark.parametrize("completion_ratio", [None, 1.25], ids=["prompt", "completion"])
 
 
 class Recorder(RolloutCallback):
@@ -173,12 +170,11 @@ def check_drafts(recorder):
 
 
 @pytest.mark.slow
-@races
-def test_what_lost_is_verified_in_the_long_round(fit, completion_ratio):
+def test_what_lost_is_verified_in_the_long_round(fit):
     recorder = Recorder()
     callbacks = [
         recorder,
-        TailBatching(completion_ratio=completion_ratio, reuse_drafts=True),
+        TailBatching(completion_ratio=1.25, reuse_drafts=True),
         MicroGroupSampling(slots=9),
     ]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 11}, **SMALL)
@@ -194,7 +190,7 @@ def test_what_lost_is_verified_in_the_long_round(fit, completion_ratio):
             assert len(row.completion.logprobs) == len(row.completion.token_ids)
 
 
-def check_races(recorder, update=4, raced=5, most=8):
+def check_races(recorder, update=4, raced=6, most=8):
     """Whole updates of the newest policy; what lost goes on until it wins, nothing twice."""
     waiting, seen = [], set()
     for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
@@ -218,83 +214,20 @@ def check_races(recorder, update=4, raced=5, most=8):
     assert len(recorder.trained) == len(set(recorder.trained))
 
 
-@pytest.mark.mostly_slow("8-prompt")
-@races
-@pytest.mark.parametrize("most", [1, 8])
-def test_what_lost_goes_on_beside_fresh_prompts(fit, completion_ratio, most):
+def test_what_lost_goes_on_beside_fresh_prompts(fit):
     recorder = Recorder()
-    tail = TailBatching(1.5, completion_ratio=completion_ratio, max_deferrals=most)
+    tail = TailBatching(1.5, max_deferrals=8)
     callbacks = [recorder, tail, MicroGroupSampling(slots=9), LengthPrediction()]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **SMALL)
-    check_races(recorder, raced=6, most=most)
+    check_races(recorder)
     assert data.run.rounds.drafts.weights.keys() == {7}  # of one version alone
-    deferred = max(g.deferred for plan in recorder.plans for g in plan)
-    assert deferred == 1 if most == 1 else 1 < deferred <= 8
-    assert sum(recorder.long) == (7 if most == 1 else 0)
+    assert 1 < max(g.deferred for plan in recorder.plans for g in plan) <= 8
+    assert not any(recorder.long)
     metrics = [r.metrics for r in recorder.rounds[1:]]
     assert all(m["pool/recovered_token_share"] > 0 and m["pool/rounds"] == 1 for m in metrics)
     for m in metrics:  # each round is a pool
         assert 0 < m["pool/useful_token_share"] == m["rollout/useful_token_share"] <= 1
     assert min(m["pool/useful_token_share"] for m in metrics) < 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_what_lost_goes_on_with_vllm(fit):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, max_deferrals=8)]
-    fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 4}, **SMALL)
-    check_races(recorder, raced=6)
-    assert sum(r.metrics.get("drafts/accepted_tokens", 0) for r in recorder.rounds) > 0
-
-
-@pytest.mark.slow
-def test_prompts_that_teach_nothing_are_replaced_where_losers_go_on(fit):
-    recorder = Recorder()
-    tail = TailBatching(1.5, max_deferrals=3)
-    settings = {**SMALL, "reward_funcs": [sometimes()]}
-    fit(callbacks=[recorder, tail, DynamicSampling(4)], trainer={"max_epochs": 8}, **settings)
-    dropped = 0
-    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
-        useful = [g for g in r.groups if not all(c.dropped for c in g.completions)]
-        dropped += len(r.groups) - len(useful)
-        assert len(plan) == 6 and len(useful) <= 4 and len(pool) <= 6
-        assert len(useful) == 4 or not pool
-    assert dropped > 0
-    assert len(recorder.trained) == len(set(recorder.trained))
-
-
-def test_completions_that_race_to_the_limit_and_teach_nothing(fit):
-    """All of a prompt are decoded before the first is scored, and all of them are dropped."""
-
-    def same(prompts, **kwargs):
-        return [0.0 for _ in prompts]
-
-    recorder = Recorder()
-    tail = TailBatching(1.5, 2.0)
-    settings = {**SMALL, "max_completion_length": 4, "reward_funcs": [same]}
-    _, _, data = fit(
-        callbacks=[recorder, tail, DynamicSampling(2)], trainer={"max_epochs": 3}, **settings
-    )
-    assert len(recorder.rounds) == 3 and data.run.counters["dropped/uninformative"] > 0
-
-
-def test_drafts_of_an_unmoved_policy_are_accepted_as_they_are(fit, tiny_model):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, reuse_drafts=True)]
-    module = GRPOModule(tiny_model, learning_rate=0.0)
-    fit(module, callbacks, trainer={"max_epochs": 3}, **SMALL)
-    long, plan = recorder.rounds[2], recorder.plans[2]
-    assert long.metrics["drafts/accepted_share"] == 1.0
-    assert long.metrics["rollout/discarded_tokens"] == 0
-    assert long.metrics["pool/recovered_token_share"] == 1.0
-    assert long.metrics["pool/useful_token_share"] == 1.0
-    drafts = {f"{g.id}/{c.index}": c.draft for g in plan for c in g.completions}
-    for row in long.samples:
-        draft, completion = drafts[row.id], row.completion
-        n = len(draft.token_ids)
-        assert completion.token_ids[:n] == draft.token_ids
-        assert completion.logprobs[:n] == pytest.approx(draft.logprobs, abs=1e-4)
 
 
 def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
@@ -317,32 +250,6 @@ def test_drafts_on_vllm(fit):
     fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 3}, **SMALL)
     check(recorder, raced=6)
     assert check_drafts(recorder) > 0
-
-
-@pytest.mark.mostly_slow("prompt")
-@races
-def test_drafts_of_prompts_that_replace_others_are_verified_as_well(fit, completion_ratio):
-    recorder = Recorder()
-    callbacks = [
-        recorder,
-        TailBatching(1.75, completion_ratio=completion_ratio, reuse_drafts=True),
-        DynamicSampling(4),
-    ]
-    settings = {**SMALL, "reward_funcs": [sometimes()]}
-    fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
-    replaced = more = 0
-    for r, plan in zip(recorder.rounds, recorder.plans, strict=True):
-        planned = {g.id for g in plan}
-        replaced += sum(g.deferred > 0 and g.id not in planned for g in r.groups)
-        for c in r.completions:
-            assert c.finished and c.draft is None
-            assert c.segments == [(r.version, len(c.token_ids))]
-        metrics, drafts = r.metrics, drafts_of(plan)
-        drafted = sum(len(d.token_ids) for d in drafts)
-        assert metrics.get("drafts/tokens", 0) >= drafted
-        more += metrics.get("drafts/tokens", 0) > drafted
-    assert replaced > 0 and more > 0
-    assert len(recorder.trained) == len(set(recorder.trained))
 
 
 @pytest.mark.slow
@@ -391,43 +298,13 @@ def test_gone_on_with_without_drafts(fit, tmp_path):
     assert any(c.attempts for c in recorder.rounds[0].completions)
 
 
-@pytest.mark.mostly_slow("completion")
-@races
-def test_a_prompt_is_trained_on_once_in_each_pass(fit, sums, completion_ratio):
-    """Twelve prompts, eight of which may wait at once."""
-    recorder = Recorder()
-    settings = {**SMALL, "max_completion_length": 12, "train_data": sums[:12]}
-    callbacks = [recorder, TailBatching(completion_ratio=completion_ratio)]
-    fit(callbacks=callbacks, trainer={"max_epochs": 15}, **settings)
-    check(recorder)
-    assert recorder.long == FIVE * 3
-    passes = Counter(name.partition("@")[2] for name in recorder.trained)
-    # what waits when a pass begins is stepped over, and comes a little later
-    assert [passes[number] for number in "0123"] == [12] * 4
-    assert passes["4"] + passes["5"] == 12
-
-
-def test_the_first_that_are_ready_win(fit):
-    """A round ends with the step that the last of its update ends in."""
-    recorder = Recorder()
-    fit(callbacks=[recorder, TailBatching(2.0)], trainer={"max_epochs": 4}, **SMALL)
-    assert recorder.long == [False, True, False, True]
-    for r, long in zip(recorder.rounds, recorder.long, strict=True):
-        longest = max(len(c.token_ids) for c in r.completions)
-        assert r.metrics["rollout/decode_steps"] == longest
-        ran = dict(zip(r.trace.spans["request"], r.trace.spans["tokens"], strict=True))
-        lost = [tokens for name, tokens in ran.items() if name not in {row.id for row in r.samples}]
-        assert (lost == []) == long and max(lost, default=0) <= longest
-
-
 @pytest.mark.slow
-@races
-def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, completion_ratio):
+def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path):
     recorder, logger = Recorder(), CSVLogger(tmp_path)
     trainer = {"max_epochs": 7, "logger": logger, "log_every_n_steps": 1}
     callbacks = [
         recorder,
-        TailBatching(completion_ratio=completion_ratio),
+        TailBatching(completion_ratio=1.25),
         MicroGroupSampling(slots=8),
     ]
     _, _, data = fit(callbacks=callbacks, trainer=trainer, **SMALL)
@@ -443,7 +320,7 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, comple
         total += lost
         assert counters["num_discarded_tokens"] == total
         assert counters["num_completions"] == 8 * (r.number + 1)
-    assert (data.run.counters["dropped/stopped"] > 0) == (completion_ratio is not None)
+    assert data.run.counters["dropped/stopped"] > 0
     with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["rollout/round"]]
     assert [bool(float(row["tail_batching/long_round"])) for row in rows] == recorder.long
@@ -457,23 +334,10 @@ def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path, comple
 # The synchronous run.
 
 
-@pytest.mark.mostly_slow("alone")
-@pytest.mark.parametrize(
-    ("batching", "others"),
-    [
-        ({}, lambda: []),
-        ({}, lambda: [MicroGroupSampling(slots=3, order="least_attained")]),
-        ({}, lambda: [MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=4)]),
-        ({}, lambda: [DownSampling(2, early_stop=True), DynamicSampling()]),
-        ({"completion_ratio": 1}, lambda: [MicroGroupSampling(slots=3)]),
-    ],
-    ids=["alone", "turns", "lengths", "selection", "completion"],
-)
-def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
+def test_without_a_race_it_is_the_synchronous_run(fit):
     plain, raced = Recorder(), Recorder()
-    _, module, data = fit(callbacks=[plain, *others()], num_generations=3)
-    callbacks = [raced, TailBatching(1, **batching), *others()]
-    _, same, again = fit(callbacks=callbacks, num_generations=3)
+    _, module, data = fit(callbacks=[plain], num_generations=3)
+    _, same, again = fit(callbacks=[raced, TailBatching(1)], num_generations=3)
     assert torch.equal(vector(same), vector(module))
     assert again.run.counters == data.run.counters
     for a, b in zip(raced.rounds, plain.rounds, strict=True):
@@ -481,196 +345,21 @@ def test_without_a_race_it_is_the_synchronous_run(fit, batching, others):
     assert raced.long == [False, False] and raced.pools == [[], []]
 
 
-# Completions that race.
-
-
-@pytest.mark.slow
-def test_the_first_completions_of_a_prompt_are_kept(fit):
-    recorder = Recorder()
-    settings = {**SMALL, "num_generations": 4}
-    callbacks = [recorder, TailBatching(completion_ratio=1.5)]
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
-    check(recorder, size=4)
-    assert recorder.long == [*FIVE, False]
-    stopped = 0
-    for r, plan in zip(recorder.rounds, recorder.plans, strict=True):
-        launched = 4 if r.metrics["tail_batching/long_round"] else 6
-        assert {len(g.completions) for g in plan} == {launched}
-        ran = {}
-        for name, tokens in zip(r.trace.spans["request"], r.trace.spans["tokens"], strict=True):
-            ran.setdefault(name.rpartition("/")[0], {})[int(name.rpartition("/")[2])] = tokens
-        for g in r.groups:
-            kept = {c.index: len(c.token_ids) for c in g.completions}
-            others = [n for i, n in ran[g.id].items() if i not in kept]
-            assert len(others) == launched - 4
-            # what was aborted had come no further than the last that is kept
-            assert all(n == max(kept.values()) for n in others)
-            stopped += len(others)
-    assert stopped == 5 * 4 * 2 <= data.run.counters["dropped/stopped"]
-    taken = {c.index for r in recorder.rounds for c in r.completions}
-    assert taken == set(range(6))
-
-
-@pytest.mark.slow
-def test_hooks_see_what_is_put_off_as_well(fit):
-    recorder = Recorder()
-    fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 5}, **SMALL)
-    assert len(recorder.groups_ended) == len(set(recorder.groups_ended))
-    ended = set(recorder.groups_ended)
-    trained = {(r.version, g.id) for r in recorder.rounds for g in r.groups}
-    planned = {(i, g.id) for i, plan in enumerate(recorder.plans) for g in plan}
-    assert trained <= ended <= planned
-    assert all(finished for _, finished in recorder.completions_ended)
-    per_round = Counter(number for number, _ in recorder.completions_ended)
-    assert all(8 <= per_round[i] <= 10 for i in range(5))
-
-
 # Together with others.
 
 
-@pytest.mark.slow
-@races
-@pytest.mark.parametrize(
-    "others",
-    [
-        lambda: [MicroGroupSampling(slots=3)],
-        lambda: [MicroGroupSampling(slots=4), LengthPrediction(probe_tokens=4)],
-        lambda: [MicroGroupSampling(memory_budget=4 * 512 * 96, order="least_attained")],
-    ],
-    ids=["slots", "shortest first", "budget"],
-)
-def test_whatever_orders_the_completions(fit, completion_ratio, others):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, completion_ratio=completion_ratio), *others()]
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 5}, **SMALL)
-    check(recorder, raced=6)
-    assert recorder.long == [False, False, True, False, False]
-    assert data.run.counters["num_completions"] == 40
-
-
-@pytest.mark.mostly_slow("prompt")
-@races
-def test_single_completions_as_the_baseline(fit, tiny_model, completion_ratio):
-    recorder = Recorder()
-    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage="reinforce++")
-    callbacks = [recorder, TailBatching(completion_ratio=completion_ratio)]
-    fit(module, callbacks, trainer={"max_epochs": 6}, **SMALL)
-    check(recorder)
-    assert recorder.long == [*FIVE, False]
-    assert any(c.advantage for r in recorder.rounds for c in r.completions)
-
-
-@pytest.mark.mostly_slow("prompt")
-@races
-def test_down_sampling_selects_of_what_won(fit, completion_ratio):
+def test_down_sampling_selects_of_what_won(fit):
     recorder = Recorder()
     settings = {**SMALL, "num_generations": 4}
-    callbacks = [recorder, TailBatching(completion_ratio=completion_ratio), DownSampling(2)]
+    callbacks = [recorder, TailBatching(), DownSampling(2)]
     _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
     check(recorder, size=4)
     assert recorder.long == [*FIVE, False]
     for r in recorder.rounds:
         assert {sum(not c.dropped for c in g.completions) for g in r.groups} <= {0, 2}
     dropped = sum(c.dropped is not None for r in recorder.rounds for c in r.completions)
-    stopped = data.run.counters["dropped/stopped"]
-    assert (
-        dropped
-        == sum(n for k, n in data.run.counters.items() if k.startswith("dropped/")) - stopped
-    )
+    assert dropped == sum(n for k, n in data.run.counters.items() if k.startswith("dropped/"))
     assert data.run.counters["num_completions"] == 6 * 16
-
-
-def coin():
-    """0 or 1."""
-
-    def coin(prompts, completions, completion_ids, **kwargs):
-        return [float(sum(ids) % 2) for ids in completion_ids]
-
-    return coin
-
-
-@pytest.mark.slow
-def test_groups_that_stop_early_race_as_well(fit):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(), DownSampling(2, early_stop=True)]
-    settings = {**SMALL, "num_generations": 4, "reward_funcs": [coin()]}
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
-    assert recorder.long == [*FIVE, False]
-    assert all(len(r.groups) == 4 for r in recorder.rounds)
-    assert len(recorder.trained) == len(set(recorder.trained))
-    assert 0 < data.run.counters["dropped/stopped"] == 6 * 16 - data.run.counters["num_completions"]
-
-
-def sometimes():
-    """Differs between completions, but for prompts with an answer that three divides."""
-
-    def sometimes(prompts, completions, completion_ids, answer, **kwargs):
-        values = [sum(k * t for k, t in enumerate(ids, 1)) % 997 / 997 for ids in completion_ids]
-        return [0.5 if int(a) % 3 == 0 else v for a, v in zip(answer, values, strict=True)]
-
-    return sometimes
-
-
-@pytest.mark.slow
-@races
-def test_a_prompt_that_teaches_nothing_is_replaced_and_wins_no_place(fit, completion_ratio):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, completion_ratio=completion_ratio), DynamicSampling(4)]
-    settings = {**SMALL, "reward_funcs": [sometimes()]}
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **settings)
-    assert any(recorder.long) and not all(recorder.long)
-    kept, useless = 0, 0
-    for r, long in zip(recorder.rounds, recorder.long, strict=True):
-        useful = [g for g in r.groups if any(not c.dropped for c in g.completions)]
-        assert len(useful) == 4
-        assert all(len(g.completions) == 2 for g in useful)
-        assert all(int(g.prompt.columns["answer"]) % 3 for g in useful)
-        assert any(g.deferred > 0 for g in r.groups) == long
-        kept += 8
-        useless += len(r.groups) - 4
-    assert useless > 0
-    assert len(recorder.trained) == len(set(recorder.trained))
-    waiting = {g.id for g in data.run.pool}
-    seen = {g.id for plan in recorder.plans for g in plan} | waiting
-    assert not waiting & set(recorder.trained) and seen <= waiting | set(recorder.trained)
-    dropped = sum(n for k, n in data.run.counters.items() if k.startswith("dropped/"))
-    dropped -= data.run.counters["dropped/stopped"]
-    assert kept + dropped == data.run.counters["num_completions"]
-
-
-# How long rewards take.
-
-
-def slow(delay):
-    """Some answers take their time, others none."""
-
-    def slow(prompts, completions, completion_ids, **kwargs):
-        import time
-
-        time.sleep(delay * (sum(completion_ids[0]) % 4) / 1000)
-        return [sum(ids) % 97 / 97 for ids in completion_ids]
-
-    return slow
-
-
-@pytest.mark.mostly_slow("completion")
-@races
-def test_what_wins_does_not_depend_on_how_long_rewards_take(fit, completion_ratio):
-    runs = []
-    for delay in (0, 4):
-        recorder = Recorder()
-        settings = {**SMALL, "reward_funcs": [slow(delay)], "reward_workers": 1 + delay // 4}
-        callbacks = [
-            recorder,
-            TailBatching(1.5, completion_ratio=completion_ratio),
-            MicroGroupSampling(slots=6),
-        ]
-        _, module, data = fit(callbacks=callbacks, trainer={"max_epochs": 4}, **settings)
-        runs.append((recorder, vector(module), data.run.counters))
-    (first, weights, counters), (second, same, again) = runs
-    assert [r.groups for r in first.rounds] == [r.groups for r in second.rounds]
-    assert first.pools == second.pools
-    assert torch.equal(weights, same) and counters == again
 
 
 def hangs():
@@ -711,14 +400,12 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reuse_drafts", [False, True], ids=["redraw", "drafts"])
-@races
-def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, reuse_drafts):
+def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
     def run(epochs, folder, ckpt_path=None):
         recorder = Recorder()
         save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
         trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        batching = TailBatching(completion_ratio=completion_ratio, reuse_drafts=reuse_drafts)
+        batching = TailBatching(completion_ratio=1.25, reuse_drafts=True)
         callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
         _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
         return recorder, vector(module), data
@@ -726,7 +413,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path, completion_ratio, re
     whole, weights, data = run(7, "whole")
     first, _, _ = run(3, "part")
     assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
-    assert bool(drafts_of(first.pools[-1])) == reuse_drafts
+    assert drafts_of(first.pools[-1])
     second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(resumed, weights) and again.run.counters == data.run.counters
     got = [*first.rounds, *second.rounds]
@@ -773,7 +460,9 @@ def test_drafts_of_a_truncated_distribution(fit, settings):
 
 @pytest.mark.parametrize(("name", "value"), [("reuse_drafts", True), ("max_deferrals", 8)])
 def test_drafts_of_an_engine_without_log_probs(fit, name, value):
-    message = rf"{name}={value}\)` with `SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEng"
+    message = (
+        rf"{name}={value}\)` with `engine=SimulatedEngine`: .*Use `VLLMEngine` or `TransformersEng"
+    )
     with pytest.raises(UsageError, match=message):
         fit(callbacks=[TailBatching(**{name: value})], engine=SimulatedEngine())
 
@@ -786,13 +475,6 @@ def test_too_few_prompts(fit, sums, prompts):
     }[prompts]
     with pytest.raises(UsageError, match=message):
         fit(callbacks=[TailBatching()], train_data=sums[:prompts])
-
-
-def test_just_enough_prompts(fit, sums):
-    recorder = Recorder()
-    settings = {**SMALL, "train_data": sums[:8], "max_completion_length": 12}
-    fit(callbacks=[recorder, TailBatching()], trainer={"max_epochs": 11}, **settings)
-    check(recorder)
 
 
 def test_no_two_callbacks_end_rounds(fit):
@@ -815,19 +497,6 @@ def test_settings_end_with_the_run_however_it_ends(fit):
     assert not fails.data.run.schedule.rule.ends_early
 
 
-def test_groups_that_stop_early_are_whole_again_when_they_lost(fit):
-    """What a stop has thrown away of a group that is then put off is drawn with the others."""
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(2.0), DownSampling(2, early_stop=True)]
-    callbacks.append(MicroGroupSampling(slots=30))
-    settings = {**SMALL, "num_generations": 4, "max_completion_length": 12}
-    fit(callbacks=callbacks, reward_funcs=[coin()], trainer={"max_epochs": 6}, **settings)
-    assert recorder.long == [False, True] * 3
-    assert any(len(g.completions) < 4 for r in recorder.rounds for g in r.groups)
-    for pool in recorder.pools:
-        assert {len(g.completions) for g in pool} <= {4}
-
-
 # Quotas of domains.
 
 
@@ -847,11 +516,9 @@ def only_of_a():
     return parity
 
 
-@pytest.mark.mostly_slow("more0")
-@pytest.mark.parametrize("more", [{}, {"completion_ratio": 1.25, "reuse_drafts": True}])
-def test_each_domain_has_its_quota(fit, sums, more):
+def test_each_domain_has_its_quota(fit, sums):
     recorder = Recorder()
-    tail = TailBatching(1.5, per_domain={"a": 0.75, "b": 0.25}, **more)
+    tail = TailBatching(1.5, per_domain={"a": 0.75, "b": 0.25})
     fit(
         callbacks=[recorder, tail],
         trainer={"max_epochs": 8},
@@ -868,29 +535,17 @@ def test_each_domain_has_its_quota(fit, sums, more):
     assert len(recorder.trained) == len(set(recorder.trained)) == 8 * 4
 
 
-def one_round_with_replacements(fit, rows, per_domain, max_num_gen_batches):
+def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
     """Only prompts of `a` teach something."""
     recorder = Recorder()
-    tail, dynamic = TailBatching(per_domain=per_domain), DynamicSampling(max_num_gen_batches)
-    data = {"train_data": rows, "reward_funcs": [only_of_a()], **SMALL}
-    fit(callbacks=[recorder, tail, dynamic], trainer={"max_epochs": 1}, **data)
+    tail = TailBatching(per_domain={"a": 0.5, "b": 0.5})
+    data = {"train_data": of_domains(sums[:80]), "reward_funcs": [only_of_a()], **SMALL}
+    fit(callbacks=[recorder, tail, DynamicSampling(2)], trainer={"max_epochs": 1}, **data)
     (round,) = recorder.rounds
     replaced = [g for g in round.groups if all(c.dropped for c in g.completions)]
-    return [*round.groups, *recorder.pools[0]], [g.prompt.columns["domain"] for g in replaced]
-
-
-def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
-    rows = of_domains(sums[:80])
-    drawn, replaced = one_round_with_replacements(fit, rows, {"a": 0.5, "b": 0.5}, 2)
-    assert replaced and set(replaced) >= {"b"}
-    domains = [g.prompt.columns["domain"] for g in drawn]
+    assert "b" in {g.prompt.columns["domain"] for g in replaced}
+    domains = [g.prompt.columns["domain"] for g in [*round.groups, *recorder.pools[0]]]
     assert domains.count("b") > 3, "more of b were drawn in place of those"
-
-
-def test_a_domain_that_teaches_nothing_runs_out_of_replacements(fit, sums):
-    rows = of_domains(sums[:80], "a" * 15 + "b")  # 75 and 5, as many as must be there
-    _, replaced = one_round_with_replacements(fit, rows, {"a": 0.75, "b": 0.25}, 4)
-    assert replaced.count("b") == 5
 
 
 @pytest.mark.parametrize(
@@ -913,27 +568,16 @@ def test_domains_that_do_not_fit_are_refused(fit, sums, per_domain, names, why):
 @pytest.mark.slow
 def test_a_pool_of_domains_is_resumed_with_the_same_domains(fit, sums, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", save_last=True)
-    data = {"train_data": of_domains(sums[:80]), **SMALL}
-    recorder, again = Recorder(), Recorder()
 
-    def run(recorder, epochs, per_domain, **more):
+    def run(epochs, per_domain, **more):
         fit(
-            callbacks=[recorder, TailBatching(per_domain=per_domain), RNGState(), checkpoint],
+            callbacks=[TailBatching(per_domain=per_domain), RNGState(), checkpoint],
             trainer={"max_epochs": epochs, "enable_checkpointing": True},
-            **data,
+            train_data=of_domains(sums[:80]),
+            **SMALL,
             **more,
         )
 
-    halves = {"a": 0.5, "b": 0.5}
-    run(recorder, 3, halves)
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    whole = Recorder()
-    fit(
-        callbacks=[whole, TailBatching(per_domain=halves)],
-        trainer={"max_epochs": 6},
-        **data,
-    )
-    run(again, 6, halves, ckpt_path=last)
-    assert recorder.trained + again.trained == whole.trained
+    run(3, {"a": 0.5, "b": 0.5})
     with pytest.raises(UsageError, match=r"the domains \['a', 'b'\], this run draws from one"):
-        run(Recorder(), 8, None, ckpt_path=last)
+        run(8, None, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
