@@ -184,9 +184,8 @@ class TrainingRun:
         """Form a team with the Trainer's other processes.
 
         Raises:
-            UsageError: the Trainer's strategy or one of its callbacks is not
+            UsageError: the Trainer's strategy, its precision or one of its callbacks is not
                 supported, or processes differ in version, seed or sizes.
-            UsageError: the Trainer's precision is not supported.
         """
         self._trainer = trainer
         check_trainer(trainer)
@@ -210,8 +209,7 @@ class TrainingRun:
             stage: What the Trainer does with it, for an error.
 
         Raises:
-            UsageError: there is no such data set.
-            UsageError: a reward function needs other columns.
+            UsageError: there is no such data set, or a reward function needs other columns.
         """
         data, rewards = self.settings.data[name], self.settings.rewards
         if data is None:
@@ -311,12 +309,7 @@ class TrainingRun:
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""
         self.start()  # tokenises the prompts that a checkpoint names
-        if self.resumed is not None:
-            self._restore(self.resumed)
-            self.resumed = None
-        elif self._last is not None and self._last is not self._trainer:
-            self._leave(self._last)
-        self._last = self.trainer
+        self.arrive()
         if self.round_is_over:
             self.end_round()
         round = self.current or self._roll_out()
@@ -326,6 +319,15 @@ class TrainingRun:
             if not len(step) and self.trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning gets no micro-batch and counts no step
             yield step
+
+    def arrive(self) -> None:
+        """Restore the checkpoint, or leave an earlier Trainer's run, if there is one."""
+        if self.resumed is not None:
+            self._restore(self.resumed)
+            self.resumed = None
+        elif self._last is not None and self._last is not self._trainer:
+            self._leave(self._last)
+        self._last = self.trainer
 
     def _stop_together(self) -> None:
         """Stop all ranks if a signal has asked one of them to."""
@@ -480,8 +482,7 @@ class TrainingRun:
         else:
             prompt_of_uid = startup.prompts.train.of_uid
         self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
-        self.num_rounds = state["num_rounds"]
-        self.counters = Counter(state["counters"])
+        self.num_rounds, self.counters = state["num_rounds"], Counter(state["counters"])
         pool, following = self.pool, self.rounds.next
         if (following.tokens and schedule.ahead != "importance") or not schedule.ahead:
             self.counters["num_discarded_tokens"] += following.tokens
