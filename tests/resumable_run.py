@@ -282,7 +282,10 @@ def state_hash(state):
     if isinstance(state, torch.Tensor):
         state = hashlib.sha256(state.numpy().tobytes()).hexdigest()
     if isinstance(state, dict):
-        state = [[key, state_hash(value)] for key, value in sorted(state.items(), key=str)]
+        state = [
+            [key, state_hash(value)]
+            for key, value in sorted(state.items(), key=lambda item: str(item[0]))
+        ]
     elif isinstance(state, (list, tuple)):
         state = [state_hash(value) for value in state]
     return hashlib.sha256(repr(state).encode()).hexdigest()

@@ -1,4 +1,7 @@
-"""Kill a run with SIGKILL wherever it hurts, resume it, and compare with a run never stopped."""
+"""Kill a run with SIGKILL wherever it hurts, resume it, and compare with a run never stopped.
+
+`test_resume_simulated.py` stops every schedule anywhere, without processes and weights.
+"""
 
 import json
 
@@ -17,53 +20,20 @@ PLACES = [
     "round_end 3",  # all drawn, advantages set
     "step 7",
 ]
-SORTED = [
-    "harvest 1",  # while a round is drawn in which the pool of the first one goes on
-    "round_end 1",  # harvested: tokens kept or thrown away, nothing trained on
-    "validation 2",  # some prompts wait in the pool
-    "step 2",  # harvested, at the start of the update
-    "harvest 4",
-]
-TAIL = [
-    "harvest 1",  # while a short round is drawn, and what lost the first one waits
-    "round_end 1",  # some are put off
-    "validation 2",
-    "harvest 2",  # while the first long round is drawn
-    "round_end 2",
-    "step 2",  # at the start of the long round's update
-    "harvest 5",  # while the second one is drawn
-    "step 7",  # at the start of a short round's update
-]
-STREAMED = [
-    "harvest 1",  # while a short round is drawn, and some gradients are there
-    "harvest 2",  # while the first long round is drawn
-    "round_end 5",  # the second one is drawn, and most of its gradients are there
-]
-DRAFTS = [
-    "round_end 1",  # some are put off, with what they had drawn
-    "harvest 2",  # while the first long round goes on from it
-    "step 2",  # at the start of its update
-    "harvest 5",
-]
-LOSERS = [
-    "harvest 1",  # while a round is drawn in which what lost the first one goes on
-    "round_end 3",
-    "harvest 5",
-]
-AHEAD = [
-    "step 1",  # in the middle of an update, while the next round is drawn
-    "round_end 1",  # before the next one is begun
-    "harvest 2",  # while drafts that were cut go on
-    "validation 3",
-    "step 6",  # after a round, whose next one is drawn
-]
-SELECTED = [
-    "harvest 0",  # while the first round is drawn
-    "step 1",
-    "harvest 2",
-    "round_end 2",  # all drawn and selected, nothing trained on
-    "step 6",
-]
+KILLED = {
+    "on_policy": "round_end 1",  # harvested: tokens thrown away, nothing trained on
+    "partial": "resumed 5",  # while completions that another round began are gone on with
+    "tail": "harvest 2",  # while the first long round is drawn
+    "streamed": "harvest 2",  # the same, and some gradients are there
+    "ahead": "harvest 2",  # while drafts that were cut go on
+    "ahead streamed": "step 6",  # after a round, whose next one is drawn
+    "in flight": "step 1",  # in the middle of an update, while the next round is drawn
+    "drafts": "step 2",  # at the start of the update of a round that went on from drafts
+    "losers go on": "harvest 1",  # while a round is drawn in which what lost the first one goes on
+    "drain": "round_end 2",
+    "selected": "round_end 2",  # all drawn and selected, nothing trained on
+}
+"""Where each other schedule is killed."""
 STOPPED = [
     "TERM completion 3",  # while the first round is drawn
     "TERM micro 1",  # in the second optimizer step of a round, between two micro-batches
@@ -76,20 +46,6 @@ STOPPED = [
     "TERM step 9",  # in the last step of the last round
 ]
 """Where SIGTERM comes."""
-STOPPED_AHEAD = [f"TERM {place}" for place in AHEAD if place != "harvest 2"]
-STOPPED_STREAMED = [
-    "TERM step 1",
-    "TERM round_end 1",  # with gradients that a checkpoint does not hold
-    "TERM micro 4",  # while gradients are computed beside the rollout
-    "TERM micro 5",
-    "TERM step 6",
-]
-VALIDATING = ("answers", "validation", "last")
-AUTOMATIC = [place for place in STOPPED if place.split()[1] not in VALIDATING]
-
-
-RESUMED = "resumed 5"
-"""While completions that another round began are gone on with."""
 
 
 def run(folder, engine, model, schedule, *places):
@@ -106,18 +62,8 @@ def run(folder, engine, model, schedule, *places):
     ("engine", "schedule", "places"),
     [
         ("TransformersEngine", "full", PLACES),
-        ("TransformersEngine", "on_policy", SORTED),
-        ("TransformersEngine", "partial", [*SORTED, RESUMED]),
-        ("VLLMEngine", "partial", ["validation 2", RESUMED]),
-        ("TransformersEngine", "tail", TAIL),
-        ("TransformersEngine", "streamed", STREAMED),
-        ("TransformersEngine", "ahead", AHEAD),
-        ("TransformersEngine", "ahead streamed", AHEAD),
-        ("TransformersEngine", "in flight", AHEAD),
-        ("TransformersEngine", "drafts", DRAFTS),
-        ("TransformersEngine", "losers go on", LOSERS),
-        ("TransformersEngine", "drain", TAIL),
-        ("TransformersEngine", "selected", SELECTED),
+        ("VLLMEngine", "partial", [KILLED["partial"]]),
+        *(("TransformersEngine", schedule, [place]) for schedule, place in KILLED.items()),
     ],
 )
 def test_killed_anywhere_and_resumed_equals_never_stopped(
@@ -154,12 +100,12 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
     ("engine", "schedule", "places"),
     [
         ("TransformersEngine", "full", STOPPED),
-        ("TransformersEngine", "automatic optimization", AUTOMATIC),
-        ("TransformersEngine", "partial", [f"TERM {place}" for place in (*SORTED, RESUMED)]),
-        ("TransformersEngine", "ahead importance", STOPPED_AHEAD),
-        ("TransformersEngine", "ahead", STOPPED_AHEAD),
-        ("TransformersEngine", "ahead streamed", STOPPED_STREAMED),
-        ("VLLMEngine", "full", ["TERM completion 40", "TERM answers 3"]),
+        ("VLLMEngine", "full", ["TERM completion 40"]),
+        ("TransformersEngine", "automatic optimization", ["TERM micro 1"]),
+        ("TransformersEngine", "partial", ["TERM resumed 5"]),
+        ("TransformersEngine", "ahead importance", ["TERM round_end 1"]),
+        ("TransformersEngine", "ahead", ["TERM step 1"]),
+        ("TransformersEngine", "ahead streamed", ["TERM micro 4"]),  # beside the rollout
     ],
 )
 def test_stopped_anywhere_and_resumed_equals_never_stopped(

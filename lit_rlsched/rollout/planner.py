@@ -142,8 +142,8 @@ class RoundPlanner:
     def replacement(self, group: Group, planned: Sequence[Group], rule: RoundRule) -> Group | None:
         """Return another group for the same round, or `None` if its domain has no prompt left.
 
-        A waiting group of the pool comes first (one that an interrupted round had drawn, or, for a
-        deferred group, the next deferred one), then the next prompt of the data.
+        A waiting group of the pool comes first (for a deferred group the next deferred one, then
+        one that an interrupted round had drawn), then the next prompt of the data.
 
         Args:
             group: Group to replace.
@@ -152,10 +152,11 @@ class RoundPlanner:
         """
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
-        for other in self._besides(self.following):
-            fits = late or rule.domain_of(other.prompt) == domain
-            if fits and other.id not in ids and (other.deferred > 0) == late:
-                return other.copy()
+        waiting = [g for g in self._besides(self.following) if g.id not in ids]
+        deferred = [g for g in waiting if g.deferred] if late else []
+        fresh = (g for g in waiting if not g.deferred and rule.domain_of(g.prompt) == domain)
+        for other in (*deferred, *fresh):
+            return other.copy()
         assert self.source is not None
         elsewhere = () if rule.ends_early else self.following
         if not self.source.left(self._uids(elsewhere), domain):

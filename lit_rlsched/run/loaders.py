@@ -77,6 +77,8 @@ class Evaluation:
     def __iter__(self) -> Iterator[Evaluated]:
         run = self._run
         run.start()
+        if run.resumed is not None and run.resumed["round"] is None:
+            run.arrive()  # between two rounds: the validation may begin the next one
         if run.trainer.validating:
             begin_validation(run.trainer)
         if run.team.size == 1:

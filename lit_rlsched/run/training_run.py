@@ -304,12 +304,7 @@ class TrainingRun:
     def optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield the steps of the next round, or the remaining ones of a resumed round."""
         self.start()  # tokenises the prompts that a checkpoint names
-        if self.resumed is not None:
-            self._restore(self.resumed)
-            self.resumed = None
-        elif self._last is not None and self._last is not self._trainer:
-            self._leave(self._last)
-        self._last = self.trainer
+        self.arrive()
         if self.round_is_over:
             self.end_round()
         round = self.current or self._roll_out()
@@ -320,6 +315,15 @@ class TrainingRun:
             if not len(step) and self.trainer.lightning_module.automatic_optimization:
                 self._empty_steps += 1  # Lightning gets no micro-batch and counts no step
             yield step
+
+    def arrive(self) -> None:
+        """Restore the checkpoint, or leave an earlier Trainer's run, if there is one."""
+        if self.resumed is not None:
+            self._restore(self.resumed)
+            self.resumed = None
+        elif self._last is not None and self._last is not self._trainer:
+            self._leave(self._last)
+        self._last = self.trainer
 
     def _roll_out(self) -> Round:
         """Draw a round, log its metrics and call the hooks."""

@@ -112,12 +112,16 @@ class Overlap:
     def beside(self, how: Drawing) -> Following | None:
         """Return the next round, for another rollout under the same weights to begin its drafts.
 
-        `None` if the schedule has none, no round follows, or the next round may end early:
-        prompts with a draft would then be ahead of others.
+        `None` if the schedule has none, no round follows, they were begun already, or the next
+        round may end early: prompts with a draft would then be ahead of others.
         """
         if how.drafts_next != "cut" or how.rule.ends_early:
             return None
-        return self._runner.begin_beside(how.rule)
+        following = self._runner.begin_beside(how.rule)
+        drafts = [c.draft for group in following.groups for c in group.completions if c.draft]
+        if any(how.version in draft.versions for draft in drafts):
+            return None  # by this validation, before it was interrupted at its end
+        return following
 
     def keep_begun(self, how: Drawing, following: Following) -> None:
         """Put the drafts of `beside` into the pool, for the round to verify."""
