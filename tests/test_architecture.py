@@ -66,6 +66,19 @@ def test_a_callback_that_inherits_from_another_counts_as_one(facts):
         make_schedule([Mine(), callbacks.DynamicSampling()], facts)
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_rule_is_set_once_whatever_callbacks_say_they_set(facts, turn):
+    class Mine(callbacks.RolloutCallback):
+        sets = "when a round ends"
+
+        def apply(self, schedule, facts):
+            schedule.rule = FullRound(2)
+
+    pair = [Mine(), callbacks.InFlightUpdates()][::turn]
+    with pytest.raises(UsageError, match=r"`\w+` with the rule `\w+`: Both decide when a round"):
+        make_schedule(pair, facts)
+
+
 def test_from_callbacks_to_a_rule_without_a_trainer(facts):
     schedule = make_schedule([callbacks.TailBatching(), callbacks.MicroGroupSampling(3)], facts)
     assert schedule.rule.launched(4) == 4 and schedule.rule.most_prompts() == 5

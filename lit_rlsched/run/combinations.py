@@ -436,10 +436,14 @@ def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
                 "earlier ones."
             )
     facts = replace(facts, callbacks=class_names(callbacks))
-    schedule = Schedule(FullRound(facts.settings.prompts_per_round))
+    schedule = Schedule(plain := FullRound(facts.settings.prompts_per_round))
     check(schedule, facts)  # pairs that cannot work together, before one trips over the other
     for switch in switches:
+        before = schedule.rule
         switch.apply(schedule, facts)
+        if schedule.rule is not before and before is not plain:
+            who, other = type(switch).__name__, type(before).__name__
+            raise UsageError(f"`{who}` with the rule `{other}`: {_ROUND_ENDS}")
     check(schedule, facts)
     for row, values in _found(schedule, facts, "warned"):
         rank_zero_warn(row.said(values))

@@ -1,6 +1,7 @@
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from statistics import fmean, stdev
 
 import pytest
@@ -20,6 +21,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
 )
 from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.scheduling.down_sampling import RULES
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.policy import load_policy
@@ -172,7 +174,7 @@ def test_the_backward_pass_is_on_keep_rows_of_each_group(fit, tiny_model, make, 
 def test_keeping_all_is_the_run_without(fit, tiny_model):
     settings = {"reward_funcs": [spread()], "steps_per_round": 2, "num_iterations": 2}
     _, plain, data = fit(GRPO(tiny_model), **settings)
-    for rule, scope in (("max_variance", "selected"), ("random", "full")):
+    for rule, scope in zip(RULES, cycle(("selected", "full")), strict=False):
         _, same, again = fit(GRPO(tiny_model), [DownSampling(4, rule, scope)], **settings)
         assert torch.equal(vector(same), vector(plain))
         assert again.run.counters == data.run.counters

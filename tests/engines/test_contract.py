@@ -26,6 +26,7 @@ MAX_MODEL_LEN = 256
 PROMPT = [4 + 7 * i % 60 for i in range(12)]
 LONG_PROMPT = [4 + 11 * i % 61 for i in range(100)]
 
+PLAIN = pytest.param("PlainEngine", marks=pytest.mark.slow)
 DECODERS = [
     pytest.param(
         "VLLMEngine",
@@ -34,10 +35,12 @@ DECODERS = [
     "TransformersEngine",
     "ProcessEngine",
     pytest.param("RayEngine", marks=on_ray[:2]),
-    pytest.param("PlainEngine", marks=pytest.mark.slow),
+    PLAIN,
 ]
 """The engines that run a model; the simulation only draws lengths."""
 ALL = [*DECODERS, "SimulatedEngine"]
+CACHED = [decoder for decoder in DECODERS if decoder is not PLAIN]
+"""Those with a key-value cache, which `update_weights` keeps."""
 OWN = [decoder for decoder in DECODERS if "RayEngine" not in getattr(decoder, "values", ())]
 """Those that a test starts for itself: starts and syncs of actors have tests of their own."""
 
@@ -693,7 +696,7 @@ def test_new_weights_between_two_steps(restored: Bench) -> None:
         assert found.min(1).values.max() > 0.02, "other versions would have been noticed"
 
 
-@pytest.mark.parametrize("shared", [d for d in ALL if d is not DECODERS[-1]], indirect=True)
+@pytest.mark.parametrize("shared", [*CACHED, "SimulatedEngine"], indirect=True)
 def test_new_weights_beside_caches_of_the_old_ones(restored: Bench) -> None:
     """What goes on is of neither policy; what begins later is of the new one alone."""
     batch = requests(2, LONG_PROMPT, max_completion_length=120, temperature=0.0)
@@ -754,7 +757,7 @@ def test_stats_count_and_go_back_to_zero(ready: Bench) -> None:
     assert idle(ready.engine.stats())
 
 
-@pytest.mark.parametrize("shared", DECODERS[:-1], indirect=True)  # PlainEngine has no cache
+@pytest.mark.parametrize("shared", CACHED, indirect=True)
 def test_a_group_computes_its_prompt_once(ready: Bench) -> None:
     prompt = LONG_PROMPT[::-1]  # nobody else's
     before = ready.engine.stats()

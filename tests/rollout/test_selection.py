@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.down_sampling import informative
+from lit_rlsched.scheduling.down_sampling import RULES, informative
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import (
     Selection,
@@ -16,7 +16,6 @@ from lit_rlsched.training.selection import (
 )
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
-RULES = ["max_variance", "max_reward", "percentile", "random"]
 scores = st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(-3, 3)
 
 
@@ -51,7 +50,7 @@ def kept(group):
 @given(
     rounds(),
     st.integers(2, 8),
-    st.sampled_from(RULES),
+    st.sampled_from([*RULES]),
     st.booleans(),
     st.booleans(),
     st.booleans(),
@@ -97,7 +96,7 @@ def test_random_depends_on_the_seed_alone(groups, keep, seed):
     assert [len(c) for c in choices[0]] == [len(c) for c in choices[2]]
 
 
-@given(rounds(), st.integers(2, 6), st.sampled_from(RULES), st.integers(0, 99), st.data())
+@given(rounds(), st.integers(2, 6), st.sampled_from([*RULES]), st.integers(0, 99), st.data())
 def test_what_is_kept_of_a_group_follows_from_that_group_alone(groups, keep, rule, seed, data):
     """So processes that hold different groups need not exchange any."""
     whole, copies = [[g.copy() for g in groups] for _ in range(2)]

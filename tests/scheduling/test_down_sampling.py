@@ -1,5 +1,6 @@
 import math
 from itertools import combinations
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.down_sampling import (
     RULES,
+    Rule,
     check_early_stop,
     max_reward,
     max_variance,
@@ -153,6 +155,10 @@ def test_of_two_rewards_half_is_taken_of_each(rewards, data):
     taken = sum(at(rewards, max_variance(rewards, keep)))
     least, most = max(0, keep - zeros), min(ones, keep)
     assert taken == min(max(keep // 2, least), most)
+
+
+def test_a_rule_has_a_name_and_a_function():
+    assert [*RULES] == [*get_args(Rule)]
 
 
 def test_rules_by_hand():
