@@ -308,7 +308,7 @@ COMBINATIONS: Sequence[Combination] = [
         lambda _, f: when("ParallelismPlanner" in f.callbacks and f.ranks > 1, n=f.ranks),
     ),
     Combination(
-        "verified drafts",
+        "Verified drafts",
         "`{strategy}`",
         "they are verified with weights of earlier policy versions, which this strategy has only "
         "in parts. Use `strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., "
@@ -318,7 +318,7 @@ COMBINATIONS: Sequence[Combination] = [
         lambda s, f: when(f.sharded and s.verifies_drafts, strategy=f.sharded),
     ),
     Combination(
-        "drafts of `{rule}` (`keeps_drafts`)",
+        "Drafts of `{rule}` (`keeps_drafts`)",
         "`{other}`",
         "a draft would have tokens of several policy versions, and the weights of one are kept. "
         "Use `max_staleness=0` without `InFlightUpdates`, or `keeps_drafts=False`.",

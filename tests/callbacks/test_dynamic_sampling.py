@@ -111,7 +111,7 @@ def test_the_prompts_of_a_round_follow_from_the_data_and_the_rewards(fit):
         )
         drawn = check(recorder, data)
         assert any(len(names) > 4 for names in drawn)
-        assert recorder.steps == [4, 4]
+        assert recorder.groups_of_steps == [4, 4]
         trained.append(recorder.trained)
     assert trained[0] == trained[1]  # tokens too
 

@@ -29,7 +29,6 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import named_weights
 from lit_rlsched.training.weight_sync import WeightSync
 
@@ -170,7 +169,7 @@ def test_one_of_two_that_does_not_start_ends_both():
             super().start(spec)
 
     pool = EnginePool.of(Refusing(), 2)
-    with pytest.raises(UsageError, match="not with this model") as error:
+    with pytest.raises(ValueError, match="not with this model") as error:
         pool.start(EngineSpec("", 2, 64, (1,)))
     assert "In the process of engine 1 of 2:" in error.value.__notes__[0]
     assert [engine.pid for engine in pool.engines] == [None, None]

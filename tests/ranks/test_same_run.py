@@ -154,7 +154,7 @@ REFUSED = {
     "drafts": (
         {"callbacks": {"TailBatching": {"reuse_drafts": True}}},
         FSDP2,
-        "Drafts are verified",
+        "Verified drafts with",
     ),
     "drafts of the next round": (
         {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine"},
