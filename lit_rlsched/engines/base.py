@@ -202,6 +202,10 @@ class RolloutEngine(RemembersInit, ABC):
         """Free everything; safe to call twice."""
 
 
+NO_DRAFTS = DraftCounts()
+"""Counts of an engine without draft tokens: made once, and not in every step."""
+
+
 class SlotEngine(RolloutEngine):
     """Base of the engines of this package that decode in this process: what they all count."""
 
@@ -216,7 +220,7 @@ class SlotEngine(RolloutEngine):
     def _stats(
         self, kv_tokens: int, running: int, waiting: int = 0, step_kv_tokens: int | None = None
     ) -> EngineStats:
-        drafts = DraftCounts() if self._drafts is None else self._drafts.counts
+        drafts = NO_DRAFTS if self._drafts is None else self._drafts.counts
         return EngineStats(
             running,
             waiting,
