@@ -244,15 +244,20 @@ def test_a_killed_or_stopped_process_goes_on_from_the_tokens_received(
 @process_only
 @pytest.mark.slow
 def test_a_process_killed_between_rounds_has_the_weights_when_it_comes_back(here, there):
+    before = next(here.policy.parameters()).detach().clone()
     with torch.no_grad():
         for bench in (here, there):
-            next(bench.policy.parameters()).mul_(1.5)
+            next(bench.policy.parameters()).copy_(1.5 * before)
     there.sync()
     worker, _, _ = there.run(FullRound(PROMPTS))
     os.kill(there.engine.pid, signal.SIGKILL)
     there.engine.wake()
     _, groups, _ = here.run(FullRound(PROMPTS))
     _, same, _ = there.run(FullRound(PROMPTS), worker=worker)
+    with torch.no_grad():  # tests of another placement may come next, with `here` as it is
+        for bench in (here, there):
+            next(bench.policy.parameters()).copy_(before)
+            bench.sync()
     assert [c.token_ids for g in same for c in g.completions] == [
         c.token_ids for g in groups for c in g.completions
     ]
