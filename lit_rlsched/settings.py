@@ -65,6 +65,30 @@ def check_choice(owner: str, name: str, value: object, choices: Collection[str])
         raise UsageError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")
 
 
+def check_literals(owner: str, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that are not among the values that a `Literal` in their annotation lists.
+
+    Args:
+        owner: Class with the arguments.
+        signature: Of its constructor.
+        given: Arguments by name; others than those of the constructor are ignored.
+    """
+    for name, parameter in signature.parameters.items():
+        if name in given and (choices := _choices(parameter.annotation)):
+            check_choice(owner, name, given[name], choices)
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """Return all values of a `Literal` and of what may stand beside it; empty if not all known."""
+    literal = get_origin(annotation) is Literal
+    hints = [annotation] if literal else [*get_args(annotation)]
+    if not any(get_origin(hint) is Literal for hint in hints):
+        return ()
+    few = {type(None): (None,), bool: (False, True)}
+    values = [get_args(h) if get_origin(h) is Literal else few.get(h, ()) for h in hints]
+    return tuple(value for of in values for value in of) if all(values) else ()
+
+
 def check_name(owner: str, name: str, value: object, why: str) -> None:
     """Refuse an object in place of a name; for `owner` and `name` see `check_count`."""
     if not isinstance(value, str):
@@ -178,8 +202,7 @@ class KnownArguments:
     constructor's frame.
 
     Raises:
-        UsageError: an argument does not exist, or its annotation is a `Literal` of other values;
-            says which one was meant, or what TRL's is here.
+        UsageError: an argument does not exist; says which one was meant, or what TRL's is here.
     """
 
     __signature__ = _ConstructorSignature()
@@ -194,9 +217,6 @@ class KnownArguments:
                 )
             if args and not known:  # `object` lets them pass where there is a `__new__`
                 raise UsageError(f"`{cls.__name__}()` takes no arguments.")
-        for name, value in [*zip(_positional(cls), args, strict=False), *kwargs.items()]:
-            if choices := _choices(cls).get(name):  # type: ignore[arg-type]
-                check_choice(cls.__name__, name, value, choices)
         return super().__new__(cls)
 
 
@@ -230,32 +250,6 @@ def constructor_arguments(cls: type) -> tuple[set[str], bool]:
     return known, False
 
 
-def _positional(cls: type) -> Sequence[str]:
-    return [*inspect.signature(cls).parameters]
-
-
-@functools.cache
-def _choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """Return the values that arguments annotated as a `Literal` may have."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for owner in reversed(cls.__mro__):
-        init = vars(owner).get("__init__")
-        for name, parameter in inspect.signature(init).parameters.items() if init else ():
-            hint = parameter.annotation
-            alternatives = [hint] if get_origin(hint) is Literal else [*get_args(hint)]
-            values = [_values(alternative) for alternative in alternatives]
-            if any(get_origin(alternative) is Literal for alternative in alternatives):
-                found[name] = () if None in values else tuple(v for of in values for v in of or ())
-    return found
-
-
-def _values(hint: Any) -> tuple[Any, ...] | None:
-    """Return all values of a type, if they are few."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    return {type(None): (None,), bool: (False, True)}.get(hint)
-
-
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -278,9 +272,10 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs)  # `init` names what is missing
+        check_literals(type(self).__name__, signature, given.arguments)
         init(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs)  # last set by the class of the object itself
-        given.apply_defaults()
+        given.apply_defaults()  # last by the class of the object itself
         self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}
 
     return __init__

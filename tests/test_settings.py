@@ -97,6 +97,25 @@ def test_a_word_that_is_no_choice_is_refused_with_the_choices(kind, name, choice
     assert all(str(choice) in str(refused.value) for choice in choices)
 
 
+class Mine(callbacks.SortedBatching):
+    """Of one's own: what reaches the package's constructor counts."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(mode={"mine": "nonsense"}.get(mode, mode))  # type: ignore[arg-type]
+
+
+class MyModule(GRPOModule):
+    def __init__(self, model: str) -> None:
+        super().__init__(model, advantage="nonsense")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda: Mine("mine"), lambda: MyModule("m")])
+def test_what_a_subclass_passes_on_is_checked_too(make) -> None:
+    Mine("partial")
+    with pytest.raises(UsageError, match=r"='nonsense'\)` is unknown. Use one of"):
+        make()
+
+
 def test_rows_are_no_settings() -> None:
     rows = [{"prompt": "1", "answer": float("nan")}]
     engine = engines.SimulatedEngine()

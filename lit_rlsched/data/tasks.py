@@ -54,7 +54,7 @@ class Countdown(PromptTask):
         max_value: int = 9,
         max_target: int = 20,
     ) -> None:
-        _check_size(size, split)
+        _check_size(size)
         check_finite({"numbers": numbers})
         if not numbers or min(numbers) < 2 or min(numbers.values()) <= 0:
             raise UsageError(
@@ -144,7 +144,7 @@ class ReasoningGym(PromptTask):
         config: dict[str, Any] | None = None,
         instructions: str = "",
     ) -> None:
-        _check_size(size, split)
+        _check_size(size)
         if clash := {"size", "seed"} & (config or {}).keys():
             raise UsageError(
                 f"`config` sets {sorted(clash)}. Set `size` and `seed` of `ReasoningGym` instead."
@@ -262,8 +262,6 @@ def _split_of(*problem: object) -> Split:
     return "heldout" if stable_hash("split", *problem) % HELD_OUT_SHARE == 0 else "train"
 
 
-def _check_size(size: int, split: str) -> None:
+def _check_size(size: int) -> None:
     if size < 1:
         raise UsageError(f"`size={size}` must be 1 or more.")
-    if split not in ("train", "heldout"):
-        raise UsageError(f"`split={split!r}` is unknown. Use 'train' or 'heldout'.")

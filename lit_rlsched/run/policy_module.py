@@ -1,5 +1,6 @@
 """The policy-gradient module that GRPO and RLOO specialise."""
 
+import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,13 @@ from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradien
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
 from lit_rlsched.run.trainer import StepMetrics
-from lit_rlsched.settings import KnownArguments, UsageError, check_finite, check_name
+from lit_rlsched.settings import (
+    KnownArguments,
+    UsageError,
+    check_finite,
+    check_literals,
+    check_name,
+)
 from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.lora import (
@@ -42,7 +49,6 @@ from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCos
 from lit_rlsched.training.optimizers import (
     Optim,
     check_gradient,
-    check_optim,
     check_optimizers,
     due_schedulers,
     is_fused,
@@ -169,7 +175,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             "importance_sampling_clip_max": importance_sampling_clip_max,
         }
         check_loss_settings(**self._loss_settings)
-        check_optim(optim)
+        for cls in (c for c in type(self).__mro__ if issubclass(c, PolicyModule)):
+            check_literals(type(self).__name__, inspect.signature(cls.__init__), self.hparams)
         check_module_settings(self.hparams)
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning import Trainer
@@ -17,14 +17,6 @@ from lit_rlsched.training.policy import local
 from lit_rlsched.training.round import Round
 
 Optim = Literal["adamw_torch", "adamw_torch_fused"]
-
-
-def check_optim(optim: str | None) -> None:
-    """Refuse a name that is not in `Optim` with a `ValueError`."""
-    if optim not in (*get_args(Optim), None):
-        raise UsageError(
-            f"`{optim=}` is unknown. Use 'adamw_torch_fused', 'adamw_torch', or leave it out."
-        )
 
 
 def is_fused(optim: Optim | None, device: str) -> bool:
