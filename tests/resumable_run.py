@@ -16,139 +16,26 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import cloudpickle
 import forked_engines
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from plain_module import Plain
+from schedules import RESUMED, SETTINGS, coin, digits
 
 from lit_rlsched import GRPOModule, RolloutDataModule, engines
 from lit_rlsched.callbacks import (
-    AheadRollout,
-    DownSampling,
-    DrainFilling,
-    DynamicSampling,
-    InFlightUpdates,
     LengthPrediction,
-    MicroGroupSampling,
     RNGState,
     RolloutCallback,
     RolloutLogger,
     RoundCheckpoint,
-    SortedBatching,
-    StreamedTraining,
-    TailBatching,
 )
 from lit_rlsched.run.record import CURVES
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else reward workers import torch
-SCHEDULES = {
-    **{
-        name: (
-            {"steps_per_round": 2, "max_completion_length": 24, "num_generations": 4},
-            10,
-            lambda: [MicroGroupSampling(slots=6)],
-        )
-        for name in ("full", "automatic optimization")
-    },
-    **{
-        mode: (
-            {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
-            8,
-            lambda mode=mode: [SortedBatching(3, mode=mode), MicroGroupSampling(slots=7)],
-        )
-        for mode in ("on_policy", "partial")
-    },
-    "tail": (
-        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
-        8,
-        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)],
-    ),
-    "streamed": (
-        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
-        8,
-        lambda: [TailBatching(), StreamedTraining(start=0)],
-    ),
-    **{
-        name: (
-            {
-                "prompts_per_round": 2,
-                "max_completion_length": 40,
-                "num_generations": 3,
-                "steps_per_round": 2,
-            },
-            8,
-            lambda correction=correction: [AheadRollout(correction)],
-        )
-        for name, correction in (("ahead", "verify"), ("ahead importance", "importance"))
-    },
-    "ahead streamed": (
-        {
-            "prompts_per_round": 2,
-            "max_completion_length": 40,
-            "num_generations": 3,
-            "num_iterations": 2,
-            "micro_batch_tokens": 64,
-        },
-        8,
-        lambda: [AheadRollout(), StreamedTraining(start=0)],
-    ),
-    "in flight": (
-        {
-            "prompts_per_round": 2,
-            "max_completion_length": 40,
-            "num_generations": 3,
-            "steps_per_round": 2,
-        },
-        8,
-        lambda: [InFlightUpdates(turns=6)],
-    ),
-    "drafts": (
-        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
-        8,
-        lambda: [
-            TailBatching(completion_ratio=1.25, reuse_drafts=True),
-            MicroGroupSampling(slots=7),
-        ],
-    ),
-    "drain": (
-        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
-        8,
-        lambda: [TailBatching(1.5), DrainFilling(), MicroGroupSampling(slots=7)],
-    ),
-    "losers go on": (
-        {"prompts_per_round": 2, "max_completion_length": 40, "num_generations": 3},
-        8,
-        lambda: [TailBatching(2.0, max_deferrals=2), MicroGroupSampling(slots=7)],
-    ),
-    "selected": (
-        {"steps_per_round": 2, "max_completion_length": 40, "num_generations": 6},
-        8,
-        lambda: [
-            DownSampling(2, early_stop=True),
-            DynamicSampling(),
-            MicroGroupSampling(slots=7, order="least_attained"),
-        ],
-    ),
-}
-
-
-def digits(prompts, completions, completion_ids, log_extra, log_metric, **kwargs):
-    shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-    log_extra("vowels", [sum(c in "aeiou" for c in text) for text in completions])
-    log_metric("share", sum(shares) / len(shares))
-    return shares
-
-
-def coin(prompts, completions, **kwargs):
-    """0 or 1, and never a 1 for every other prompt: groups stop, and prompts are replaced."""
-    shares = digits(prompts, completions, **kwargs)
-    return [float(s > 0.12 and p[0] in "024") for s, p in zip(shares, prompts, strict=True)]
 
 
 class Die(RolloutCallback):
@@ -291,23 +178,24 @@ def state_hash(state):
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def main(folder, engine, model, schedule, place, stops):
-    beside = schedule in ("streamed", "in flight") or schedule.startswith("ahead")
+def main(folder, engine, model, name, place, stops):
+    schedule = RESUMED[name]
+    beside = schedule.own_process
     if beside:
         forked_engines.begin()
     folder = Path(folder)
     seed_everything(1)
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
-    settings, steps, callbacks = SCHEDULES[schedule]
+    settings = SETTINGS | schedule.data
+    reward = {"digits": digits, "coin": coin}[settings.pop("reward_funcs", "digits")]
     decoder = getattr(engines, engine)()
     data = RolloutDataModule(
         rows[:30],
-        [coin if schedule == "selected" else digits],
+        [reward],
         val_data=rows[30:34],
         val_num_generations=2,
-        val_greedy=schedule == "full",  # decoded greedily, few completions end early
         engine=engines.ProcessEngine(decoder) if beside else decoder,
-        **{"prompts_per_round": 4, "micro_batch_tokens": 256, **settings},
+        **{"val_greedy": False, **settings},
     )
     spans, recovered, prediction = Spans(), Recovered(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
@@ -316,7 +204,7 @@ def main(folder, engine, model, schedule, place, stops):
     history = History()
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=steps,
+        max_steps=schedule.trainer.get("max_steps", 8),
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
@@ -324,7 +212,7 @@ def main(folder, engine, model, schedule, place, stops):
         default_root_dir=folder,
         callbacks=[
             RNGState(),
-            *callbacks(),
+            *schedule.callbacks(),
             prediction,
             Rows(num_completions=4),
             spans,
@@ -335,7 +223,7 @@ def main(folder, engine, model, schedule, place, stops):
         ],
         plugins=[DyingIO(place)],
     )
-    automatic = schedule == "automatic optimization"
+    automatic = name == "automatic optimization"
     module = Plain(model) if automatic else GRPOModule(model, learning_rate=1e-3)
     ckpt_path = newest_checkpoint(folder) if stops else "last"
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)

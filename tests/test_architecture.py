@@ -12,8 +12,8 @@ from lit_rlsched.run.combinations import (
     COMBINATIONS,
     check,
     combinations_as_markdown,
-    make_schedule,
 )
+from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from resumable_run import SCHEDULES, state_hash
+from resumable_run import state_hash
+from schedules import LONG, RESUMED, SETTINGS, TWO_STEPS, Schedule
 
 from lit_rlsched import RolloutDataModule
 from lit_rlsched.callbacks import (
@@ -26,7 +27,6 @@ from lit_rlsched.callbacks import (
     LengthPrediction,
     MicroGroupSampling,
     SortedBatching,
-    StreamedTraining,
     TailBatching,
 )
 from lit_rlsched.data.source import DomainSource
@@ -35,9 +35,9 @@ from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.run.combinations import make_schedule
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.loaders import Evaluation
+from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.run.trainer import FitSettings, fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.length_prediction import PromptHistory
@@ -49,42 +49,35 @@ from lit_rlsched.training.schedule import RunFacts
 from lit_rlsched.types import Prompt, stable_hash
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice about rewards of 0 and 1
-FEW = {"prompts_per_round": 2, "num_generations": 3, "max_completion_length": 40}
 SCHEDULES = {
-    **{name: schedule for name, schedule in SCHEDULES.items() if name != "automatic optimization"},
-    "streamed": (
-        FEW | {"prompts_per_round": 4},  # so that most rounds stream
-        8,
-        lambda: [TailBatching(), StreamedTraining(start=0)],
+    **{name: schedule for name, schedule in RESUMED.items() if name != "automatic optimization"},
+    "streamed": Schedule(
+        RESUMED["streamed"].callbacks,
+        LONG | {"prompts_per_round": 4},  # so that most rounds stream
     ),
-    "verified": (FEW, 8, lambda: [SortedBatching(3, mode="verified", oversubscribe=2.0)]),
-    "partial with a limit": (FEW, 8, lambda: [SortedBatching(4, None, "partial", 2)]),
-    "domains": (FEW, 8, lambda: [TailBatching(1.5, per_domain={"a": 0.5, "b": 0.5})]),
-    "in flight, verified": (
-        FEW | {"steps_per_round": 2},
-        8,
-        lambda: [InFlightUpdates(turns=6, too_old="verify")],
+    "verified": Schedule(lambda: [SortedBatching(3, mode="verified", oversubscribe=2.0)], LONG),
+    "partial with a limit": Schedule(lambda: [SortedBatching(4, None, "partial", 2)], LONG),
+    "domains": Schedule(lambda: [TailBatching(1.5, per_domain={"a": 0.5, "b": 0.5})], LONG),
+    "in flight, verified": Schedule(
+        lambda: [InFlightUpdates(turns=6, too_old="verify")], LONG | TWO_STEPS
     ),
-    "drain of whole rounds": (
-        FEW | {"prompts_per_round": 6},
-        8,
+    "drain of whole rounds": Schedule(
         lambda: [DrainFilling(), MicroGroupSampling(slots=4, order="least_attained")],
+        LONG | {"prompts_per_round": 6},
     ),
-    "drain of sorted pools": (FEW, 8, lambda: [SortedBatching(2), DrainFilling()]),
-    "drafts, replaced and selected": (
-        FEW | {"num_generations": 6},
-        8,
+    "drain of sorted pools": Schedule(lambda: [SortedBatching(2), DrainFilling()], LONG),
+    "drafts, replaced and selected": Schedule(
         lambda: [
             TailBatching(1.5, reuse_drafts=True),
             DownSampling(3),
             DynamicSampling(),
             MicroGroupSampling(slots=7),
         ],
+        LONG | {"num_generations": 6},
     ),
-    "completions alone": (
-        FEW | {"needs_group": False},
-        8,
+    "completions alone": Schedule(
         lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)],
+        LONG | {"needs_group": False},
     ),
 }
 PROMPTS = [Prompt(f"p{i}", "?", (4 + i % 10, 5), {"domain": "ab"[i % 2]}) for i in range(17)]
@@ -168,10 +161,12 @@ class Run:
     """A run of a schedule, from its beginning or from a checkpoint."""
 
     def __init__(self, name, checkpoint=None):
-        given, steps, callbacks = SCHEDULES[name]
+        schedule = SCHEDULES[name]
         predictor = TokenConditioned if name == "partial" else PromptHistory
-        given = {"prompts_per_round": 4, "micro_batch_tokens": 64, **given}
+        given = SETTINGS | {"micro_batch_tokens": 64} | schedule.data
         needs_group = given.pop("needs_group", True)
+        for own in ("reward_funcs", "val_greedy"):  # the same for all here
+            given.pop(own, None)
         engine = Engine(partial(length, given["max_completion_length"]))
         rows = [{"prompt": "?"}]  # tokenised already
         evaluation = {"val_data": rows, "val_num_generations": 2, "val_greedy": False}
@@ -180,11 +175,11 @@ class Run:
         self.module = Module(needs_group, self.event)
         self.validated = True
         self.trainer = SimpleNamespace(
-            callbacks=[*callbacks(), LengthPrediction(predictor(), probe_tokens=4)],
+            callbacks=[*schedule.callbacks(), LengthPrediction(predictor(), probe_tokens=4)],
             lightning_module=self.module,
             datamodule=self.data,
             global_step=0,
-            max_steps=steps,
+            max_steps=schedule.trainer.get("max_steps", 8),
             max_epochs=None,
             limit_train_batches=1.0,
             overfit_batches=0,

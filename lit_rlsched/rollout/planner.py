@@ -1,6 +1,7 @@
 """Which prompts a round decodes: those in the pool, and the next ones of the data."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.data.repetition import repeat
@@ -155,7 +156,7 @@ class RoundPlanner:
         waiting = [g for g in self._besides(self.following) if g.id not in ids]
         deferred = [g for g in waiting if g.deferred] if late else []
         fresh = (g for g in waiting if not g.deferred and rule.domain_of(g.prompt) == domain)
-        for other in (*deferred, *fresh):
+        if (other := next(chain(deferred, fresh), None)) is not None:
             return other.copy()
         assert self.source is not None
         elsewhere = () if rule.ends_early else self.following

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.schedule import RunFacts, Schedule, Switch
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 Found = Mapping[str, Any] | None
 """Values for the words of a row, or `None` if the row does not apply."""
@@ -68,22 +67,24 @@ def _truncated(schedule: Schedule, facts: RunFacts) -> Found:
     return _compares(schedule, facts, of.truncated, sampling=named)
 
 
-def _uncorrected(schedule: Schedule, facts: RunFacts) -> Found:
+def _corrects(facts: RunFacts) -> bool:
+    """Whether `importance_sampling_mode` is what corrects stale tokens; else the ratio does."""
     old, rloo = facts.module.get("old_logprobs"), facts.module.get("loss_type") == "rloo"
+    return old == "trainer" or (rloo and old is None)
+
+
+def _uncorrected(schedule: Schedule, facts: RunFacts) -> Found:
     stale, mode = schedule.trains_on_stale, facts.module.get("importance_sampling_mode")
-    applies = stale and mode is None and not schedule.mask_stale_tokens
-    of_trainer = old == "trainer" or (rloo and old is None)
-    setting, fix = (
-        ("old_logprobs='trainer', ", ", or leave `old_logprobs` out") if old else ("", "")
-    )
-    return when(applies and of_trainer, stale=stale, old=setting, fix=fix)
+    applies = stale and mode is None and not schedule.mask_stale_tokens and _corrects(facts)
+    told = bool(facts.module.get("old_logprobs"))
+    setting, fix = "old_logprobs='trainer', " * told, ", or leave `old_logprobs` out" * told
+    return when(applies, stale=stale, old=setting, fix=fix)
 
 
 def _corrected_already(schedule: Schedule, facts: RunFacts) -> Found:
-    old, rloo = facts.module.get("old_logprobs"), facts.module.get("loss_type") == "rloo"
     stale, mode = schedule.trains_on_stale, facts.module.get("importance_sampling_mode")
-    applies = stale and not rloo and old != "trainer" and mode not in (None, "sequence_mask")
-    return when(applies, stale=stale, mode=mode)
+    known = mode in (None, "sequence_mask") or facts.module.get("loss_type") == "rloo"
+    return when(stale and not known and not _corrects(facts), stale=stale, mode=mode)
 
 
 def _too_few_prompts(schedule: Schedule, facts: RunFacts) -> Found:
@@ -102,7 +103,7 @@ def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
     return when(applies, rule=type(rule).__name__, other=other)
 
 
-_ROUND_ENDS = "Both decide when a round ends. Remove one of them."
+ROUND_ENDS = "Both decide when a round ends. Remove one of them."
 _NOT_YET = "They do not work together yet. Remove one of them."
 _STEPS_DECIDE = (
     "How much is drawn before the weights change would depend on the number of decode steps, so "
@@ -115,9 +116,9 @@ _IN_TIME = (
 _BETWEEN_STEPS = "the engine waits for the trainer between two decode steps, so little overlaps."
 
 COMBINATIONS: Sequence[Combination] = [
-    both("InFlightUpdates", "SortedBatching", _ROUND_ENDS),
-    both("InFlightUpdates", "TailBatching", _ROUND_ENDS),
-    both("SortedBatching", "TailBatching", _ROUND_ENDS),
+    both("InFlightUpdates", "SortedBatching", ROUND_ENDS),
+    both("InFlightUpdates", "TailBatching", ROUND_ENDS),
+    both("SortedBatching", "TailBatching", ROUND_ENDS),
     both("AheadRollout", "SortedBatching", _NOT_YET),
     both("AheadRollout", "TailBatching", _NOT_YET),
     both("InFlightUpdates", "Speculation", _STEPS_DECIDE),
@@ -406,50 +407,6 @@ COMBINATIONS: Sequence[Combination] = [
 """All combinations that are refused, warned of, or in which one setting changes the other."""
 
 
-def class_names(callbacks: Iterable[object]) -> frozenset[str]:
-    """Return the names of the classes of callbacks and of their base classes."""
-    return frozenset(of.__name__ for callback in callbacks for of in type(callback).__mro__)
-
-
-def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
-    """Return the schedule that callbacks set; no Trainer is needed.
-
-    Args:
-        callbacks: Callbacks of a Trainer; those that are no `Switch` set nothing.
-        facts: Facts about the run; its `callbacks` are taken from the list.
-
-    Raises:
-        UsageError: two switches decide the same, or a combination is refused.
-
-    Example::
-
-        settings = RolloutDataModule(prompts, reward, prompts_per_round=8).run.settings
-        rule = make_schedule([TailBatching()], RunFacts(settings)).rule
-    """
-    switches = [c for c in callbacks if isinstance(c, Switch) and c.sets is not None]
-    for setting in dict.fromkeys(switch.sets for switch in switches):
-        if len(alike := [c for c in switches if c.sets == setting]) > 1:
-            names = " and ".join(f"`{type(c).__name__}`" for c in alike)
-            raise UsageError(
-                f"The Trainer has {len(alike)} callbacks that decide {setting}: {names}. Remove "
-                "all but one. A configuration with `callbacks+:` adds to the callbacks of the "
-                "earlier ones."
-            )
-    facts = replace(facts, callbacks=class_names(callbacks))
-    schedule = Schedule(plain := FullRound(facts.settings.prompts_per_round))
-    check(schedule, facts)  # pairs that cannot work together, before one trips over the other
-    for switch in switches:
-        before = schedule.rule
-        switch.apply(schedule, facts)
-        if schedule.rule is not before and before is not plain:
-            who, other = type(switch).__name__, type(before).__name__
-            raise UsageError(f"`{who}` with the rule `{other}`: {_ROUND_ENDS}")
-    check(schedule, facts)
-    for row, values in _found(schedule, facts, "warned"):
-        rank_zero_warn(row.said(values))
-    return schedule
-
-
 def check(schedule: Schedule, facts: RunFacts) -> None:
     """Refuse settings that do not go together.
 
@@ -458,6 +415,12 @@ def check(schedule: Schedule, facts: RunFacts) -> None:
     """
     for row, values in _found(schedule, facts, "refused"):
         raise UsageError(row.said(values))
+
+
+def warn(schedule: Schedule, facts: RunFacts) -> None:
+    """Warn of settings of which one has no effect, or does not do what it seems to."""
+    for row, values in _found(schedule, facts, "warned"):
+        rank_zero_warn(row.said(values))
 
 
 def _found(

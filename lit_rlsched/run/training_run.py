@@ -22,7 +22,6 @@ from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.checks import check_same_ranks, check_trainer
-from lit_rlsched.run.combinations import make_schedule
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, stop_together
 from lit_rlsched.run.record import RunRecord
@@ -37,6 +36,7 @@ from lit_rlsched.run.saving.resuming import (
     complete,
 )
 from lit_rlsched.run.startup import Startup, in_own_process
+from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound

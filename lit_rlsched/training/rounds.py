@@ -33,9 +33,13 @@ class TrainingRounds:
 
     def __init__(self, runner: RoundRunner) -> None:
         self.runner = runner
-        self.drafts = Drafts()
-        self.overlap = Overlap(runner, self.drafts)
         self._blamed: set[str] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without drafts and without a next round."""
+        self.drafts = Drafts()
+        self.overlap = Overlap(self.runner, self.drafts)
 
     def draw(self, how: Drawing) -> tuple[Round, Counter[str]]:
         """Draw the next round, assign its advantages, and settle the rest of it.
@@ -97,8 +101,7 @@ class TrainingRounds:
     def leave_run(self) -> int:
         """Restart the pool for a new Trainer's policy versions; return the discarded tokens."""
         lost = self.overlap.tokens
-        self.drafts = Drafts()
-        self.overlap = Overlap(self.runner, self.drafts)
+        self._forget()
         return lost + self.runner.leave_run()
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,9 +118,8 @@ class TrainingRounds:
     ) -> None:
         """Restore the state; `prompt` finds a prompt by its uid."""
         self.runner.load_state_dict(state, prompt)
-        self.drafts = Drafts()
+        self._forget()
         self.drafts.weights = dict(state["drafts"])
-        self.overlap = Overlap(self.runner, self.drafts)
         if "next" in state:
             self.overlap.load_state_dict(state["next"], rule, prompt)
 
