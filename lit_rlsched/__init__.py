@@ -7,6 +7,7 @@ from lit_rlsched._lazy import lazy
 if TYPE_CHECKING:
     from lit_rlsched.datamodule import RolloutDataModule
     from lit_rlsched.module import GRPOModule, RLOOModule
+    from lit_rlsched.run.saving.export import export
     from lit_rlsched.training.policy import eos_token_ids, load_policy, load_tokenizer
     from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
@@ -21,6 +22,7 @@ __all__ = [
     "Sampling",
     "__version__",
     "eos_token_ids",
+    "export",
     "load_policy",
     "load_tokenizer",
 ]
@@ -31,6 +33,7 @@ __getattr__ = lazy(
     {
         **dict.fromkeys(("GRPOModule", "RLOOModule"), "module"),
         "RolloutDataModule": "datamodule",
+        "export": "run.saving.export",
         **dict.fromkeys(("eos_token_ids", "load_policy", "load_tokenizer"), "training.policy"),
         **dict.fromkeys(("Completion", "Group", "Prompt", "Sample", "Sampling"), "types"),
     },

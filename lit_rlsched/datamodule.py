@@ -1,5 +1,6 @@
 """The data module: holds prompts, engine and rewards, and gives the Trainer optimizer steps."""
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
-from lit_rlsched.settings import KnownArguments
+from lit_rlsched.settings import KnownArguments, types_checked
 from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings
 from lit_rlsched.types import Sampling
 
@@ -134,7 +135,9 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         verify_sync: bool = True,
     ) -> None:
         super().__init__()
-        checks.check_settings(locals())
+        given = locals()
+        with types_checked("RolloutDataModule", inspect.signature(RolloutDataModule), given):
+            checks.check_settings(given)
         data_sets = ["train_data", "val_data", "test_data", "predict_data"]
         self.save_hyperparameters(ignore=[*data_sets, "reward_funcs", "engine"])
         rewards = RewardScheduler(

@@ -5,10 +5,13 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 class UsageError(ValueError):
@@ -65,28 +68,93 @@ def check_choice(owner: str, name: str, value: object, choices: Collection[str])
         raise UsageError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")
 
 
-def check_literals(owner: str, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not among the values that a `Literal` in their annotation lists.
+@contextmanager
+def types_checked(
+    owner: str, signature: inspect.Signature, given: Mapping[str, Any]
+) -> Iterator[None]:
+    """Refuse arguments that are of another type than their annotation, or no word of a `Literal`.
+
+    Numbers, words, lists and dicts are checked; for a class any object is accepted. What the block
+    refuses itself comes first, since it knows the reason.
 
     Args:
         owner: Class with the arguments.
         signature: Of its constructor.
         given: Arguments by name; others than those of the constructor are ignored.
     """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception:
+        _check_types(owner, signature, given)
+        raise
+    _check_types(owner, signature, given)
+
+
+def _check_types(owner: str, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
     for name, parameter in signature.parameters.items():
-        if name in given and (choices := _choices(parameter.annotation)):
-            check_choice(owner, name, given[name], choices)
+        hint = parameter.annotation
+        if name not in given or _fits(value := given[name], hint):
+            continue
+        if isinstance(value, str) and any(get_origin(of) is Literal for of in _either(hint)):
+            check_choice(owner, name, value, [w for of in _either(hint) for w in _words(of)])
+        said = " or ".join(dict.fromkeys(map(_said, _either(hint))))
+        raise UsageError(f"`{owner}({name}={value!r})`: use {said}.")
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    """Return all values of a `Literal` and of what may stand beside it; empty if not all known."""
-    literal = get_origin(annotation) is Literal
-    hints = [annotation] if literal else [*get_args(annotation)]
-    if not any(get_origin(hint) is Literal for hint in hints):
-        return ()
+def _either(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _words(hint: Any) -> tuple[Any, ...]:
     few = {type(None): (None,), bool: (False, True)}
-    values = [get_args(h) if get_origin(h) is Literal else few.get(h, ()) for h in hints]
-    return tuple(value for of in values for value in of) if all(values) else ()
+    return get_args(hint) if get_origin(hint) is Literal else few.get(hint, ())
+
+
+_TYPES: dict[Any, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str | PurePath, "a string"),  # type: ignore[dict-item]
+    list: (list | tuple, "a list"),  # type: ignore[dict-item]
+    dict: (Mapping, "a dict"),
+    type(None): (type(None), "None"),
+}
+"""What is accepted for a type, and its words."""
+_TYPES |= {Sequence: (Sequence, "a list"), tuple: _TYPES[list], Mapping: _TYPES[dict]}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type, and its entries are of theirs."""
+    if len(either := _either(hint)) > 1:
+        return any(_fits(value, of) for of in either)
+    kind, of = get_origin(hint) or hint, get_args(hint)
+    if kind is Literal:
+        return value in of
+    if kind not in _TYPES:
+        return True
+    if not isinstance(value, _TYPES[kind][0]):
+        return False
+    if isinstance(value, bool | str):
+        return kind in (bool, str)
+    entries: Any = value
+    if kind is tuple and ... not in of:
+        return len(entries) == len(of) and all(map(_fits, entries, of))
+    if not of:
+        return True
+    return all(_fits(v, of[-1]) for v in (entries.values() if kind in (dict, Mapping) else entries))
+
+
+def _said(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    kind, of = get_origin(hint) or hint, get_args(hint)
+    if kind not in _TYPES:
+        return f"a `{getattr(kind, '__name__', kind)}`"
+    entries: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "strings"}
+    return _TYPES[kind][1] + (f" of {entries[of[-1]]}" if of and of[-1] in entries else "")
 
 
 def check_name(owner: str, name: str, value: object, why: str) -> None:
@@ -273,8 +341,8 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind_partial(self, *args, **kwargs)  # `init` names what is missing
-        check_literals(type(self).__name__, signature, given.arguments)
-        init(self, *args, **kwargs)
+        with types_checked(type(self).__name__, signature, given.arguments):
+            init(self, *args, **kwargs)
         given.apply_defaults()  # last by the class of the object itself
         self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from transformers import modeling_utils
 
-from lit_rlsched import export
+from lit_rlsched.run.saving import export
 from lit_rlsched.run.saving.checkpoints import read_checkpoint
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.export import export
+from lit_rlsched.run.saving.export import export
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import load_policy, load_tokenizer

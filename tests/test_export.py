@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched import export as exporting
 from lit_rlsched.callbacks import RoundCheckpoint
 from lit_rlsched.cli.main import main
-from lit_rlsched.export import export, export_state
+from lit_rlsched.run.saving import export as exporting
 from lit_rlsched.run.saving.checkpoints import read_checkpoint
+from lit_rlsched.run.saving.export import export, export_state
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import named_weights
 from lit_rlsched.training.precision import to_like

@@ -13,7 +13,7 @@ from vllm_server import served
 from lit_rlsched import GRPOModule
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.export import export
+from lit_rlsched.run.saving.export import export
 from lit_rlsched.types import Request, Sampling
 
 pytest.importorskip("vllm")

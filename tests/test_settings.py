@@ -12,7 +12,7 @@ from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.settings import UsageError, constructor_arguments
+from lit_rlsched.settings import KnownArguments, UsageError, constructor_arguments
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -95,6 +95,33 @@ def test_a_word_that_is_no_choice_is_refused_with_the_choices(kind, name, choice
     with pytest.raises(UsageError, match=rf"\b{name}='nonsense'") as refused:
         kind(**NEEDED.get(kind, {}) | {name: "nonsense"})
     assert all(str(choice) in str(refused.value) for choice in choices)
+
+
+SCALARS: dict[type, tuple[Any, ...]] = {
+    int: ("three", 1.5, True),
+    float: ("three", True, [1.0]),
+    bool: (1.5, "maybe"),
+    str: (3,),
+}
+
+
+def scalars() -> Iterator[tuple[type, str, Any]]:
+    """Values of another type; an object may be given for a class."""
+    for kind in (kind for kind in KINDS if issubclass(kind, KnownArguments)):
+        accepted = constructor_arguments(kind)[0]
+        for name, parameter in parameters(kind).items():
+            hints = get_args(parameter.annotation) or (parameter.annotation,)
+            if name not in accepted or not {*hints} <= {*SCALARS, type(None)}:
+                continue
+            for value in (v for hint in SCALARS if hint in hints for v in SCALARS[hint]):
+                if type(value) not in hints and not (type(value) is int and float in hints):
+                    yield kind, name, value
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), scalars())
+def test_a_value_of_another_type_is_refused_by_name(kind, name, value):
+    with pytest.raises(UsageError, match=rf"\b{name}"):
+        kind(**NEEDED.get(kind, {}) | {name: value})
 
 
 class Mine(callbacks.SortedBatching):

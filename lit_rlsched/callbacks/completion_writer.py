@@ -9,10 +9,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lit_rlsched.callbacks.rollout_callback import run_of
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import RemembersInit, UsageError
 
 
-class CompletionWriter(BasePredictionWriter):
+class CompletionWriter(RemembersInit, BasePredictionWriter):
     """Write the completions of `predict` to a file, one row each, as JSON lines or Parquet.
 
     On by default in the CLI. The file gets its name once it is complete; until then its name ends

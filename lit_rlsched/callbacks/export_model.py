@@ -8,16 +8,16 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_rlsched.export import Dtype, check_arguments, export_state
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
+from lit_rlsched.run.saving.export import Dtype, check_arguments, export_state
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.wandb_runs import log_artifact
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import RemembersInit, UsageError
 
 
-class ExportModel(Callback):
+class ExportModel(RemembersInit, Callback):
     """Export the last and the best model when `fit` ends, as `lit-rlsched export` does.
 
     The folders are `export/last` and `export/best` in the run's folder. The best model is that of
@@ -29,7 +29,7 @@ class ExportModel(Callback):
 
     Args:
         adapter: Write the LoRA adapters as a PEFT folder instead of merging them into the base.
-        dtype: Of the weights; see `lit_rlsched.export.export`.
+        dtype: Of the weights; see `lit_rlsched.export`.
         push_to_hub: Name of a repository on the Hub for the best model, or for the last one if
             there is no best.
 

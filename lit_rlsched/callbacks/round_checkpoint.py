@@ -14,10 +14,10 @@ from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import settle_progress
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import RemembersInit, UsageError
 
 
-class RoundCheckpoint(Checkpoint):
+class RoundCheckpoint(RemembersInit, Checkpoint):
     """Save a resumable checkpoint at the end of rounds, as often as its cost allows.
 
     It saves after the first round, then whenever all saves together take at most `max_share` of the

@@ -1,5 +1,5 @@
 """The command line `lit-rlsched`.
 
-Imports `types`, `settings`, `text`, `processes`, `engines`, `training`, `run`, `export`,
+Imports `types`, `settings`, `text`, `processes`, `engines`, `training`, `run`,
 `callbacks`, `datamodule`, `module`.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from lit_rlsched.cli.errors import DebugOption, Parser
-from lit_rlsched.export import export, find_checkpoint
+from lit_rlsched.run.saving.export import export, find_checkpoint
 
 COMPARE = "Draw runs beside each other: reward, accuracy, length and seconds."
 """Help of `compare`."""

@@ -99,7 +99,7 @@ class RayEngine(ProcessEngine):
             if not (math.isfinite(amount) and amount > 0):
                 raise UsageError(f"`RayEngine(resources={resources})`: must be above 0.")
         if not (math.isfinite(timeout) and timeout > 0):
-            raise UsageError(f"`RayEngine({timeout=})`: must be above 0.")
+            raise UsageError(f"`RayEngine({timeout=})`: use a finite number above 0.")
         self._reservation: Reservation | None = None
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:

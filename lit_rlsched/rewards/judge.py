@@ -9,7 +9,7 @@ from string import Formatter
 from typing import Any
 
 from lit_rlsched.rewards.functions import Completion, text_of
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.text import REDACTED
 from lit_rlsched.types import stable_hash
 
@@ -114,7 +114,7 @@ class Unparsed(Exception):
     """The judge's answer has no valid grade; the message says why."""
 
 
-class Judge(ABC):
+class Judge(RemembersInit, ABC):
     """Reward function that asks a judge model.
 
     The last match of `score_pattern` in the answer is the grade, which is mapped from `score_range`

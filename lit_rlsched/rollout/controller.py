@@ -129,6 +129,8 @@ class RolloutController:
         self._undecoded = {g.id: len(g.completions) for g in groups}
         self._places = {g.id: i for i, g in enumerate(groups)}
         self._decoded_at: dict[str, tuple[int, int]] = {}
+        self._complete_groups: list[Group] = []
+        """Complete groups that `feedback.more` is not asked about yet."""
         try:
             beside = verify
             if not has_drafts(groups) or self._intervenes(len(samples)):
@@ -167,6 +169,7 @@ class RolloutController:
                 self._heed()
                 self.scorer.wait(HEED_SECONDS)
                 yield from self._scored()
+            yield from self._replace()
         finally:
             self.worker.abort()
             self.scorer.cancel()
@@ -226,28 +229,46 @@ class RolloutController:
             self._on_completion(completion)
             enough = self._rule.enough(group, self.state)
             if enough is not None:
-                yield self._stop(group, enough)
+                yield from self._stop(group, enough)
             elif group.complete:
-                yield self._complete(group)
+                yield from self._complete(group)
 
-    def _complete(self, group: Group) -> Group:
-        self._on_group(group)
-        another = self._feedback.more and self._feedback.more(group)
-        if another:
-            self.state.planned.append(another)
-            self.state.completions += len(another.completions)
-            self._undecoded[another.id] = len(another.completions)
-            self._places[another.id] = len(self._places)
-            self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
-        return group
+    def _complete(self, group: Group) -> Iterator[Group]:
+        """Yield a complete group, at once unless another may take its place."""
+        if self._feedback.more is None:
+            self._on_group(group)
+            yield group
+        else:
+            self._complete_groups.append(group)
+
+    def _replace(self) -> Iterator[Group]:
+        """Yield complete groups as they were decoded, and add those that take their places.
+
+        The order in which scores come must not decide which prompts come next.
+        """
+        complete, self._complete_groups = self._complete_groups, []
+        for group in sorted(complete, key=lambda group: self._decoded_at[group.id]):
+            self._on_group(group)
+            if self._feedback.more and (another := self._feedback.more(group)):
+                self.state.planned.append(another)
+                self.state.completions += len(another.completions)
+                self._undecoded[another.id] = len(another.completions)
+                self._places[another.id] = len(self._places)
+                self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
+            yield group
 
     def _react(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Do what must happen before the next step, and yield groups that complete."""
-        while samples := [*finished, *self._came_finished]:
-            finished, self._came_finished = [], []
-            yield from self._await(samples)
-        yield from self._scored()
-        yield from self._race()
+        while True:
+            if samples := [*finished, *self._came_finished]:
+                finished, self._came_finished = [], []
+                yield from self._await(samples)
+            yield from self._scored()
+            yield from self._race()
+            if self._complete_groups:
+                yield from self._replace()
+            if not self._came_finished:
+                return
 
     def _await(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Wait for scores that change what decodes, and stop groups that need no more."""
@@ -260,7 +281,7 @@ class RolloutController:
                 self._wait()
                 yield from self._scored()
             if stop and self._undecoded[group.id] and stop.stops(group):
-                yield self._stop(group, [c for c in group.completions if c.finished])
+                yield from self._stop(group, [c for c in group.completions if c.finished])
 
     def _race(self) -> Iterator[Group]:
         """Wait for the scores of groups that are ahead, while the round has patience left."""
@@ -278,7 +299,7 @@ class RolloutController:
         self.waited += waited
         return waited
 
-    def _stop(self, group: Group, kept: list[Completion]) -> Group:
+    def _stop(self, group: Group, kept: list[Completion]) -> Iterator[Group]:
         """Abort the unfinished completions of a group, and keep only `kept`."""
         samples = {Sample(group, c).id: c for c in group.completions if not c.finished}
         self._take(self.worker.abort(samples.keys()))

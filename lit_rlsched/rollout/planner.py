@@ -99,6 +99,8 @@ class RoundPlanner:
         self.num_generations = num_generations
         self.following: list[str] = []
         """Ids of groups of the pool that were planned for the round after the next one."""
+        self.later: list[str] = []
+        """Ids of groups that were drawn with these, for rounds after that one."""
 
     def connect(self, source: "DomainSource | StreamSource") -> None:
         """Draw from `source`. A known source with the same domains keeps its position instead."""
@@ -107,7 +109,7 @@ class RoundPlanner:
 
     def plan(self, rule: RoundRule) -> list[Group]:
         """Return the groups of the next round."""
-        return self._plan(rule, {*self.following})
+        return self._plan(rule, {*self.following, *self.later})
 
     def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
         """Return the groups of later rounds that are known before the planned one begins.
@@ -116,14 +118,15 @@ class RoundPlanner:
         pool's, they are fewer.
         """
         if not self.following:
-            taken = {group.id for group in planned}
+            taken, drawn = {group.id for group in planned}, list[Group]()
             leaving = () if rule.may_leave(planned) else taken
             for domain, n in rule.draws_following(planned, self._besides(taken)):
                 assert self.source is not None
                 left = self.source.left(self._uids(leaving), domain)
-                self._draw(min(n, left) if rule.ends_early else n, domain, rule, leaving)
+                drawn += self._draw(min(n, left) if rule.ends_early else n, domain, rule, leaving)
             groups = rule.plan_following(planned, self._besides(taken))
             self.following = [group.id for group in groups]
+            self.later = [group.id for group in drawn if group.id not in self.following]
         copies = {group.id: group.copy() for group in self.pool}
         return [copies[name] for name in self.following]
 
@@ -133,8 +136,9 @@ class RoundPlanner:
         return [group.copy() for group in rule.plan(self._besides(taken))]
 
     def follow(self) -> list[Group]:
-        """Let the next round have the groups of `plan_following`; return the others."""
-        others, self.following = self._besides(self.following), []
+        """Let the next rounds have the groups of `plan_following`; return the others."""
+        others = self._besides({*self.following, *self.later})
+        self.following, self.later = [], []
         return others
 
     def _besides(self, taken: Collection[str]) -> list[Group]:
@@ -153,7 +157,7 @@ class RoundPlanner:
         """
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
-        waiting = [g for g in self._besides(self.following) if g.id not in ids]
+        waiting = self._besides({*ids, *self.following, *self.later})
         deferred = [g for g in waiting if g.deferred] if late else []
         fresh = (g for g in waiting if not g.deferred and rule.domain_of(g.prompt) == domain)
         if (other := next(chain(deferred, fresh), None)) is not None:
@@ -183,8 +187,8 @@ class RoundPlanner:
     def state_dict(self) -> dict[str, Any]:
         """Return the pool and the position in the data."""
         source = None if self.source is None else self.source.state_dict()
-        pool, following = self.pool.state_dict(), [*self.following]
-        return {"source": source, "pool": pool, "following": following}
+        coming = {"following": [*self.following], "later": [*self.later]}
+        return {"source": source, "pool": self.pool.state_dict(), **coming}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
         """Restore pool and position; `prompt` finds a prompt by its uid.
@@ -196,4 +200,4 @@ class RoundPlanner:
             assert self.source is not None
             self.source.load_state_dict(state["source"])
         self.pool.load_state_dict(state["pool"], prompt)
-        self.following = [*state.get("following", ())]
+        self.following, self.later = ([*state.get(n, ())] for n in ("following", "later"))

@@ -69,6 +69,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name, least in _LEAST.items():
         if settings[name] < least:
             raise UsageError(f"`{name}={settings[name]}`: use {least} or more.")
+    if (reward_timeout := settings["reward_timeout"]) <= 0:
+        raise UsageError(f"`{reward_timeout=}`: use more than 0 seconds.")
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
     if prompts % steps:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]

@@ -4,7 +4,7 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,8 @@ from lit_rlsched.settings import (
     KnownArguments,
     UsageError,
     check_finite,
-    check_literals,
     check_name,
+    types_checked,
 )
 from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -174,10 +174,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             "importance_sampling_mode": importance_sampling_mode,
             "importance_sampling_clip_max": importance_sampling_clip_max,
         }
-        check_loss_settings(**self._loss_settings)
-        for cls in (c for c in type(self).__mro__ if issubclass(c, PolicyModule)):
-            check_literals(type(self).__name__, inspect.signature(cls.__init__), self.hparams)
-        check_module_settings(self.hparams)
+        with ExitStack() as stack:
+            for cls in (c for c in type(self).__mro__ if issubclass(c, PolicyModule)):
+                signature = inspect.signature(cls.__init__)
+                stack.enter_context(types_checked(type(self).__name__, signature, self.hparams))
+            check_loss_settings(**self._loss_settings)
+            check_module_settings(self.hparams)
 
     @property
     def _hp(self) -> Any:

@@ -7,7 +7,7 @@ import torch
 from several_ranks import ALONE, DDP, FSDP2, ended
 from transformers import AutoModelForCausalLM
 
-from lit_rlsched.export import export
+from lit_rlsched.run.saving.export import export
 
 pytestmark = pytest.mark.slow
 

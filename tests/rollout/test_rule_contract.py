@@ -76,8 +76,6 @@ def cases(draw, name, **fixed):
     make = draw(RULES[name](size))
     admission = draw(st.sampled_from([*ADMISSIONS]))
     domains = "ab" if "shares" in make.keywords else ""
-    # prompts of several domains are replaced in the order in which their scores come
-    refused = "sorted" in name or domains
     drawn = {
         "domains": domains,
         "slots": draw(st.integers(1, 40)),
@@ -89,7 +87,7 @@ def cases(draw, name, **fixed):
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
         "whole": draw(st.sampled_from([0, 8])),
-        "useless": 0 if refused else draw(st.sampled_from([0, 0, 2, 3])),
+        "useless": 0 if "sorted" in name else draw(st.sampled_from([0, 0, 2, 3])),
         "bad": draw(st.sampled_from([0, 0, 3])),
         # completions are selected from whole groups
         "stops": "completion" not in make.args and draw(st.booleans()),
@@ -325,10 +323,6 @@ def test_a_round_cut_short_is_drawn_again_as_a_whole(name, data, stops):
     """Whether the engine fails or the trainer, and with what had replaced others by then."""
     fixed = {"useless": 2, "stream": True} if name == "whole" else {}
     case = data.draw(cases(name, **fixed))
-    if "tail" in name:  # a long round that is drawn again replaces a prompt by a later one
-        case = changed(case, useless=0)
-    elif "sorted" in name and case.make.args[-1] is not None:  # prompts of the next pool, which
-        case = changed(case, drains=False)  # was drawn for drafts, would join the last of this one
     run, twin = Run(case), Run(case)
     for stop in [*stops, None]:
         if stop is not None:
