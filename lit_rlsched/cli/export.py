@@ -1,9 +1,10 @@
-"""The subcommands `export` and `compare`, which need no settings of a run."""
+"""The subcommands `export`, `convert` and `compare`, which need no settings of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from lit_rlsched.cli.errors import DebugOption, Parser
 from lit_rlsched.run.saving.export import export, find_checkpoint
+from lit_rlsched.run.saving.gguf import convert
 
 COMPARE = "Draw runs beside each other: reward, accuracy, length and seconds."
 """Help of `compare`."""
@@ -11,9 +12,7 @@ COMPARE = "Draw runs beside each other: reward, accuracy, length and seconds."
 
 def export_parser() -> Parser:
     """Return the parser of `lit-rlsched export`: the arguments of `export.export`."""
-    parser = Parser(prog="lit-rlsched export", description=summary())
-    parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
-    parser.add_function_arguments(export, as_group=False, fail_untyped=False, skip={"adapter"})
+    parser = _parser_of(export, skip={"adapter"})
     parser.add_argument(  # a bool from the signature would need `--adapter=true`
         "--adapter",
         action="store_true",
@@ -22,20 +21,44 @@ def export_parser() -> Parser:
     return parser
 
 
-def summary() -> str:
-    """Return the first line of the function's docstring."""
-    return str(export.__doc__).partition("\n")[0]
+def convert_parser() -> Parser:
+    """Return the parser of `lit-rlsched convert`: the arguments of `gguf.convert`."""
+    return _parser_of(convert)
 
 
 def compare_parser() -> Parser:
     """Return the parser of `lit-rlsched compare`."""
-    parser = Parser(prog="lit-rlsched compare", description=COMPARE)
-    parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
+    parser = _parser("compare", COMPARE)
     parser.add_argument("runs", nargs="+", help="Folders of runs (`runs/quickstart/version_0`).")
     parser.add_argument(
         "--out", default="comparison.png", help="File of the picture: .png, .svg or .pdf."
     )
     return parser
+
+
+def _parser(name: str, about: str) -> Parser:
+    parser = Parser(prog=f"lit-rlsched {name}", description=about)
+    parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
+    return parser
+
+
+def _parser_of(function: Callable[..., object], skip: Collection[str] = ()) -> Parser:
+    """Return a parser with the arguments of a function."""
+    parser = _parser(function.__name__, _first_line(function))
+    parser.add_function_arguments(function, as_group=False, fail_untyped=False, skip={*skip})
+    return parser
+
+
+def _first_line(function: Callable[..., object]) -> str:
+    return str(function.__doc__).partition("\n")[0]
+
+
+PARSERS = {
+    "export": (export_parser, _first_line(export)),
+    "convert": (convert_parser, _first_line(convert)),
+    "compare": (compare_parser, COMPARE),
+}
+"""The parser of each subcommand, and its help."""
 
 
 def _compare(args: list[str]) -> None:
@@ -52,5 +75,14 @@ def _export(args: list[str]) -> None:
     print(f"The model of `{given.ckpt_path}` is in `{folder}`.", flush=True)
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"export": _export, "compare": _compare}
+def _convert(args: list[str]) -> None:
+    given = convert_parser().parse_args(args)
+    print(f"The model of `{given.file}` is in `{convert(**given.as_dict())}`.", flush=True)
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "export": _export,
+    "convert": _convert,
+    "compare": _compare,
+}
 """What runs a subcommand with its arguments."""

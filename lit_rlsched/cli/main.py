@@ -148,8 +148,8 @@ class RolloutCLI(LightningCLI):
         # for `--help` alone: `main` runs it before Lightning asks for a module and data
         listed = parser._subcommands_action
         assert listed is not None
-        listed.add_subcommand("export", cli_export.export_parser(), help=cli_export.summary())
-        listed.add_subcommand("compare", cli_export.compare_parser(), help=cli_export.COMPARE)
+        for name, (parser_of, about) in cli_export.PARSERS.items():
+            listed.add_subcommand(name, parser_of(), help=about)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)

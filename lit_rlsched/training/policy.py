@@ -100,13 +100,11 @@ def _load_base(model: str, dtype: torch.dtype, **kwargs: object) -> PreTrainedMo
 def _check_files(model: str) -> None:
     """Refuse what is no folder of a model."""
     folder = Path(model)
-    if model.endswith(".gguf") or (
-        not (folder / "config.json").is_file() and any(folder.glob("*.gguf"))
-    ):
+    found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
+    for file in [folder] if model.endswith(".gguf") else found[:1]:
         raise UsageError(
-            f"`model={model}`: a GGUF file is read by other programs. Write a folder from it: "
-            '`AutoModelForCausalLM.from_pretrained(folder, gguf_file="NAME.gguf")` and '
-            "`save_pretrained`, the tokenizer alike."
+            f"`model={model}`: a GGUF file is read by other programs. Write a folder from it with "
+            f"`lit-rlsched convert --file {file} --out FOLDER`, and give that folder."
         )
     if folder.is_file():
         raise UsageError(

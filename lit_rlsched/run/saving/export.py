@@ -79,9 +79,7 @@ def export(
         UsageError: an argument is wrong, or base model or tokenizer cannot be found.
     """
     check_arguments(dtype, push_to_hub)
-    folder = Path(out).resolve()
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UsageError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
+    folder = new_folder(out)
     path = find_checkpoint(ckpt_path)
     checkpoint = read_checkpoint(path, optimizers=False)
     return export_state(
@@ -140,14 +138,14 @@ def export_state(
     tokenizer = load_tokenizer(sampling.get("tokenizer") or named)
     shell.config = AutoConfig.from_pretrained(base)  # `load_policy` sets dropout to 0
     shell.generation_config = _generation_config(base, shell, tokenizer, sampling)
-    with _written_at_once(out) as folder:
+    with written_at_once(out) as folder:
         tokenizer.save_pretrained(folder)
         if adapter:
             _write_adapter(shell, base, (settings, lora), weights, used, folder)
         else:
             if settings["lora_rank"]:
                 weights = _merged(base, (settings, lora), weights, trained)
-            _write_model(shell, weights, used, folder)
+            write_model(shell, weights, used, folder)
         served = trained if adapter else used
         card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
         card.save(folder / "README.md")
@@ -165,6 +163,14 @@ def check_arguments(dtype: str, push_to_hub: str | None) -> None:
             validate_repo_id(push_to_hub)
     except HFValidationError as error:
         raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+
+
+def new_folder(out: str) -> Path:
+    """Return the full path of a folder to write, and refuse one that has files."""
+    folder = Path(out).resolve()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UsageError(f"`out={out}` exists and is not an empty folder. Name a new folder.")
+    return folder
 
 
 def find_checkpoint(ckpt_path: str) -> Path:
@@ -222,9 +228,10 @@ def _check_names(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> No
     check_same_weights(ours, theirs, "Name the base model of the run with `model`.")
 
 
-def _write_model(
+def write_model(
     shell: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path
 ) -> None:
+    """Write weights and the configuration of `shell`, whose own weights do not matter."""
     named = {*dict(shell.named_parameters()), *dict(shell.named_buffers())}  # tied weights once
     shapes = {name: tensor for name, tensor in shell.state_dict().items() if name in named}
     weights = {name: tensor for name, tensor in weights.items() if name in named}
@@ -271,7 +278,7 @@ def _generation_config(
 
 
 @contextmanager
-def _written_at_once(out: Path) -> Iterator[Path]:
+def written_at_once(out: Path) -> Iterator[Path]:
     """Give a temporary folder beside `out`, and rename it to `out` once it is filled."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{out.name}.*{_SUFFIX}"):  # of a process that was killed
