@@ -201,8 +201,17 @@ TRAINER = """
 """
 
 
+@pytest.fixture(scope="module")
+def ends():
+    """Ids of processes that end, while the other tests of this file run."""
+    pids = []
+    yield pids
+    while any(map(runs, pids)):
+        time.sleep(0.1)
+
+
 @slow
-def test_a_cluster_of_its_own_ends_with_a_trainer_that_is_killed(monkeypatch):
+def test_a_cluster_of_its_own_ends_with_a_trainer_that_is_killed(monkeypatch, ends):
     read = "def environment(pid):\n    return open(f'/proc/{pid}/environ', 'rb').read()\n"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the paths of sockets must be short
         monkeypatch.setenv("RAY_TMPDIR", folder)
@@ -221,8 +230,7 @@ def test_a_cluster_of_its_own_ends_with_a_trainer_that_is_killed(monkeypatch):
         trainer.communicate()
         others.append(_ray_cluster._new_folder())
         assert {*map(str, Path(folder).iterdir())} == {name for name, _ in others}
-        while any(map(runs, pids)):  # Ray's agents notice after a minute
-            time.sleep(0.1)
+        ends += pids  # Ray's agents notice after a minute
 
 
 def runs(pid):

@@ -31,25 +31,22 @@ from lit_rlsched.settings import UsageError
 ROOT = Path(__file__).parents[2]
 TOKENS = 3
 # half precision and adapters take minutes: docs/howto/gpu.md has the command
-SELECTED = {
-    "states": ["second_runner_checks.py"],
-    "ends": [
-        "test_vllm_draft_tokens.py::test_an_end_inside_the_draft_tokens",
-        "test_vllm_draft_tokens.py::test_the_end_of_the_context_is_reached_beside_short_texts",
-        "test_vllm_draft_tokens.py::test_the_prefix_cache_holds_what_it_would_hold_without",
-        "test_vllm_draft_tokens.py::test_more_requests_than_the_threshold_get_none",
-    ],
-}
+SELECTED = [
+    "second_runner_checks.py",
+    "test_vllm_draft_tokens.py::test_an_end_inside_the_draft_tokens",
+    "test_vllm_draft_tokens.py::test_the_end_of_the_context_is_reached_beside_short_texts",
+    "test_vllm_draft_tokens.py::test_the_prefix_cache_holds_what_it_would_hold_without",
+    "test_vllm_draft_tokens.py::test_more_requests_than_the_threshold_get_none",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("vllm") is None or not for_cpu(), reason=REASON)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("selected", SELECTED)
-def test_it_draws_the_same(selected: str) -> None:
+def test_it_draws_the_same() -> None:
     """vLLM's second runner with its Triton kernels, in a process that has Triton's interpreter."""
-    tests = [f"tests/engines/{name}" for name in SELECTED[selected]]
+    tests = [f"tests/engines/{name}" for name in SELECTED]
     options = ["-p", "second_runner", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     shown = ["--tb=short", "--show-capture=no", "--durations=0", "-rs"]
     inside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
