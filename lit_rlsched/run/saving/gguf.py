@@ -18,7 +18,7 @@ from lit_rlsched.settings import UsageError
 
 
 def convert(file: str, out: str, dtype: str = "float32") -> Path:
-    """Write the model of a GGUF file as a Hugging Face folder, which can be trained and exported.
+    """Write the model of a GGUF file as a Hugging Face folder, to train and to export.
 
     The weights are de-quantised: they are what llama.cpp computes with, not those from which the
     file was made. Tokenizer, chat template and end token come from the file as well. The folder
@@ -50,7 +50,7 @@ def convert(file: str, out: str, dtype: str = "float32") -> Path:
         config = AutoConfig.from_pretrained(path.parent, **how)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **how)
         read = AutoModelForCausalLM.from_pretrained(path.parent, dtype=DTYPES[dtype], **how)
-    except Exception as error:  # a cut file ends in errors of numpy, others in those of transformers
+    except Exception as error:  # of numpy, if the file is cut short
         raise UsageError(
             f"`file={file}`: transformers cannot read this GGUF file. Its architecture or its kind "
             f"of quantisation may be unknown to it, or the file is cut short. ({error})"
