@@ -12,6 +12,7 @@ from lit_rlsched.rewards.golds import (
     find_answer,
     read_gold,
     time_limit,
+    without_sums,
 )
 from lit_rlsched.settings import UsageError
 
@@ -152,8 +153,9 @@ def math_verify_reward(
 ) -> list[float | None]:
     r"""Return 1 if math-verify finds the completion equal to the gold answer, else 0.
 
-    The whole gold counts: with the gold `7\sqrt{11}` the answer 7 is wrong. As math-verify does,
-    units, percent signs and a variable before the answer (`x=5`) are left out.
+    The whole gold counts: with the gold `7\sqrt{11}` the answer 7 is wrong. If the gold is a
+    number, the answer must be worked out: `6 - 9` is not -3, and of `6 - 9 = 1` the 1 counts. As
+    math-verify does, units, percent signs and a variable before the answer (`x=5`) are left out.
 
     Args:
         completions: Completions, as text or chat messages; a boxed answer takes precedence.
@@ -180,7 +182,7 @@ def math_verify_reward(
 
 def _verified(text: str, gold: Any) -> float:
     mv, wanted, letter = import_math_verify(), read_gold(gold), choice_of(gold)
-    given = find_answer(text, choice=letter is not None)
+    given = find_answer(without_sums(text, gold), choice=letter is not None)
     return float(
         mv.verify(
             [*wanted, letter] if letter else wanted,

@@ -261,6 +261,26 @@ UNREADABLE = [
 ]
 
 
+NUMBERS = st.integers(0, 99)
+SAID = ("The final answer is {}.", "The answer is {}", "{}", "So we get {}, as asked.")
+SUMS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, r"\times": int.__mul__}
+
+
+@given(a=NUMBERS, b=NUMBERS, sign=st.sampled_from([*SUMS]), said=st.sampled_from(SAID), off=NUMBERS)
+def test_a_repeated_question_is_no_answer(a, b, sign, said, off) -> None:
+    """Nor is it what is compared, where an answer follows."""
+    question, gold = f"{a} {sign} {b}", SUMS[sign](a, b)
+    told = {
+        f"{question} = {gold}": 1.0,
+        f"{question} which is {gold}": 1.0,
+        f"{question} = {gold + off + 1}": 0.0,
+        question: 0.0,
+    }
+    told = {said.format(text): score for text, score in told.items()}
+    told |= {f"${question} = {gold}$": 1.0, f"${question}$": 0.0}
+    assert math_verify_reward([*told], answer=[str(gold)] * len(told)) == [*told.values()]
+
+
 @pytest.mark.parametrize("gold", UNREADABLE, ids=repr)
 def test_a_gold_that_cannot_be_read_is_refused_with_its_row(gold: Any) -> None:
     scheduler = RewardScheduler([math_verify_reward])

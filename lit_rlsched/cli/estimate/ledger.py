@@ -70,10 +70,12 @@ class Ledger:
     ) -> list[Item]:
         """Return all items that take memory, with these values in place of the configured ones."""
         generations = num_generations or self.num_generations
+        step = self.run.most_positions(generations)  # which may be less than a micro-batch holds
+        positions = min(micro_batch_tokens or self.micro_batch_tokens, step)
         items = [
             *self._model_items(),
             *self._engine_items(self.run.slots(generations)),
-            *self._pass_items(micro_batch_tokens or self.micro_batch_tokens),
+            *self._pass_items(positions),
             *self._object_items(self.run.most_prompts * generations),
         ]
         return [item for item in items if item.rollout or item.update]

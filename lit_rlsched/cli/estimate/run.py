@@ -108,7 +108,9 @@ class PlannedRun:
 
     def most_positions(self, num_generations: int) -> int:
         """Return the positions of an optimizer step in which all completions have full length."""
-        prompts = -(-self.schedule.rule.update_prompts // self.settings.steps_per_round)
+        rule = self.schedule.rule  # a round that ends early may train on more, if they end together
+        trained = self.most_prompts if rule.ends_early else rule.update_prompts
+        prompts = -(-trained // self.settings.steps_per_round)
         return prompts * num_generations * self.spec.max_model_len
 
     @cached_property
