@@ -89,6 +89,8 @@ class Meter:
     counts: Counts = field(default_factory=Counts)
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each round."""
+    equal: list[float] = field(default_factory=list)
+    """Share of the prompts of each round whose completions have the same reward."""
     lengths: list[float] = field(default_factory=list)
     """Mean completion length of each round."""
     laps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class Meter:
         return {
             "counts": asdict(self.counts),
             "rewards": self.rewards,
+            "equal": self.equal,
             "lengths": self.lengths,
             "laps": self.laps,
             "startup": self.startup,

@@ -112,6 +112,8 @@ def train(
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "lit_rlsched", "fit", *arguments]
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    equal = [r["frac_reward_zero_std"] for r in logged(folder)]
+    results.check_rewards_differ([float(share) for share in equal if share], name)
     done.write_text(ran)
     return folder
 

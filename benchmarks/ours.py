@@ -39,6 +39,7 @@ class Measure(RolloutCallback):
         counts.decode_steps += round.trace.decode_steps
         counts.decode_rows += round.trace.busy_slot_steps
         self.meter.rewards.append(round.metrics["reward"])
+        self.meter.equal.append(round.metrics["frac_reward_zero_std"])
         self.meter.lengths.append(sum(lengths) / len(lengths))
 
     def on_train_batch_end(

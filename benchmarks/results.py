@@ -41,6 +41,27 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
     """Keep the lines of the description and print defaults."""
 
 
+MOST_EQUAL = 0.95
+
+
+def check_rewards_differ(shares: Sequence[float], run: str) -> None:
+    """Refuse a run in which nothing was learned, so that its update cost next to nothing.
+
+    Args:
+        shares: `frac_reward_zero_std` of each round.
+        run: Name of the run, for the message.
+
+    Raises:
+        SystemExit: nearly no prompt had completions with different rewards.
+    """
+    if (equal := sum(shares) / len(shares)) > MOST_EQUAL:
+        raise SystemExit(
+            f"{run}: the completions of {equal:.0%} of the prompts had the same reward. Then an "
+            "update has nothing to compute, and a comparison of seconds says nothing. Use a model "
+            "and a task whose rewards differ."
+        )
+
+
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser for a benchmark whose help is the docstring of its module."""
     return argparse.ArgumentParser(

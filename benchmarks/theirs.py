@@ -18,13 +18,17 @@ MAX_GAP = 1e-4
 """Mean difference of log-probs above which engine and trainer do not have the same weights."""
 
 
-def make_reward(eos_token_id: int, meter: common.Meter) -> Callable[..., list[float]]:
+def make_reward(
+    eos_token_id: int, generations: int, meter: common.Meter
+) -> Callable[..., list[float]]:
     """Our reward function, which finds out that a completion was cut: TRL does not pass this on."""
 
     def countdown(completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
         reasons = ["stop" if ids[-1] == eos_token_id else "length" for ids in completion_ids]
         scores = countdown_reward(completions, finish_reasons=reasons, **kwargs)
         meter.rewards.append(sum(scores) / len(scores))
+        groups = [scores[i : i + generations] for i in range(0, len(scores), generations)]
+        meter.equal.append(sum(len({*group}) == 1 for group in groups) / len(groups))
         return scores
 
     return countdown
@@ -182,7 +186,7 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
         adapt_vllm(meter.counts)
     trainer = make_trainer_class(setting, rounds, meter)(
         model=setting.model,
-        reward_funcs=make_reward(tokenizer.eos_token_id, meter),
+        reward_funcs=make_reward(tokenizer.eos_token_id, setting.generations, meter),
         args=make_config(setting, folder, max(len(p.token_ids) for r in rounds for p in r)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

@@ -135,6 +135,8 @@ def main(args: Sequence[str] | None = None) -> None:
     versions |= {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     setting = Setting(**options)
     result = measure(setting, repeats)
+    for side, of_side in result["runs"].items():
+        results.check_rewards_differ([e for one in of_side for e in one["equal"]], side)
     result |= {"setting": asdict(setting), "versions": versions, "load": os.getloadavg()}
     print(report(result))
     for side, runs in result["runs"].items():

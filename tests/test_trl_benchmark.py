@@ -38,6 +38,7 @@ def test_both_sides_train_on_as_many_completions(tmp_path, monkeypatch):
     for side, result in results.items():
         counts = result["counts"]
         assert counts["completions"] == 16
+        assert len(result["equal"]) == 1 and 0 <= result["equal"][0] <= 1
         assert 0 < counts["tokens"] <= 16 * 16
         assert 0 <= counts["padding"] < counts["positions"] or counts["skipped"] == 16
         assert [len(laps) for laps in result["laps"].values()] == [1, 1]
@@ -55,6 +56,7 @@ def fake_run(tokens, cpu):
         "counts": counts | {"positions": 2 * tokens, "completion_positions": tokens},
         "laps": {"rollout": [lap], "update": [lap]},
         "rewards": [0.5],
+        "equal": [0.5],
         "startup": 1.0,
         "peak_mib": 1.0,
         "held_out": {"val/accuracy": 0.5},
@@ -132,6 +134,18 @@ def test_what_cannot_work_is_refused(capsys):
     with pytest.raises(SystemExit):
         command.parse(["--model=nowhere"])
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_comparison_without_an_update_is_refused(monkeypatch):
+    """With equal rewards one side skips the update, and the other computes one of zeros."""
+
+    def run(role, setting, folder):
+        return fake_run(100, 1.0) | {"equal": [1.0 if role == "ours" else 0.5]}
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "check_trl", lambda: "1.16.0")
+    with pytest.raises(SystemExit, match=r"ours: the completions of 100% of the prompts had"):
+        command.main(["--repeats=1", "--held-out=0", f"--model={MODEL}"])
 
 
 def test_a_failed_run_says_why(monkeypatch, tmp_path):
