@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlsched.cli.malloc import keep_heap
-from lit_rlsched.data.tasks import Countdown
+from lit_rlsched.data.tasks import Countdown, ReasoningGym
+from lit_rlsched.rewards.functions import countdown_reward, math_verify_reward
 from lit_rlsched.types import Prompt
 
 ENVIRONMENT = {
@@ -29,10 +30,31 @@ ENVIRONMENT = {
 }
 """Environment of every measured process: one thread, no network, no GPU."""
 TEMPERATURE = 1.0
-LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
 WARMUP_STEPS = 5
 CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What both sides train on."""
+
+    rows: Callable[[Any, int], list[dict[str, Any]]]
+    """Makes the rows of a split, `train` or `heldout`, and a size."""
+    reward: Callable[..., list[Any]]
+    column: str
+    """The column that the reward needs."""
+
+
+def _sums(split: Any, size: int) -> list[dict[str, Any]]:
+    return ReasoningGym("chain_sum", split, size, config={"max_terms": 2, "max_digits": 2}).rows()
+
+
+TASKS = {
+    "countdown": Task(lambda split, n: Countdown(split, n).rows(), countdown_reward, "metadata"),
+    "sums": Task(_sums, math_verify_reward, "answer"),
+}
+"""Countdown is for the model of the repository, sums of one and two digits for chat models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +62,8 @@ class Setting:
     """Settings of a run; the defaults are those of the quick task."""
 
     model: str
+    task: str = "countdown"
+    learning_rate: float = 3e-4
     rounds: int = 20
     seed: int = 0
     prompts: int = 32
@@ -138,7 +162,7 @@ def cpu_seconds() -> float:
 
 def training_rows(setting: Setting) -> list[dict[str, Any]]:
     """Return the rows from which both sides draw their prompts."""
-    return Countdown("train", size=setting.train_size).rows()
+    return TASKS[setting.task].rows("train", setting.train_size)
 
 
 def rounds_of_prompts(

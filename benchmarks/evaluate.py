@@ -8,10 +8,8 @@ from lightning import seed_everything
 
 from benchmarks import common
 from benchmarks.ours import make_engine, make_trainer
-from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.module import GRPOModule
-from lit_rlsched.rewards.functions import countdown_reward
 
 SAMPLES = 4
 
@@ -19,10 +17,11 @@ SAMPLES = 4
 def accuracy(model: str, setting: common.Setting, folder: Path) -> dict[str, float]:
     """Return the metrics `val/*` of these weights; the seeds are the same for all weights."""
     seed_everything(0, verbose=False)
+    task = common.TASKS[setting.task]
     data = RolloutDataModule(
-        Countdown("train", size=setting.train_size),  # required, but not used here
-        [countdown_reward],
-        val_data=Countdown("heldout", size=setting.held_out),
+        task.rows("train", setting.prompts),  # required, but not used here
+        [task.reward],
+        val_data=task.rows("heldout", setting.held_out),
         tokenizer=setting.model,
         engine=make_engine(setting.engine),
         prompts_per_round=setting.prompts,

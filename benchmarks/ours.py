@@ -11,7 +11,6 @@ from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.module import GRPOModule
-from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Group, Sample
@@ -92,14 +91,14 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
     seed_everything(setting.seed, verbose=False)
     module = GRPOModule(
         setting.model,
-        learning_rate=common.LEARNING_RATE,
+        learning_rate=setting.learning_rate,
         betas=common.BETAS,
         warmup_steps=common.WARMUP_STEPS,
         gradient_clip_val=common.CLIP,
     )
     data = RolloutDataModule(
         common.training_rows(setting),
-        [countdown_reward],
+        [common.TASKS[setting.task].reward],
         engine=make_engine(setting.engine),
         prompts_per_round=setting.prompts,
         num_generations=setting.generations,

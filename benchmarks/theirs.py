@@ -11,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from benchmarks import common
-from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.types import Prompt
 
 MAX_GAP = 1e-4
@@ -19,19 +18,20 @@ MAX_GAP = 1e-4
 
 
 def make_reward(
-    eos_token_id: int, generations: int, meter: common.Meter
+    setting: common.Setting, eos_token_id: int, meter: common.Meter
 ) -> Callable[..., list[float]]:
     """Our reward function, which finds out that a completion was cut: TRL does not pass this on."""
+    generations = setting.generations
 
-    def countdown(completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
+    def reward(completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
         reasons = ["stop" if ids[-1] == eos_token_id else "length" for ids in completion_ids]
-        scores = countdown_reward(completions, finish_reasons=reasons, **kwargs)
+        scores = common.TASKS[setting.task].reward(completions, finish_reasons=reasons, **kwargs)
         meter.rewards.append(sum(scores) / len(scores))
         groups = [scores[i : i + generations] for i in range(0, len(scores), generations)]
         meter.equal.append(sum(len({*group}) == 1 for group in groups) / len(groups))
         return scores
 
-    return countdown
+    return reward
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -150,7 +150,7 @@ def make_config(setting: common.Setting, folder: Path, longest_prompt: int) -> A
         max_completion_length=setting.limit,
         max_steps=setting.rounds,
         temperature=common.TEMPERATURE,
-        learning_rate=common.LEARNING_RATE,
+        learning_rate=setting.learning_rate,
         adam_beta1=common.BETAS[0],
         adam_beta2=common.BETAS[1],
         lr_scheduler_type="constant_with_warmup",
@@ -175,18 +175,19 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(setting.model, padding_side="left")
     rounds = common.rounds_of_prompts(common.training_rows(setting), tokenizer, setting)
-    rows = [
-        # as JSON, because Arrow would give every row the keys of all rows
-        {"prompt": p.text, "metadata": json.dumps(p.columns["metadata"])}
-        for prompts in rounds
-        for p in prompts
-    ]
+    column = common.TASKS[setting.task].column
+    rows = []
+    for prompt in (p for prompts in rounds for p in prompts):
+        value = prompt.columns[column]
+        if not isinstance(value, str):  # Arrow would give every row the keys of all rows
+            value = json.dumps(value)
+        rows.append({"prompt": prompt.text, column: value})
     meter = common.Meter()
     if setting.trl_backend == "vllm":
         adapt_vllm(meter.counts)
     trainer = make_trainer_class(setting, rounds, meter)(
         model=setting.model,
-        reward_funcs=make_reward(tokenizer.eos_token_id, setting.generations, meter),
+        reward_funcs=make_reward(setting, tokenizer.eos_token_id, meter),
         args=make_config(setting, folder, max(len(p.token_ids) for r in rounds for p in r)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

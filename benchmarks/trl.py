@@ -1,4 +1,9 @@
-"""Train the quick task with TRL and with this package in turn, and print both sides' figures."""
+"""Train the same model with TRL and with this package in turn, and print both sides' figures.
+
+A real chat model, made by `make real-model`, with vLLM on both sides:
+python -m benchmarks run trl --model runs/smollm2 --task sums --trl-backend vllm --rounds 2 \
+    --prompts 4 --limit 192 --trl-batch-size 4 --learning-rate 1e-6 --held-out 0
+"""
 
 import argparse
 import importlib.metadata
@@ -13,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.common import ENVIRONMENT, Setting
+from benchmarks.common import ENVIRONMENT, TASKS, Setting
 from benchmarks.report import figures, report
 
 SIDES = ("trl", "ours")
@@ -48,6 +53,8 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", default="examples/countdown/model", help="folder of the initial model"
     )
+    parser.add_argument("--task", choices=TASKS, default="countdown", help="what to train on")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of AdamW")
     parser.add_argument("--prompts", type=int, default=32, help="prompts per round")
     parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
     parser.add_argument(
