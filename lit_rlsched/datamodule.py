@@ -108,7 +108,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         reward_weights: list[float] | None = None,
         reward_timeout: float = 30.0,
         reward_workers: int = 1,
-        reward_memory_limit: str | None = None,
+        reward_memory_limit: str | int | None = None,
         reward_env_vars: list[str] | None = None,
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,

@@ -5,7 +5,8 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -95,7 +96,9 @@ def types_checked(
 def _check_types(owner: str, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
     for name, parameter in signature.parameters.items():
         hint = parameter.annotation
-        if name not in given or _fits(value := given[name], hint):
+        if name not in given or parameter.kind in _VARIADIC:
+            continue
+        if (value := given[name]) is parameter.default or _fits(value, hint):
             continue
         if isinstance(value, str) and any(get_origin(of) is Literal for of in _either(hint)):
             check_choice(owner, name, value, [w for of in _either(hint) for w in _words(of)])
@@ -113,21 +116,23 @@ def _words(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) is Literal else few.get(hint, ())
 
 
-_TYPES: dict[Any, tuple[type, str]] = {
+_TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
-    str: (str | PurePath, "a string"),  # type: ignore[dict-item]
-    list: (list | tuple, "a list"),  # type: ignore[dict-item]
-    dict: (Mapping, "a dict"),
+    str: (str | PurePath, "a string"),
+    list: (Sequence | Set, "a list"),
+    dict: (Mapping | Namespace, "a dict"),
     type(None): (type(None), "None"),
 }
 """What is accepted for a type, and its words."""
-_TYPES |= {Sequence: (Sequence, "a list"), tuple: _TYPES[list], Mapping: _TYPES[dict]}
+_TYPES |= {Sequence: _TYPES[list], tuple: _TYPES[list], Mapping: _TYPES[dict]}
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value is of a type, and its entries are of theirs."""
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        value = value.tolist()
     if len(either := _either(hint)) > 1:
         return any(_fits(value, of) for of in either)
     kind, of = get_origin(hint) or hint, get_args(hint)
@@ -140,10 +145,12 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, bool | str):
         return kind in (bool, str)
     entries: Any = value
+    if not of or isinstance(value, Namespace):
+        return True
     if kind is tuple and ... not in of:
         return len(entries) == len(of) and all(map(_fits, entries, of))
-    if not of:
-        return True
+    if kind is tuple:
+        of = of[:1]
     return all(_fits(v, of[-1]) for v in (entries.values() if kind in (dict, Mapping) else entries))
 
 

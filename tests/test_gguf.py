@@ -120,8 +120,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, monkeypatch) -> Non
         convert(str(tmp_path / "missing.gguf"), str(out))
     with pytest.raises(UsageError, match="not an empty folder"):
         convert(str(good), str(tmp_path))
-    with pytest.raises(UsageError, match="dtype='q4'"):
-        convert(str(good), str(out), dtype="q4")
+    with pytest.raises(UsageError, match="dtype='auto'"):
+        convert(str(good), str(out), dtype="auto")
     assert not out.exists() and not [*tmp_path.glob(".out*")]
     monkeypatch.setattr(converting, "is_gguf_available", lambda: False)
     with pytest.raises(UsageError, match=r"lit_rlsched\[gguf\]"):

@@ -1,10 +1,14 @@
 """Every number and every word of a configuration is checked, by whatever it is called."""
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import pytest
+import torch
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched.data import tasks
@@ -122,6 +126,31 @@ def scalars() -> Iterator[tuple[type, str, Any]]:
 def test_a_value_of_another_type_is_refused_by_name(kind, name, value):
     with pytest.raises(UsageError, match=rf"\b{name}"):
         kind(**NEEDED.get(kind, {}) | {name: value})
+
+
+class Open(callbacks.TailBatching):
+    """Of one's own, with all kinds of parameters."""
+
+    def __init__(self, *names: str, pair=(1, 2), n: float = None, **more: float):  # type: ignore  # noqa: RUF013
+        super().__init__(**more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (RolloutDataModule, {"reward_weights": np.array([1.0]), "prompts_per_round": np.int64(4)}),
+        (RolloutDataModule, {"reward_weights": (1,), "temperature": np.float32(0.5)}),
+        (RolloutDataModule, {"seed": torch.tensor(3), "reward_memory_limit": 4 * 2**30}),
+        (RolloutDataModule, {"chat_template_kwargs": OrderedDict(enable_thinking=False)}),
+        (GRPOModule, {"lora_rank": 2, "lora_target_modules": {"q_proj"}, "learning_rate": 1}),
+        (callbacks.RoundCheckpoint, {"dirpath": Path("here")}),
+        (callbacks.DownSampling, {"early_stop": True, "reward_range": [0.0, 2.0]}),
+        (Open, {"pair": (3, 4), "n": None, "prompt_ratio": 1.5}),
+    ],
+)
+def test_what_is_as_good_as_the_annotation_is_accepted(kind, settings) -> None:
+    kind(**NEEDED.get(kind, {}) | settings)
+    Open("x", "y")
 
 
 class Mine(callbacks.SortedBatching):

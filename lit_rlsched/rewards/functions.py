@@ -12,7 +12,7 @@ from lit_rlsched.rewards.golds import (
     find_answer,
     read_gold,
     time_limit,
-    without_sums,
+    without_calculations,
 )
 from lit_rlsched.settings import UsageError
 
@@ -182,7 +182,7 @@ def math_verify_reward(
 
 def _verified(text: str, gold: Any) -> float:
     mv, wanted, letter = import_math_verify(), read_gold(gold), choice_of(gold)
-    given = find_answer(without_sums(text, gold), choice=letter is not None)
+    given = find_answer(without_calculations(text, gold), choice=letter is not None)
     return float(
         mv.verify(
             [*wanted, letter] if letter else wanted,

@@ -29,13 +29,18 @@ _WORD = re.compile(
     r"[A-Za-z]{4,}|(?<=\s)[A-Za-z]{2,}|(?<![A-Za-z])(?:pi|sin|cos|tan|log|ln|exp|sqrt)(?![A-Za-z])"
 )
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
-_OPERAND = r"\d+(?:[.,]\d+)*"
-_OPERATOR = "(?:[-+*\u00d7\u2212]|\\\\times|\\\\cdot)"  # also the signs of multiplication and minus
+_NUMBER_GOLD = re.compile("[-+\u2212]?(?:\\d+(?:[.,]\\d+)*|\\.\\d+)")
+_OPERAND = "\\(?[-+\u2212]?(?:\\d++(?:[.,]\\d++)*+|\\.\\d++)\\)?+"
+_DIVIDED = "(?:[/\u00f7]|\\\\div)"
+_OPERATOR = "(?:[-+*\u00d7\u2212]|\\\\times|\\\\cdot)"
+_CALCULATION = rf"{_OPERAND}(?:[^\S\n]*+(?:{_OPERATOR}|{_DIVIDED})[^\S\n]*+{_OPERAND})++"
 _TO_DO = re.compile(
-    rf"(?<![\w.^])[-+]?{_OPERAND}(?:\s*{_OPERATOR}\s*[-+]?{_OPERAND})+"
-    r"(?![.,]?\d|\s*(?:\^|\*\*))(?:\s*=)?"
+    rf"(?<![\w.^])(?<!\d,){_CALCULATION}(?:[^\S\n]*+=[^\S\n]*+{_CALCULATION})*+"
+    r"(?![.,]?\d|\s*(?:\^|\*|[!%]|\\[a-z]))(?:[^\S\n]*=)?"
 )
-"""Arithmetic between numbers that is still to be done, with the sign `=` after it; no powers."""
+"""Calculations with numbers alone, with the sign `=` between and after them; no powers."""
+_BOUND = re.compile(r"(?:[-+*/^)}!=|\u00f7\u00d7\u2212]|\\[A-Za-z]+|[A-Za-z]\()\s*$")
+"""How a text ends of which a calculation is a part."""
 _MISREAD = {
     "two numbers side by side": re.compile(r"\d\.?(?:\s|\\[ ,;:]|\\q?quad)+\.?\d"),
     "a number with a subscript": re.compile(r"\d[)}\s]*_"),
@@ -155,14 +160,22 @@ def find_answer(text: str, choice: bool = False) -> list[Any]:
     return found
 
 
-def without_sums(text: str, gold: object) -> str:
-    """Leave out sums and products of numbers, if the gold is a number.
+def without_calculations(text: str, gold: object) -> str:
+    """Leave out calculations that are still to be done, if the gold is a number.
 
     math-verify reads `6 - 9` in "the answer is 6 - 9 = 1" as -3: a model that repeats the question
-    would be right, and what it answers would not count.
+    would be right, and what it answers would not count. A fraction such as `1/2` stays, unless a
+    sign `=` follows.
     """
-    number = re.fullmatch(rf"[-+]?{_OPERAND}", answer_of(gold))
-    return _TO_DO.sub(" ", text) if number else text
+    if _NUMBER_GOLD.fullmatch(answer_of(gold)) is None:
+        return text
+
+    def left(found: re.Match[str]) -> str:
+        done = found[0].endswith("=") or re.search(_OPERATOR, found[0].lstrip("(-+"))
+        bound = _BOUND.search(text[max(0, found.start() - 12) : found.start()])
+        return found[0] if bound or not done else " "
+
+    return _TO_DO.sub(left, text)
 
 
 def choice_of(gold: object) -> str | None:

@@ -1,7 +1,7 @@
 """A Hugging Face folder from a GGUF file."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -9,15 +9,16 @@ from transformers.utils import is_gguf_available
 
 from lit_rlsched.run.saving.export import (
     DTYPES,
-    check_arguments,
     new_folder,
     write_model,
     written_at_once,
 )
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import UsageError, check_choice
 
 
-def convert(file: str, out: str, dtype: str = "float32") -> Path:
+def convert(
+    file: str, out: str, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> Path:
     """Write the model of a GGUF file as a Hugging Face folder, to train and to export.
 
     The weights are de-quantised: they are what llama.cpp computes with, not those from which the
@@ -27,7 +28,7 @@ def convert(file: str, out: str, dtype: str = "float32") -> Path:
     Args:
         file: The GGUF file.
         out: Folder to write; new or empty.
-        dtype: Of the weights: `float32`, `bfloat16` or `float16`.
+        dtype: Of the weights.
 
     Returns:
         The folder.
@@ -36,7 +37,7 @@ def convert(file: str, out: str, dtype: str = "float32") -> Path:
         UsageError: there is no such file, transformers cannot read its architecture, the package
             `gguf` is missing, or `out` is not empty.
     """
-    check_arguments(dtype, None)
+    check_choice("convert", "dtype", dtype, ("float32", "bfloat16", "float16"))
     path, folder = Path(file), new_folder(out)
     if not path.is_file():
         raise UsageError(f"`file={file}`: no such file.")
@@ -58,7 +59,8 @@ def convert(file: str, out: str, dtype: str = "float32") -> Path:
     with torch.device("meta"):  # `read` counts as quantised, and would not be saved
         shell = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     shell.generation_config = read.generation_config
-    tokenizer.model_max_length = config.max_position_embeddings
+    if (longest := getattr(config, "max_position_embeddings", None)) is not None:
+        tokenizer.model_max_length = longest
     with written_at_once(folder) as new:
         write_model(shell, read.state_dict(), DTYPES[dtype], new)
         tokenizer.save_pretrained(new)
