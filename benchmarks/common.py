@@ -47,14 +47,14 @@ class Task:
 
 
 def _sums(split: Any, size: int) -> list[dict[str, Any]]:
-    return ReasoningGym("chain_sum", split, size, config={"max_terms": 2, "max_digits": 2}).rows()
+    return ReasoningGym("chain_sum", split, size, config={"max_terms": 2, "max_digits": 1}).rows()
 
 
 TASKS = {
     "countdown": Task(lambda split, n: Countdown(split, n).rows(), countdown_reward, "metadata"),
     "sums": Task(_sums, math_verify_reward, "answer"),
 }
-"""Countdown is for the model of the repository, sums of one and two digits for chat models."""
+"""Countdown is for the model of the repository, sums of one digit, of which there are 150, for chat models."""
 
 
 @dataclass(frozen=True, slots=True)
