@@ -54,7 +54,7 @@ TASKS = {
     "countdown": Task(lambda split, n: Countdown(split, n).rows(), countdown_reward, "metadata"),
     "sums": Task(_sums, math_verify_reward, "answer"),
 }
-"""Countdown is for the model of the repository, sums of one digit, of which there are 150, for chat models."""
+"""Countdown is for the model of the repository, the 150 sums of one digit for chat models."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Train the same model with TRL and with this package in turn, and print both sides' figures.
+r"""Train the same model with TRL and with this package in turn, and print both sides' figures.
 
 A real chat model, made by `make real-model`, with vLLM on both sides:
 python -m benchmarks run trl --model runs/smollm2 --task sums --trl-backend vllm --rounds 2 \
-    --prompts 4 --limit 192 --trl-batch-size 4 --learning-rate 1e-6 --train-size 150 \\
+    --prompts 4 --limit 192 --trl-batch-size 4 --learning-rate 1e-6 --train-size 150 \
     --held-out 0
 """
 

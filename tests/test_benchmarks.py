@@ -87,6 +87,10 @@ def test_a_run_is_not_repeated_on_the_same_commit(tmp_path, monkeypatch):
         ran.append(command)
         if len(ran) == 1:
             raise subprocess.CalledProcessError(1, command)
+        (root,) = (a.partition("=")[2] for a in command if "default_root_dir" in a)
+        (metrics := Path(root, "metrics/version_0")).mkdir(parents=True)
+        equal = 1.0 if "--a=0" in command else 0.5
+        (metrics / "metrics.csv").write_text(f"step,frac_reward_zero_std\n0,{equal}\n")
 
     monkeypatch.setattr(learning.subprocess, "run", run)
     monkeypatch.setattr(results, "commit", lambda: "abc")
@@ -101,6 +105,8 @@ def test_a_run_is_not_repeated_on_the_same_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "commit", lambda: "abd")
     assert learning.train("v", ["--a=2"], 0, 2, tmp_path) != folder
     assert len(ran) == 4, "another commit"
+    with pytest.raises(SystemExit, match="completions of 100% of the prompts had the same reward"):
+        learning.train("v", ["--a=0"], 0, 2, tmp_path)
 
 
 def test_nothing_is_counted_worse_than_recorded(capsys):
