@@ -42,6 +42,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 
 MOST_EQUAL = 0.95
+"""Share of prompts with equal rewards above which nothing is learned from a run."""
 
 
 def check_rewards_differ(shares: Sequence[float], run: str) -> None:

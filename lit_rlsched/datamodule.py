@@ -136,7 +136,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     ) -> None:
         super().__init__()
         given = locals()
-        with types_checked("RolloutDataModule", inspect.signature(RolloutDataModule), given):
+        parameters = inspect.signature(RolloutDataModule).parameters.values()
+        with types_checked("RolloutDataModule", parameters, given):
             checks.check_settings(given)
         data_sets = ["train_data", "val_data", "test_data", "predict_data"]
         self.save_hyperparameters(ignore=[*data_sets, "reward_funcs", "engine"])

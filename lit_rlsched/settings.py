@@ -71,7 +71,7 @@ def check_choice(owner: str, name: str, value: object, choices: Collection[str])
 
 @contextmanager
 def types_checked(
-    owner: str, signature: inspect.Signature, given: Mapping[str, Any]
+    owner: str, parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]
 ) -> Iterator[None]:
     """Refuse arguments that are of another type than their annotation, or no word of a `Literal`.
 
@@ -80,7 +80,7 @@ def types_checked(
 
     Args:
         owner: Class with the arguments.
-        signature: Of its constructor.
+        parameters: Of its constructor.
         given: Arguments by name; others than those of the constructor are ignored.
     """
     try:
@@ -88,14 +88,16 @@ def types_checked(
     except UsageError:
         raise
     except Exception:
-        _check_types(owner, signature, given)
+        _check_types(owner, parameters, given)
         raise
-    _check_types(owner, signature, given)
+    _check_types(owner, parameters, given)
 
 
-def _check_types(owner: str, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    for name, parameter in signature.parameters.items():
-        hint = parameter.annotation
+def _check_types(
+    owner: str, parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]
+) -> None:
+    for parameter in parameters:
+        name, hint = parameter.name, parameter.annotation
         if name not in given or parameter.kind in _VARIADIC:
             continue
         if (value := given[name]) is parameter.default or _fits(value, hint):
@@ -348,7 +350,7 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind_partial(self, *args, **kwargs)  # `init` names what is missing
-        with types_checked(type(self).__name__, signature, given.arguments):
+        with types_checked(type(self).__name__, signature.parameters.values(), given.arguments):
             init(self, *args, **kwargs)
         given.apply_defaults()  # last by the class of the object itself
         self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}

@@ -6,9 +6,6 @@ from lit_rlsched.cli.errors import DebugOption, Parser
 from lit_rlsched.run.saving.export import export, find_checkpoint
 from lit_rlsched.run.saving.gguf import convert
 
-COMPARE = "Draw runs beside each other: reward, accuracy, length and seconds."
-"""Help of `compare`."""
-
 
 def export_parser() -> Parser:
     """Return the parser of `lit-rlsched export`: the arguments of `export.export`."""
@@ -28,7 +25,8 @@ def convert_parser() -> Parser:
 
 def compare_parser() -> Parser:
     """Return the parser of `lit-rlsched compare`."""
-    parser = _parser("compare", COMPARE)
+    about = "Draw runs beside each other: reward, accuracy, length and seconds."
+    parser = _parser("compare", about)
     parser.add_argument("runs", nargs="+", help="Folders of runs (`runs/quickstart/version_0`).")
     parser.add_argument(
         "--out", default="comparison.png", help="File of the picture: .png, .svg or .pdf."
@@ -44,21 +42,13 @@ def _parser(name: str, about: str) -> Parser:
 
 def _parser_of(function: Callable[..., object], skip: Collection[str] = ()) -> Parser:
     """Return a parser with the arguments of a function."""
-    parser = _parser(function.__name__, _first_line(function))
+    parser = _parser(function.__name__, str(function.__doc__).partition("\n")[0])
     parser.add_function_arguments(function, as_group=False, fail_untyped=False, skip={*skip})
     return parser
 
 
-def _first_line(function: Callable[..., object]) -> str:
-    return str(function.__doc__).partition("\n")[0]
-
-
-PARSERS = {
-    "export": (export_parser, _first_line(export)),
-    "convert": (convert_parser, _first_line(convert)),
-    "compare": (compare_parser, COMPARE),
-}
-"""The parser of each subcommand, and its help."""
+PARSERS = {"export": export_parser, "convert": convert_parser, "compare": compare_parser}
+"""What makes the parser of a subcommand."""
 
 
 def _compare(args: list[str]) -> None:

@@ -148,8 +148,9 @@ class RolloutCLI(LightningCLI):
         # for `--help` alone: `main` runs it before Lightning asks for a module and data
         listed = parser._subcommands_action
         assert listed is not None
-        for name, (parser_of, about) in cli_export.PARSERS.items():
-            listed.add_subcommand(name, parser_of(), help=about)
+        for name, make_parser in cli_export.PARSERS.items():
+            made = make_parser()
+            listed.add_subcommand(name, made, help=made.description)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)

@@ -109,7 +109,7 @@ class RoundPlanner:
 
     def plan(self, rule: RoundRule) -> list[Group]:
         """Return the groups of the next round."""
-        return self._plan(rule, {*self.following, *self.later})
+        return self._plan(rule, self._ahead)
 
     def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
         """Return the groups of later rounds that are known before the planned one begins.
@@ -137,9 +137,14 @@ class RoundPlanner:
 
     def follow(self) -> list[Group]:
         """Let the next rounds have the groups of `plan_following`; return the others."""
-        others = self._besides({*self.following, *self.later})
+        others = self._besides(self._ahead)
         self.following, self.later = [], []
         return others
+
+    @property
+    def _ahead(self) -> set[str]:
+        """Ids of groups that no round has before those that were planned ahead."""
+        return {*self.following, *self.later}
 
     def _besides(self, taken: Collection[str]) -> list[Group]:
         return [group for group in self.pool if group.id not in taken]
@@ -157,7 +162,7 @@ class RoundPlanner:
         """
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
-        waiting = self._besides({*ids, *self.following, *self.later})
+        waiting = self._besides(ids | self._ahead)
         deferred = [g for g in waiting if g.deferred] if late else []
         fresh = (g for g in waiting if not g.deferred and rule.domain_of(g.prompt) == domain)
         if (other := next(chain(deferred, fresh), None)) is not None:

@@ -4,7 +4,7 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -174,10 +174,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             "importance_sampling_mode": importance_sampling_mode,
             "importance_sampling_clip_max": importance_sampling_clip_max,
         }
-        with ExitStack() as stack:
-            for cls in (c for c in type(self).__mro__ if issubclass(c, PolicyModule)):
-                signature = inspect.signature(cls.__init__)
-                stack.enter_context(types_checked(type(self).__name__, signature, self.hparams))
+        ours = (cls for cls in type(self).__mro__ if issubclass(cls, PolicyModule))
+        parameters = [p for c in ours for p in inspect.signature(c.__init__).parameters.values()]
+        with types_checked(type(self).__name__, parameters, self.hparams):
             check_loss_settings(**self._loss_settings)
             check_module_settings(self.hparams)
 

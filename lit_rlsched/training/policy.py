@@ -100,11 +100,13 @@ def _load_base(model: str, dtype: torch.dtype, **kwargs: object) -> PreTrainedMo
 def _check_files(model: str) -> None:
     """Refuse what is no folder of a model."""
     folder = Path(model)
-    found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
-    for file in [folder] if model.endswith(".gguf") else found[:1]:
+    files = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
+    if model.endswith(".gguf"):
+        files = [folder]
+    if files:
         raise UsageError(
             f"`model={model}`: a GGUF file is read by other programs. Write a folder from it with "
-            f"`lit-rlsched convert --file {file} --out FOLDER`, and give that folder."
+            f"`lit-rlsched convert --file {files[0]} --out FOLDER`, and give that folder."
         )
     if folder.is_file():
         raise UsageError(

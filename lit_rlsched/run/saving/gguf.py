@@ -1,24 +1,19 @@
 """A Hugging Face folder from a GGUF file."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
-from lit_rlsched.run.saving.export import (
-    DTYPES,
-    new_folder,
-    write_model,
-    written_at_once,
-)
+from lit_rlsched.run.saving.export import DTYPES, new_folder, write_model, written_at_once
 from lit_rlsched.settings import UsageError, check_choice
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 
-def convert(
-    file: str, out: str, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-) -> Path:
+
+def convert(file: str, out: str, dtype: Dtype = "float32") -> Path:
     """Write the model of a GGUF file as a Hugging Face folder, to train and to export.
 
     The weights are de-quantised: they are what llama.cpp computes with, not those from which the
@@ -37,7 +32,7 @@ def convert(
         UsageError: there is no such file, transformers cannot read its architecture, the package
             `gguf` is missing, or `out` is not empty.
     """
-    check_choice("convert", "dtype", dtype, ("float32", "bfloat16", "float16"))
+    check_choice("convert", "dtype", dtype, get_args(Dtype))
     path, folder = Path(file), new_folder(out)
     if not path.is_file():
         raise UsageError(f"`file={file}`: no such file.")
