@@ -248,7 +248,8 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
             "install Triton if it is missing: vLLM then runs its second one. Or leave "
             "`Speculation` out, or choose `--data.engine=TransformersEngine`."
         )
-    return DraftTokens(spec.drafting, config.model_config.get_vocab_size())
+    vocab_size = config.model_config.get_vocab_size()
+    return DraftTokens(spec.drafting, vocab_size, spec.device.type)
 
 
 def check_sampling(requests: Sequence[Request]) -> None:

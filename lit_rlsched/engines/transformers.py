@@ -75,7 +75,9 @@ class TransformersEngine(SlotEngine):
         self._rules = torch.zeros(len(RULES), spec.slots, dtype=torch.float64).to(self._device)
         self._forget_counts()
         vocab_size, drafting = self._config.vocab_size, spec.drafting
-        self._drafts = None if drafting is None else DraftTokens(drafting, vocab_size)
+        self._drafts = (
+            None if drafting is None else DraftTokens(drafting, vocab_size, spec.device.type)
+        )
 
     def submit(self, requests: Sequence[Request]) -> None:
         live_ids = {row.id for row in self._held}

@@ -5,11 +5,11 @@ all completions of a prompt. Where these have no match, it looks in the completi
 prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from importlib import import_module
 from itertools import islice, pairwise
 from operator import index
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lit_rlsched.settings import UsageError
 
@@ -22,6 +22,8 @@ long to learn.
 MOST_SEQUENCES = 1 << 20
 """Maximum number of sequences of all groups that are kept: 0.1 GB. Then they are learned anew."""
 LEAD = 1 << 32
+MOST_LEAD = 3
+"""Longer leads count as this one where guesses are compared."""
 
 
 class Drafter(Protocol):
@@ -85,6 +87,14 @@ def ask(
     return draft
 
 
+class Guess(NamedTuple):
+    """A token that may come next."""
+
+    token: int
+    evidence: Hashable
+    """What it rests on. Guesses with the same evidence are about as often right."""
+
+
 class GroupIndex:
     """Knows what mostly followed each sequence of 6, 4 or 2 tokens, in a group's and in all texts.
 
@@ -132,30 +142,27 @@ class GroupIndex:
         """Learn the text of this `name` from its start the next time."""
         self._learned.pop(name, None)
 
-    def propose(self, text: Sequence[int], most: int) -> list[int]:
+    def propose(self, text: Sequence[int], most: int) -> list[Guess]:
         """Return at most `most` tokens; each is the one that mostly followed the longest known end.
 
         If an end is known in the group and in all texts, the group decides.
         """
         pairs = _pairs(text[-ENDS[0] :])
-        drafted: list[int] = []
+        guesses: list[Guess] = []
         if not pairs:
-            return drafted
+            return guesses
         last, votes, of_all = text[-1], self._votes, self._of_all
-        while len(drafted) < most:
-            for key in _keys(pairs, len(pairs) - 1):
-                vote = votes.get(key)
-                if vote is None:
-                    vote = of_all.get(key)
-                if vote is not None:
-                    break
-            else:
+        while len(guesses) < most:
+            keys = _keys(pairs, len(pairs) - 1)
+            known = (i for i, key in enumerate(keys) if key in votes or key in of_all)
+            if (at := next(known, None)) is None:
                 break
-            token = vote % LEAD
-            drafted.append(token)
+            own = keys[at] in votes
+            lead, token = divmod((votes if own else of_all)[keys[at]], LEAD)
+            guesses.append(Guess(token, (len(keys) - at, own, min(lead, MOST_LEAD))))
             pairs.append(hash((last, token)))
             last = token
-        return drafted
+        return guesses
 
 
 def _pairs(text: Sequence[int]) -> list[int]:

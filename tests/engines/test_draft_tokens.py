@@ -26,6 +26,8 @@ from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request, Sampling
 
+pytestmark = pytest.mark.usefixtures("all_guesses")
+
 Drawn = dict[str, tuple[list[int], list[float], str | None]]
 RULES = [
     {},

@@ -27,6 +27,8 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import adapter_spec, named_adapters
 from lit_rlsched.types import Completion, Request, Sampling, stable_hash
 
+pytestmark = pytest.mark.usefixtures("all_guesses")
+
 ENDS = (1, 30)
 """Tokens that end a completion; the model draws each about once in 60 tokens."""
 TOKENS = 4

@@ -86,7 +86,7 @@ def test_drafts_follow_the_longest_known_end(texts, most, data):
             index.learn(str(i), text[: data.draw(st.integers(0, len(text)))])
             index.learn(str(i), text)
     text = data.draw(st.sampled_from(texts))
-    drafted = index.propose(text, most)
+    drafted = [guess.token for guess in index.propose(text, most)]
     for i, token in enumerate(drafted):
         known = followers(texts, text + drafted[:i])
         assert token in known
@@ -131,7 +131,8 @@ def test_too_many_sequences_are_learned_anew(monkeypatch):
     for i in range(50):
         index = GroupIndex(of_all)
         index.learn("0", range(20 * i, 20 * i + 20))
-        assert index.propose([20 * i, 20 * i + 1], 2) == [20 * i + 2, 20 * i + 3]
+        guesses = index.propose([20 * i, 20 * i + 1], 2)
+        assert [guess.token for guess in guesses] == [20 * i + 2, 20 * i + 3]
         assert len(of_all) <= 100 + len(ENDS) * 20
 
 
@@ -147,7 +148,7 @@ def test_what_is_drawn_after_a_proposal_is_learned():
     assert drafts.propose(["g/0"]) == {"g/0": [7, 8]}
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 9))
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 9))
 def test_a_draft_ends_before_the_last_token_that_may_be_drawn(most, left, drawn):
     drafts = DraftTokens(Drafting(tokens=most))
     begin(drafts, "g/0", [5, 5, 5, 5], left + drawn)
@@ -170,10 +171,47 @@ def test_counts():
     begin(drafts, "g/0", [5, 5, 5], 7)
     begin(drafts, "g/1", [1], 7)
     drafts.take("unknown", [1, 2])
-    assert drafts.propose(["g/0", "g/1"]) == {"g/0": [5, 5, 5, 5]}
+    assert drafts.propose(["g/0", "g/1"]) == {"g/0": [5, 5, 5]}
     drafts.take("g/0", [5, 5, 6])
     drafts.take("g/1", [1])
-    assert drafts.counts == DraftCounts(steps=1, row_steps=2, proposed=4, accepted=2)
+    assert drafts.counts == DraftCounts(steps=1, row_steps=2, proposed=3, accepted=2)
+
+
+@pytest.mark.parametrize("drafter", [None, f"{HERE}.Repeat"])
+@pytest.mark.parametrize(("running", "steps"), [(1, 60), (8, 5)])
+def test_guesses_that_are_wrong_are_drafted_no_more(drafter, running, steps):
+    """The more requests run, the less a saved row is worth, and the sooner nothing is drafted."""
+    drafts = DraftTokens(Drafting(tokens=4, drafter=drafter))
+    begin(drafts, "g/0", [5, 6] * 9 + [5], 999)
+    names, proposed = ["g/0", *map(str, range(running - 1))], []
+    for i in range(100):
+        proposed.append(len(drafts.propose(names).get("g/0", ())))
+        drafts.take("g/0", [6] if i % 50 == 49 else [100 + i])
+        begin(drafts, "g/0", [5, 6] * 9 + [5], 999)
+    assert proposed[0] > 0
+    assert not any(proposed[steps:])
+
+
+@pytest.mark.parametrize("drafter", [None, f"{HERE}.Repeat"])
+def test_guesses_are_judged_while_they_are_not_drafted(drafter):
+    """So text that becomes easy to guess is drafted again."""
+    drafts = DraftTokens(Drafting(tokens=4, drafter=drafter))
+    names = ["g/0", *map(str, range(7))]
+    for tokens in ([9], [5]):
+        for _ in range(40):
+            begin(drafts, "g/0", [5] * 9, 999)
+            last = drafts.propose(names)
+            drafts.take("g/0", tokens)
+        assert last == ({"g/0": [5]} if tokens == [5] else {})  # half were right
+
+
+def test_what_is_known_of_guesses_ends_with_the_rollout():
+    drafts = DraftTokens(Drafting(tokens=4))
+    for _ in range(2):
+        begin(drafts, "g/0", [5] * 9, 999)
+        assert drafts.propose(["g/0", *"1234567"]) == {"g/0": [5]}
+        drafts.take("g/0", [5] * 3)
+        drafts.leave("g/0")
 
 
 def test_texts_of_a_group_stay_while_one_of_its_requests_runs():
