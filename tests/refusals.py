@@ -160,6 +160,7 @@ def with_adapters(adapters: AdapterSpec | None) -> None:
 keyed = partial(score)
 keyed.env_vars = "JUDGE_KEY"  # type: ignore[attr-defined]
 COUNT = "must be a whole number, "
+SORTED = r"`SortedBatching\(.*"
 BESIDE = {"engine": en.ProcessEngine(en.TransformersEngine())}
 grpo, rloo = partial(GRPOModule, "m"), partial(RLOOModule, "m")
 in_ray = partial(en.RayEngine, en.SimulatedEngine())
@@ -200,10 +201,10 @@ CALLBACKS = [
     bad(cb.RolloutLogger, COUNT + "1 or more", pictures_every_n_rounds=0),
     *each(cb.RoundCheckpoint, "use 0 <", max_share=(0.0, 2.0)),
     bad(cb.RoundCheckpoint, "must be 1 or more", keep=0),
-    *each(cb.SortedBatching, COUNT + "1 or", pool_rounds=(0, 1.5, None)),
-    *each(cb.SortedBatching, COUNT + "1", update_prompts=(0, 2.0)),
+    *each(cb.SortedBatching, SORTED + COUNT + "1 or", pool_rounds=(0, 1.5, None)),
+    *each(cb.SortedBatching, SORTED + COUNT + "1", update_prompts=(0, 2.0)),
     *each(cb.SortedBatching, "must be 1 or more", oversubscribe=(0.99, INF)),
-    bad(cb.SortedBatching, COUNT + "1.*`mode='verified'`", max_staleness=0, mode="partial"),
+    bad(sorted_partial, SORTED + COUNT + r"1 or more\. For .*`mode='verified'`", max_staleness=0),
     bad(cb.SortedBatching, "'on_policy'.*partial.* leave `max_staleness`", max_staleness=2),
     bad(cb.SortedBatching, "'on_policy'.*or leave `mask_stale_tokens`", mask_stale_tokens=True),
     *each(Drafting, r"`Speculation\(.*1 or more\. Remove", tokens=(0, -1, 1.5, True, None)),
@@ -485,10 +486,10 @@ SCHEDULING = [
     bad(InFlight, "cache='keep'.*Use `cache='rec", too_old="verify", cache="keep"),
     unnamed(InFlight, r"repeats by itself\. Leave `replay` out", "turns", replay={0: [32]}),
     unnamed(InFlight, r"changed at turn 30\. Use its `turns`", "free", replay={0: [32, 30]}),
-    *each(PromptHistory, "use more than 0, at most 1", decay=(1.01, 0, -0.1)),
-    bad(PromptHistory, "use 0 or more", shrinkage=-0.1),
-    bad(PromptHistory, "use more than 0", half_life=0.0),
-    bad(PromptHistory, COUNT + "1 or more", max_prompts=0),
+    *each(PromptHistory, r"`PromptHistory\(.* use more than 0, at most 1", decay=(1.01, 0, -0.1)),
+    bad(PromptHistory, r"`PromptHistory\(.* use 0 or more", shrinkage=-0.1),
+    bad(PromptHistory, r"`PromptHistory\(.* use more than 0", half_life=0.0),
+    bad(PromptHistory, r"`PromptHistory\(.*" + COUNT + "1 or more", max_prompts=0),
     bad(TokenConditioned, COUNT + "1 or more", features=0),
     *each(TokenConditioned, "use more than 0", ridge=(0, -1)),
     bad(TokenConditioned, "use more than 0", half_life=0),

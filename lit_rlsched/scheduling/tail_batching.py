@@ -64,7 +64,7 @@ class TailRound(RacingRound):
     def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
         """The losers of the next round, if it is likely to be long, then those of the next race."""
         lost = [group for group in rest if group.deferred]
-        more = 0 if self.is_long(planned) else max(0, len(planned) - self.update_prompts)
+        more = max(0, len(planned) - self.update_prompts)  # losers of this round
         due = lost if len(lost) + more >= self.update_prompts else []
         return [*due[: self.update_prompts], *self.plan(self._racing(rest))]
 

@@ -3,8 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
@@ -12,7 +10,6 @@ from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.next_drafts import DraftingWorker
 from lit_rlsched.rollout.scoring import Feedback, Unscored
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.ahead_rollout import draft_positions, verified_together
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.tail_batching import TailRound
@@ -148,23 +145,3 @@ def test_what_is_aborted_in_a_step_that_has_begun_has_never_run():
         worker.step()
     assert worker.trace.spans["request"] == ["other"]
     assert worker.trace.spans["slot"] == [0]
-
-
-@example([[0, 1], [0]])
-@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=30))
-def test_the_longest_drafts_are_verified_first_in_parts_of_about_equal_positions(lengths):
-    groups = []
-    for i, of_group in enumerate(lengths):
-        groups.append(group(str(i), len(of_group)))
-        for c, length in zip(groups[-1].completions, of_group, strict=True):
-            c.draft = Draft([7] * length, [0.0] * length, [(0, length)]) if length else None
-    parts = verified_together(groups)
-    assert sorted(g.id for part in parts for g in part) == sorted(g.id for g in groups)
-    order = [[c.draft and len(c.draft.token_ids) for c in g.completions] for p in parts for g in p]
-    longest = [max(drafts) if all(drafts) else 99 for drafts in order]
-    assert longest == sorted(longest, reverse=True)
-    total, most = draft_positions(groups), max(draft_positions([g]) for g in groups)
-    assert all(draft_positions(part) <= total / 4 + most for part in parts)
-    assert len(parts) <= 4
-    if most and 2 * 4 * most <= total:
-        assert len(parts) == 4

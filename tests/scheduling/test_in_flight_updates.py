@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.in_flight_updates import (
+    InFlight,
     WindowedRound,
     capacity,
     taken,
@@ -134,13 +135,24 @@ def test_sizes_by_hand():
     assert len(rule.plan([group(0)] * 13)) == 12
     assert not WindowedRound(8, 8, 1, 4).ends_early
     assert not rule.final_groups(RoundState([], 0)) and not rule.discards(RoundState([], 0))
+    assert [WindowedRound(n, None, 2, 1).prompts for n in (1, 2, 3)] == [2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"turns": 1}, {"too_old": "verify"}, {"cache": "keep"}, {"replay": None}]
+)
+def test_settings_at_their_bounds(settings):
+    InFlight(**settings)
 
 
 @pytest.mark.parametrize("prompts", [7, 17])
 def test_wrong_sizes_are_refused(prompts):
     with pytest.raises(UsageError, match=rf"prompts_in_flight={prompts}, .*use 8 to 16, or a larg"):
         WindowedRound(8, prompts, 2, 1)
-    with pytest.raises(UsageError, match=r"max_staleness=-1\)`: must be a whole number, 1 or more"):
+    told = (
+        r"^`InFlightUpdates\(max_staleness=-1\)`: must be .* 1 or more\. 0 is a run without .*k\.$"
+    )
+    with pytest.raises(UsageError, match=told):
         WindowedRound(8, 8, -1, 1)
     with pytest.raises(
         ValueError, match=r"decodes 12 prompts .* `train_data` holds 11\. Use a low"

@@ -3,6 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.process_engine import ProcessEngine
@@ -115,9 +117,41 @@ def test_what_slots_need_and_what_the_engine_has():
         settings.admission(replace(cache, capacity=1599), 8, 160, "fifo")
 
 
-def test_nobody_who_asks_for_nothing_is_refused():
+@pytest.mark.parametrize("settings", [SlotSettings(), SlotSettings().share(2)])
+def test_nobody_who_asks_for_nothing_is_refused(settings):
     engine = SimulatedEngine(kv_capacity=450)  # vLLM then makes room by preemption
-    assert admission_of(SlotSettings(), engine).slots == 8
+    assert admission_of(settings, engine).slots == 8
+
+
+@given(
+    st.none() | st.integers(1, 40),
+    st.none() | st.integers(1, 2**40),
+    st.integers(1, 9),
+    st.sampled_from(["continuous", "rounds"]),
+    st.sampled_from([None, "fifo", "planned"]),
+)
+def test_engines_have_equal_shares_of_what_was_set(slots, budget, engines, refill, order):
+    settings = SlotSettings(slots, budget, refill, order)
+    if slots and slots % engines:
+        with pytest.raises(UsageError, match=rf"slots={slots}\)` with `num_engines={engines}`"):
+            settings.share(engines)
+        settings = replace(settings, slots=slots * engines)
+    each = settings.share(engines)
+    assert (each.refill, each.order, each.engines) == (refill, order, engines)
+    for name in ("slots", "memory_budget"):
+        whole, share = getattr(settings, name), getattr(each, name)
+        assert (share is None) == (whole is None)
+        if whole is not None:
+            assert type(share) is int and whole - engines < share * engines <= whole
+
+
+@pytest.mark.parametrize(("engines", "where"), [(1, ""), (2, " on each of 2 engines")])
+@pytest.mark.parametrize("kv_block", [16, None])
+def test_a_budget_is_too_small_for_each_engine(engines, where, kv_block):
+    cache = SimulatedEngine(kv_block=kv_block).kv_cache(SPEC, 4)
+    settings = SlotSettings(memory_budget=199 * 4 * engines).share(engines)
+    with pytest.raises(UsageError, match=rf"^`memory_budget=796` bytes{where} is less than one"):
+        settings.engine_slots(cache, 99, shortest=40)
 
 
 def test_precision_of_the_cache(tiny_policy):
@@ -152,3 +186,5 @@ def test_a_budget_has_room_for_one_whole_completion():
     lease = enough.admission(cache, 8, 900, "fifo").budget.lease
     assert lease == 113 and enough.admission(cache, 8, 90, "fifo").budget.lease == 16
     assert slots_for_budget(100, 10, 10) == 1 and slots_for_budget(199, 10, 10) == 1
+    with pytest.raises(UsageError, match=r"^`memory_budget=99` bytes is less than one"):
+        slots_for_budget(99, 10, 10)

@@ -1,6 +1,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.admission import Admission, CacheBudget, PlannedQueue, waiting_queue
 from lit_rlsched.types import Request, Sampling
@@ -62,6 +64,37 @@ def test_what_is_discarded_is_gone_and_may_come_again(order):
     queue.push(ALL[1])
     queue.clear()
     assert len(queue) == 0
+
+
+LATER = st.sampled_from(["push", "push later", "pop", "rekey", "discard", "clear"])
+
+
+@given(st.sampled_from([*ORDERS]), st.lists(LATER, max_size=40), st.randoms())
+def test_who_is_later_comes_after_all_others_and_is_counted(order, actions, random):
+    queue, waiting = waiting_queue(order), {}
+    for number, action in enumerate(actions):
+        if action.startswith("push"):
+            one = request(number, random.choice([None, 1.0, 2.0]), random.randrange(3))
+            waiting[one.id] = replace(one, later=action == "push later")
+            queue.push(waiting[one.id])
+        elif action == "pop" and waiting:
+            if order == "planned":
+                queue.plan([0.0])
+            others = {name for name in waiting if not waiting[name].later}
+            popped = queue.pop(0).id
+            assert popped in (others or waiting)
+            del waiting[popped]
+        elif action == "rekey":
+            queue.rekey(dict.fromkeys(waiting, random.choice([1.0, 3.0])))
+        elif action == "discard" and waiting:
+            gone = random.choice([*waiting])
+            queue.discard([gone, "nobody"])
+            del waiting[gone]
+        elif action == "clear":
+            queue.clear()
+            waiting.clear()
+        assert len(queue) == len(waiting)
+        assert queue.later == sum(one.later for one in waiting.values())
 
 
 def planned(expected, slots):
@@ -200,6 +233,17 @@ def test_nobody_takes_turns_where_there_are_slots_for_all():
     assert admitted(admission) == [("a", None), ("b", None), ("c", None)]
     admission.push([request(name) for name in "de"])
     assert admitted(admission, {"b": 1, "c": 1}) == [("d", 3)]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "turn"), [("aa", 3), ("al", None), ("aal", 3), ("ll", 3), ("l", None)]
+)
+def test_nobody_makes_way_for_who_is_later(waiting, turn):
+    """But these take turns with each other."""
+    admission = Admission(1, order="least_attained")
+    requests = [replace(request(i), later=kind == "l") for i, kind in enumerate(waiting)]
+    admission.push(requests)
+    assert admitted(admission) == [("0", turn)]
 
 
 def test_rounds_have_no_leases():

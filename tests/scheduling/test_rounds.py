@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
-from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -137,6 +139,39 @@ def test_settling_is_a_partition_in_order(reasons, unit, mode):
         assert all(any(not c.finished for c in g.completions) for g in left)
     else:
         assert not any(c.finished for g in left for c in g.completions)
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.integers(1, 3), max_size=8),
+    st.sampled_from(["group", "completion"]),
+    st.randoms(),
+)
+def test_what_may_leave_groups_is_a_round_that_ends_before_all_is_decoded(
+    update, sizes, unit, random
+):
+    """Whatever finishes first, one completion after the other."""
+    rule = SortedRound(update, 8, 3, unit)
+    planned = [group(str(i), *[None] * n) for i, n in enumerate(sizes)]
+    state = RoundState(planned, sum(sizes))
+    coming = [(g, c) for g in planned for c in g.completions]
+    random.shuffle(coming)
+    while coming and not rule.done(state):
+        of, completion = coming.pop()
+        completion.finish_reason = "stop"
+        state.completions_decoded += 1
+        if all(c.finished for c in of.completions):
+            state.decoded.append(of)
+    _, left = rule.settle(planned, state)
+    assert rule.may_leave(planned) == bool(left)
+
+
+def test_only_one_mode_keeps_drafts():
+    rules = {mode: SortedRound(2, 8, 3, mode=mode) for mode in get_args(Mode)}
+    assert [mode for mode, rule in rules.items() if rule.keeps_drafts] == ["verified"]
+    assert [mode for mode, rule in rules.items() if rule.off_policy] == ["partial"]
+    state = RoundState([A] * 3, 9)
+    assert [mode for mode, rule in rules.items() if rule.discards(state)] == ["on_policy"]
 
 
 def test_a_full_round_keeps_nothing():

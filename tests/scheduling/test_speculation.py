@@ -12,7 +12,8 @@ from lit_rlsched.scheduling.speculation import DraftCounts, Drafting, DraftToken
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
-tokens = st.lists(st.integers(0, 3), max_size=24)
+long_ones = st.lists(st.integers(0, 1), min_size=20, max_size=60)  # their ends occur again
+tokens = long_ones | st.lists(st.integers(0, 3), min_size=1, max_size=24)
 
 
 def begin(drafts, name, text, left):
@@ -58,17 +59,17 @@ def test_a_drafter_that_cannot_be_made_is_refused(path):
         Drafting(drafter=path)
 
 
-def followers(texts, end):
+def followers(texts, prompts, end):
     """What followed the longest known end of `ENDS`, by trying all places.
 
-    The start that a text shares with the first one counts once.
+    Of what a text began with, the start that it shares with the first one counts once.
     """
     for n in (n for n in ENDS if n <= len(end)):
         found: Counter = Counter()
         for number, text in enumerate(texts):
             shared = 0
             if number:
-                while text[: shared + 1] == texts[0][: shared + 1] and shared < len(text):
+                while text[: shared + 1] == texts[0][: shared + 1] and shared < prompts[number]:
                     shared += 1
             places = range(max(n, shared), len(text))
             found.update(text[at] for at in places if text[at - n : at] == end[-n:])
@@ -80,20 +81,35 @@ def followers(texts, end):
 @given(st.lists(tokens, min_size=1, max_size=3), st.integers(1, 6), st.data())
 def test_drafts_follow_the_longest_known_end(texts, most, data):
     index = GroupIndex()
-    index.learn("0", texts[0])
-    for i, text in enumerate(texts):  # in two parts: learning goes on where it stopped
-        if i:
-            index.learn(str(i), text[: data.draw(st.integers(0, len(text)))])
-            index.learn(str(i), text)
-    text = data.draw(st.sampled_from(texts))
-    drafted = [guess.token for guess in index.propose(text, most)]
-    for i, token in enumerate(drafted):
-        known = followers(texts, text + drafted[:i])
-        assert token in known
-        leader, times = known.most_common(1)[0]
-        if 2 * times > known.total():
-            assert token == leader
-    assert len(drafted) == most or not followers(texts, text + drafted)
+    prompts = [len(texts[0]), *(data.draw(st.integers(1, len(text))) for text in texts[1:])]
+    for i, (text, n) in enumerate(zip(texts, prompts, strict=True)):
+        index.learn(str(i), text[:n])
+        index.learn(str(i), text)  # it goes on where it stopped
+    whole = data.draw(st.sampled_from(texts))
+    for text in (whole[:end] for end in range(len(whole), 0, -3)):
+        drafted = [guess.token for guess in index.propose(text, most)]
+        for i, token in enumerate(drafted):
+            known = followers(texts, prompts, text + drafted[:i])
+            assert token in known
+            leader, times = known.most_common(1)[0]
+            if 2 * times > known.total():
+                assert token == leader
+        assert len(drafted) == most or not followers(texts, prompts, text + drafted)
+
+
+def test_a_prompt_counts_once_for_all_its_texts():
+    prompt, index = [1, 2, 3, 4, 5, 6], GroupIndex()
+    for number in range(4):
+        index.learn(str(number), [*prompt, 7 + number, 1, 2, 9])
+    assert [guess.token for guess in index.propose([8, 1, 2], 1)] == [9]
+
+
+def test_the_longest_end_is_learned_across_the_place_where_learning_stopped():
+    index = GroupIndex()
+    index.learn("0", [3, 4, 5, 6, 9] * 3)
+    for end in range(2, 8):
+        index.learn("1", [1, 2, 3, 4, 5, 6, 7][:end])
+    assert [guess.token for guess in index.propose([1, 2, 3, 4, 5, 6], 1)] == [7]
 
 
 def test_a_sibling_s_text_is_proposed_in_full():
@@ -245,6 +261,14 @@ def test_a_resumed_request_goes_on_and_one_drawn_again_begins_anew():
     begin(drafts, "g/0", [6, 7, 8, 6, 7], 9)
     assert drafts.propose(["g/0"]) == {"g/0": [8]}
     assert len(drafts) == 1 + 5  # not the text that it had
+
+
+def test_a_request_may_be_drawn_again_before_anything_is_drafted():
+    drafts = DraftTokens(Drafting(tokens=1))
+    begin(drafts, "g/0", [1, 2, 3], 9)
+    drafts.leave("g/0")
+    begin(drafts, "g/0", [6, 7, 8, 6, 7], 9)
+    assert drafts.propose(["g/0"]) == {"g/0": [8]}
 
 
 def test_a_long_run_keeps_a_bounded_number_of_tokens(monkeypatch):
