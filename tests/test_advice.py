@@ -19,6 +19,7 @@ from lit_rlsched.run.advice import (
     VERIFIED_ROUNDS,
     Advice,
     all_cut,
+    idle_cores,
     idle_slots,
     mostly_equal,
     no_eos,
@@ -50,6 +51,18 @@ def test_no_eos() -> None:
 def test_idle_slots() -> None:
     assert idle_slots(None, 8) is None and idle_slots(8, 8) is None
     assert "so 56 slots stay empty. Use `slots=8`" in (idle_slots(64, 8) or "")
+
+
+def test_idle_cores() -> None:
+    with torch.device("meta"):
+        elsewhere = torch.nn.Linear(10_000, 1000)
+    large, small = torch.nn.Linear(10_000, 1000), torch.nn.Linear(10, 10)
+    assert "`OMP_NUM_THREADS=2`" in (idle_cores(large, processes=1, threads=1, cores=2) or "")
+    assert "only 2 of 16 cores" in (idle_cores(large, processes=2, threads=1, cores=16) or "")
+    assert idle_cores(large, processes=2, threads=1, cores=2) is None
+    assert idle_cores(large, processes=1, threads=2, cores=3) is None
+    assert idle_cores(small, processes=1, threads=1, cores=16) is None
+    assert idle_cores(elsewhere, processes=1, threads=1, cores=16) is None
 
 
 @pytest.mark.parametrize(

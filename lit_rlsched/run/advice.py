@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.text import percent
 from lit_rlsched.training.lora import base_model
@@ -23,6 +25,8 @@ MOSTLY_EQUAL = 0.8
 """Average share of prompts with equal rewards from which a run is warned."""
 VERIFIED_ROUNDS = 20
 """Number of rounds over which the costs of verified drafts are averaged."""
+LARGE = 10_000_000
+"""Parameters from which several threads compute a decode step faster than one."""
 NOT_WORTH = 1.1
 """Cost of verified drafts from which a run is warned, over the time of plain rounds."""
 _WHAT_TO_DO = (
@@ -77,6 +81,7 @@ class Advice:
         slots: int | None,
         most: int,
         trained: nn.Module | None = None,
+        processes: int = 1,
     ) -> list[str]:
         """Return warnings before the engine starts.
 
@@ -85,9 +90,12 @@ class Advice:
             slots: Configured number of slots.
             most: Maximum number of completions in a round.
             trained: The policy, if it will be trained.
+            processes: Number of processes on this node that compute with the model.
         """
+        cores, threads = len(available_cores()), torch.get_num_threads()
         return self._once(
             no_eos=no_eos(eos_token_ids),
+            idle_cores=None if trained is None else idle_cores(trained, processes, threads, cores),
             idle_slots=idle_slots(slots, most),
             trains_in_half=None if trained is None else trains_in_half(trained),
             trains_with_noise=None if trained is None else trains_with_noise(trained),
@@ -163,6 +171,20 @@ def idle_slots(slots: int | None, most: int) -> str | None:
         f"`MicroGroupSampling(slots={slots})`: a round draws {most} completions, so {slots - most} "
         f"slots stay empty. Use `slots={most}` or fewer, or raise `prompts_per_round` or "
         "`num_generations`."
+    )
+
+
+def idle_cores(policy: nn.Module, processes: int, threads: int, cores: int) -> str | None:
+    """Warn of a large model on CPUs if half of the cores or more have nothing to do."""
+    if any(p.device.type != "cpu" for p in policy.parameters()):
+        return None
+    parameters = sum(p.numel() for p in policy.parameters())
+    if parameters < LARGE or 2 * processes * threads > cores:
+        return None
+    return (
+        f"The model has {parameters / 1e6:,.0f} million parameters and computes on the CPU, but "
+        f"only {processes * threads} of {cores} cores are used. Set `OMP_NUM_THREADS="
+        f"{cores // processes}` before the run starts, unless other programs need the cores."
     )
 
 
