@@ -39,6 +39,14 @@ BENCHMARKS = {
         10,
         on="2 cores",
     ),
+    "papers": Benchmark(
+        "schedules on a real chat model of 135 M parameters: seconds, steps and memory of a round",
+        180,
+        "lengths: recorded once from the same model",
+        on="2 cores",
+        resumes=True,
+        module="benchmarks.papers.main",
+    ),
     "steps": Benchmark(
         "decode steps of each schedule on recorded completions, and the lower bound",
         18,

@@ -1,0 +1,160 @@
+"""One row of the table, in a process of its own: its name, a seed and the file for its figures."""
+
+import csv
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer, seed_everything
+
+from benchmarks.common import cpu_seconds
+from benchmarks.ours import make_trainer
+from benchmarks.papers.rows import LENGTHS, MODEL, ROWS, Row
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks.rollout_callback import RolloutCallback
+from lit_rlsched.cli.malloc import keep_heap
+from lit_rlsched.data.tasks import ReasoningGym
+from lit_rlsched.engines import ProcessEngine, VLLMEngine
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import Event, Request
+
+TASK, PROMPTS = "gsm_symbolic", 32
+ROLLOUT = ("decode_steps", "tokens", "slot_steps", "idle_slot_steps", "peak_kv_tokens")
+FILLER = 198
+"""A line break."""
+
+
+def read_lengths() -> dict[tuple[str, int], int]:
+    """Return the recorded length of each completion by the prompt's uid and its own index."""
+    with LENGTHS.open() as file:
+        rows = list(csv.reader(file))
+    return {(uid, i): int(length) for uid, *lengths in rows for i, length in enumerate(lengths)}
+
+
+class GivenLengths(VLLMEngine):
+    """vLLM whose completions have the recorded lengths.
+
+    The distribution is not changed. EOS does not end a completion, its recorded length does: it is
+    reported as the last token, and `FILLER` in its place elsewhere. A draft whose end was rejected
+    draws one token more.
+    """
+
+    def start(self, spec: Any) -> None:
+        self._lengths = read_lengths()
+        self._ends: set[str] = set()
+        """Requests that run to their recorded length."""
+        super().start(spec)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit([self._shortened(request) for request in requests])
+
+    def _shortened(self, request: Request) -> Request:
+        uid, _, rest = request.id.partition("@")
+        if (end := self._lengths.get((uid, int(rest.rpartition("/")[2] or -1)))) is None:
+            return request  # the check of new weights
+        end = max(end, len(request.prefix_ids) + 1)
+        self._ends.discard(request.id)  # it may have been aborted
+        if end > request.limit:
+            return request  # truncated, or paused before its end
+        self._ends.add(request.id)
+        sampling = replace(request.sampling, max_completion_length=end)
+        return replace(request, sampling=sampling, pause_at=None)
+
+    def _sampling_params(self, request: Request) -> Any:
+        params = super()._sampling_params(request)
+        params.stop_token_ids = []
+        return params
+
+    def step(self) -> list[Event]:
+        events, eos = super().step(), self._spec.eos_token_ids
+        for event in events:
+            if "@" not in event.request_id:
+                continue  # the check of new weights
+            event.token_ids = [FILLER if token in eos else token for token in event.token_ids]
+            if event.finish_reason is not None and event.request_id in self._ends:
+                self._ends.remove(event.request_id)
+                event.token_ids[-1] = eos[0]
+                event.finish_reason = "stop"
+        return events
+
+
+def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Return whether each completion has an odd number of tokens: the same for all schedules."""
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+class Clock(RolloutCallback):
+    """Seconds and counts of each round, from the end of the one before to the end of its update."""
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, float]] = []
+        self._last = (0.0, 0.0)
+        self._drawn: dict[str, float] = {}
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
+        """Keep what was drawn."""
+        assert round.trace is not None
+        lengths = [len(c.token_ids) for c in round.completions]
+        names = [f"rollout/{name}" for name in ROLLOUT]
+        names += ["time/rollout", "frac_reward_zero_std"]
+        names += ["speculation/acceptance", "speculation/seconds_saved"]
+        self._drawn = {n.split("/")[-1]: round.metrics[n] for n in names if n in round.metrics}
+        self._drawn |= {"completions": len(lengths), "trained_tokens": sum(lengths)}
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the clocks."""
+        now = time.perf_counter(), cpu_seconds()
+        wall, cpu = (a - b for a, b in zip(now, self._last, strict=True))
+        self.rounds.append({"seconds": wall, "cpu_seconds": cpu, **self._drawn})
+        self._last = now
+
+
+def run(row: Row, seed: int) -> dict[str, Any]:
+    """Train some rounds and return the means over those that are measured."""
+    keep_heap()
+    torch.set_num_threads(row.threads)
+    seed_everything(seed, verbose=False)
+    engine: Any = GivenLengths()
+    data = RolloutDataModule(
+        ReasoningGym(TASK, "train", PROMPTS).rows(),
+        [parity],
+        engine=ProcessEngine(engine) if row.own_process else engine,
+        prompts_per_round=row.prompts,
+        num_generations=row.generations,
+        max_completion_length=row.limit,
+        micro_batch_tokens=2048,
+        seed=seed,
+    )
+    module = GRPOModule(MODEL, learning_rate=1e-6, **row.arguments)
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            Path(folder),
+            max_epochs=row.rounds + 1,
+            limit_val_batches=0,
+            callbacks=[*row.callbacks(), clock],
+        )
+        trainer.fit(module, datamodule=data)
+    peaks = (
+        resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return {**means(clock.rounds[1:]), "peak_mib": sum(peaks) / 1024, "rounds": clock.rounds}
+
+
+def means(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for each in rounds for name in each)
+    return {name: fmean(each[name] for each in rounds if name in each) for name in names}
+
+
+if __name__ == "__main__":
+    name, seed, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(ROWS[name], int(seed))))

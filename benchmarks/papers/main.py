@@ -1,0 +1,133 @@
+"""Claims of the papers in seconds of a real chat model, on real vLLM.
+
+    make real-model
+    python -m benchmarks run papers --record
+    python -m benchmarks run papers
+
+Each row trains some rounds of a schedule in a process of its own and appends its figures to
+`benchmarks/results/papers.csv`. Rows that are already there, for this CPU and with the same number
+of repeats, are not measured again, unless `--again` is given. Lengths are the model's own:
+`--record` draws them once, and all rows replay them. The reward is whether a completion has an odd
+number of tokens, so that each schedule has the same update to compute.
+"""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks import results
+from benchmarks.common import ENVIRONMENT
+from benchmarks.papers.rows import MODEL, ROWS
+
+KV_GIB = "2"
+FIGURES = (
+    "seconds",
+    "cpu_seconds",
+    "rollout",
+    "decode_steps",
+    "tokens",
+    "peak_kv_tokens",
+    "peak_mib",
+)
+"""Figures of the table, each the mean of a round."""
+
+
+def measured(file: Path) -> dict[str, dict[str, list[float]]]:
+    """Return the figures of each row that this CPU has measured, in the order of time."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    if file.exists():
+        with file.open(newline="") as opened:
+            for line in csv.DictReader(opened):
+                if line["cpu"] == results.cpu():
+                    found[line["row"]][line["figure"]].append(float(line["value"]))
+    return found
+
+
+def run(module: str, threads: int, *arguments: str) -> None:
+    """Run a module in a new process.
+
+    Raises:
+        RuntimeError: the process failed. The message has the end of its output.
+    """
+    environment = os.environ | ENVIRONMENT
+    environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
+    command = [sys.executable, "-m", f"benchmarks.papers.{module}", *arguments]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} {arguments}: {done.returncode}\n{done.stdout[-4000:]}")
+
+
+def measure(name: str, seed: int) -> dict[str, Any]:
+    """Run a row in a new process and return its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        run("child", ROWS[name].threads, name, str(seed), str(out))
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def table(found: dict[str, dict[str, list[float]]]) -> str:
+    """Return a Markdown row for each row, with means and standard errors of the repeats."""
+    lines = [f"| | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
+    for name in ROWS:
+        if figures := found.get(name):
+            cells = [with_error(figures.get(figure, [])) for figure in FIGURES]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_error(values: Sequence[float]) -> str:
+    """Return mean and standard error."""
+    if not values:
+        return ""
+    digits = 1 if fmean(values) < 1000 else 0
+    mean = f"{fmean(values):,.{digits}f}"
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {stdev(values) / math.sqrt(len(values)):,.{digits}f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the rows that are missing and print the table."""
+    parser = results.parser("papers", __doc__)
+    parser.add_argument(
+        "--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each row, in turn")
+    parser.add_argument("--seed", type=int, default=0, help="order of the prompts, and noise")
+    parser.add_argument("--again", action="store_true", help="also measure rows that are there")
+    parser.add_argument("--record", action="store_true", help="draw the lengths anew, then stop")
+    options = results.parse(parser, arguments)
+    if not Path(MODEL).is_dir():
+        parser.error(f"no model in {MODEL}: run `make real-model`")
+    wanted = [name for name in ROWS if name in options.rows]
+    if options.record:
+        run("record", 2)
+        return
+    file = results.FOLDER / "papers.csv"
+    before = {} if options.again else measured(file)
+    for repeat in range(options.repeats):
+        for name in wanted:
+            if len(before.get(name, {}).get("seconds", ())) > repeat:
+                continue
+            print(f"{name}, repeat {repeat + 1} ...", file=sys.stderr, flush=True)
+            figures = measure(name, options.seed)
+            figures.pop("rounds")
+            results.add(name, figures)
+    print(table(measured(file)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Draw the model's own completions once: their lengths are those of all rows.
+
+Run by `python -m benchmarks run papers --record`. The tokens go to `runs/papers/recording`, for
+`python -m benchmarks run speculation --cases replay --recording runs/papers/recording`.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import seed_everything
+
+from benchmarks.ours import make_trainer
+from benchmarks.papers.child import PROMPTS, TASK
+from benchmarks.papers.rows import LENGTHS, MODEL
+from benchmarks.record import Recorder, read_recording
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.cli.malloc import keep_heap
+from lit_rlsched.data.tasks import ReasoningGym
+from lit_rlsched.engines import VLLMEngine
+
+FOLDER = Path("runs/papers/recording")
+GENERATIONS, LIMIT, SLOTS = 16, 1024, 64
+
+
+def nothing(completions: Sequence[str], **_: Any) -> list[float]:
+    """Return equal rewards, with which an update has nothing to compute."""
+    return [0.0] * len(completions)
+
+
+def record() -> None:
+    """Draw one round of all prompts and write the lengths."""
+    keep_heap()
+    seed_everything(0, verbose=False)
+    data = RolloutDataModule(
+        ReasoningGym(TASK, "train", PROMPTS).rows(),
+        [nothing],
+        engine=VLLMEngine(),
+        prompts_per_round=PROMPTS,
+        num_generations=GENERATIONS,
+        max_completion_length=LIMIT,
+        micro_batch_tokens=2048,
+        seed=0,
+    )
+    callbacks = [MicroGroupSampling(slots=SLOTS), Recorder(str(FOLDER))]
+    trainer = make_trainer(FOLDER, max_epochs=1, limit_val_batches=0, callbacks=callbacks)
+    trainer.fit(GRPOModule(MODEL), datamodule=data)
+    [groups] = read_recording(FOLDER)
+    drawn = {g.prompt.uid: [len(c.token_ids) for c in g.completions] for g in groups}
+    with LENGTHS.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([uid, *lengths] for uid, lengths in sorted(drawn.items()))
+
+
+if __name__ == "__main__":
+    record()
