@@ -12,6 +12,7 @@ from lit_rlsched.training.advantages import (
     group_relative,
     kl_in_reward,
     leave_one_out,
+    mean_kl,
     standard_deviation,
 )
 
@@ -135,6 +136,32 @@ def test_kl_in_reward_counts_the_completion_only() -> None:
     penalised = kl_in_reward(rewards, logp, ref_logp, mask, beta=0.5)
     expected = torch.tensor([1.0 - 0.5 * 3.0, NAN, 2.0 + 0.5 * 0.5])
     torch.testing.assert_close(penalised, expected, equal_nan=True)
+
+
+@st.composite
+def tokens(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities `[N, C]` of policy and reference, NaN outside of the completions."""
+    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 4)))
+    size = shape[0] * shape[1]
+    weight = st.sampled_from([0.0, 0.5, 1.0, 2.0])
+    mask = torch.tensor(draw(st.lists(weight, min_size=size, max_size=size))).view(shape)
+    values = st.lists(st.integers(-40, 0).map(lambda n: n / 8), min_size=size, max_size=size)
+    logp, ref_logp = (torch.tensor(draw(values)).view(shape) for _ in range(2))
+    return logp.masked_fill(mask == 0, NAN), ref_logp.masked_fill(mask == 0, NAN), mask
+
+
+@given(tokens())
+@example((torch.tensor([[-1.0, NAN]]), torch.tensor([[-3.0, NAN]]), torch.tensor([[1, 0]])))
+@example((torch.tensor([[NAN]]), torch.tensor([[NAN]]), torch.tensor([[False]])))
+def test_the_mean_kl_is_over_the_tokens_of_the_completions(
+    sample: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    logp, ref_logp, mask = sample
+    each = (logp - ref_logp)[mask != 0].tolist()
+    expected = statistics.fmean(each) if each else 0.0
+    assert float(mean_kl(logp, ref_logp, mask)) == pytest.approx(expected, abs=1e-6)
+    in_reward = kl_in_reward(torch.zeros(len(mask)), logp, ref_logp, mask, beta=1.0)
+    assert float(in_reward.sum()) == pytest.approx(-expected * len(each), abs=1e-5)
 
 
 def test_batch_normalized_by_hand() -> None:

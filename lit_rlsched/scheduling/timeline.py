@@ -255,7 +255,7 @@ class Timeline:
             for name in names
         }
         busy = {name: [i.span for i in flat[name] if not i.waits_for] for name in names}
-        whole = [(start, end)] if start < end else []
+        whole = [(start, end)]
         trainer = flatten(TRAINER, (i for i in known if i.lane == TRAINER), start, end)
         any_busy = union(span for spans in busy.values() for span in spans)
         trainer = filled_trainer(trainer, whole, any_busy if names else whole)

@@ -11,7 +11,6 @@ from lit_rlsched.rollout.scoring import Feedback
 from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Request, Sampling
 
 LIMIT = 40
@@ -213,23 +212,6 @@ def test_drafts_that_pause_go_on():
     groups, drafts, *_ = draw(own, later, 3, budget=budget)
     alone, others, *_ = draw(own, later, 3)
     assert tokens(groups) == tokens(alone) and tokens(drafts) == tokens(others)
-
-
-def test_a_trace_that_is_split_by_hand():
-    trace = RolloutTrace(slots=2)
-    assert trace.split({}).spans == trace.spans  # nothing has run
-    for name in "ab":
-        trace.admitted(name, 10.0)
-    trace.take(Step(10.0, 12.0, running=2, kv_tokens=2, decode_steps=2, left={"a": 2}))
-    later = trace.split({"b": 2})
-    assert trace.spans["tokens"] == [2, 2] and trace.spans["end"] == [2.0, 2.0]
-    assert trace.state_dict()["decode_steps"] == 2
-    later.take(
-        Step(12.0, 15.0, running=2, kv_tokens=4, decode_steps=3, admitted="c", left={"b": 5})
-    )
-    assert later.spans["slot"] == [1] and later.spans["tokens"] == [3]
-    assert later.spans["start"] == [0.0] and later.spans["end"] == [3.0]
-    assert later.seconds == 3.0 and later.bubble_ratio == 0
 
 
 @pytest.mark.parametrize("order", [*KEYS, "planned"])

@@ -1,4 +1,7 @@
+from collections import Counter
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +70,7 @@ def test_an_empty_trace():
     assert RolloutTrace(4).bubble_ratio == 0.0
     assert RolloutTrace(4).seconds == 0.0
     assert RolloutTrace(4).slots == 4
+    assert RolloutTrace(4).peak_running == 0
 
 
 def test_gradients_of_a_round_that_decoded_nothing():
@@ -126,5 +130,161 @@ def test_the_lowest_free_slot_is_taken():
 
 def test_nothing_leaves_before_anything_came():
     trace = RolloutTrace(slots=1)
-    with pytest.raises(AssertionError, match="before anything was admitted"):
+    with pytest.raises(AssertionError, match=r"^a step before anything was admitted"):
         trace.take(Step(0.0, 1.0, 0, 0))
+
+
+def test_the_turns_of_several_engines_by_hand():
+    """An engine that had nothing to decode gets a row for it once it decodes again."""
+    trace = RolloutTrace(slots=6, engines=3)
+    trace.take_turn(
+        {
+            1: Step(11.0, 13.0, 1, 5, admitted=["b"], left={"b": 1}),
+            0: Step(10.0, 12.0, 2, 7, admitted=["a", "c"]),
+        }
+    )
+    trace.take_turn(
+        {0: Step(13.0, 14.0, 2, 9, 3, left={"c": 4}), 2: Step(13.5, 14.5, 1, 2, admitted=["d"])}
+    )
+    trace.take_turn({0: Step(14.0, 16.0, 1, 6), 1: Step(14.25, 16.5, 1, 4, admitted=["e"])})
+    rows = zip(*(trace.steps[name] for name in ("engine", *STEP_COLUMNS[:5])), strict=True)
+    assert [*rows] == [
+        (1, 1.0, 3.0, 1, 5, 1),
+        (0, 0.0, 2.0, 2, 7, 1),
+        (0, 3.0, 4.0, 2, 9, 3),
+        (2, 0.0, 3.5, 0, 0, 0),
+        (2, 3.5, 4.5, 1, 2, 1),
+        (0, 4.0, 6.0, 1, 6, 1),
+        (1, 3.0, 4.25, 0, 0, 0),
+        (1, 4.25, 6.5, 1, 4, 1),
+    ]
+    assert trace.origin == 10.0 and trace.decode_steps == 1 + 3 + 1
+    assert trace.peak_running == 3
+
+
+@st.composite
+def rollouts(draw):
+    """Slots, engines, turns, and the tokens of the running requests before each turn."""
+    places, running = draw(st.integers(1, 3)), [{} for _ in range(draw(st.integers(1, 3)))]
+    turns, drawn, now = [], [], 10.0
+    for number in range(draw(st.integers(1, 6))):
+        drawn.append({name: tokens for of in running for name, tokens in of.items()})
+        turn, took = {}, draw(st.integers(1, 8)) / 4
+        for engine, of in enumerate(running):
+            least = 0 if of or engine else 1  # the first engine is always busy
+            admitted = [
+                f"{engine}:{number}/{i}" for i in range(draw(st.integers(least, places - len(of))))
+            ]
+            of |= dict.fromkeys(admitted, 0)
+            for name in of:
+                of[name] += draw(st.integers(1, 3))
+            left = {name: tokens for name, tokens in of.items() if draw(st.booleans())}
+            steps, kv_tokens = draw(st.integers(1, 3)), sum(of.values())
+            if of:
+                turn[engine] = Step(
+                    now, now + took, len(of), kv_tokens, steps, admitted=admitted, left=left
+                )
+            running[engine] = {name: of[name] for name in of if name not in left}
+        turns.append(turn)
+        now += took
+    for engine, of in enumerate(running):
+        if of:
+            turns[-1][engine].left |= of
+    return places * len(running), len(running), turns, [*drawn, {}]
+
+
+def traced(slots, engines, turns):
+    trace = RolloutTrace(slots, engines=engines)
+    for turn in turns:
+        trace.take_turn(turn)
+    return trace
+
+
+@given(rollouts())
+def test_a_request_has_the_lowest_free_slot_of_its_engine(rollout):
+    slots, engines, turns, _ = rollout
+    places, expected = slots // engines, {}
+    free = [{*range(i * places, (i + 1) * places)} for i in range(engines)]
+    for turn in turns:
+        for engine, step in turn.items():
+            for name in step.admitted:
+                expected[name] = min(free[engine])
+                free[engine].remove(expected[name])
+            free[engine] |= {expected[name] for name in step.left}
+    trace = traced(slots, engines, turns)
+    assert dict(zip(trace.spans["request"], trace.spans["slot"], strict=True)) == expected
+    assert trace.peak_running == max(sum(s.running for s in turn.values()) for turn in turns)
+
+
+def seconds_of(trace):
+    """Seconds in which each request ran."""
+    seconds = Counter()
+    columns = (trace.spans[name] for name in ("request", "start", "end"))
+    for name, start, end in zip(*columns, strict=True):
+        seconds[name] += end - start
+    return seconds
+
+
+@given(rollouts(), st.data())
+def test_the_two_parts_of_a_trace_are_the_whole(rollout, data):
+    slots, engines, turns, drawn = rollout
+    at = data.draw(st.integers(0, len(turns)))
+    whole, first = traced(slots, engines, turns), traced(slots, engines, turns[:at])
+    later = first.split(drawn[at])
+    for turn in turns[at:]:
+        later.take_turn(turn)
+    for figure in ("seconds", "decode_steps", "slot_steps", "busy_slot_steps", "tokens"):
+        assert getattr(first, figure) + getattr(later, figure) == getattr(whole, figure), figure
+    for figures in (seconds_of, lambda t: Counter(t.row_steps), lambda t: Counter(t.drawn)):
+        assert figures(first) + figures(later) == figures(whole)
+    idle = [trace.bubble_ratio * trace.seconds for trace in (first, later, whole)]
+    assert idle[0] + idle[1] == pytest.approx(idle[2])
+    slots_of = [
+        {*zip(trace.spans["request"], trace.spans["slot"], strict=True)}
+        for trace in (first, later, whole)
+    ]
+    assert slots_of[0] | slots_of[1] == slots_of[2]
+    assert later.origin == 10.0 + first.seconds
+
+
+def test_a_trace_that_is_split_by_hand():
+    trace = RolloutTrace(slots=3, dynamic=True)
+    assert trace.split({}).spans == trace.spans  # nothing has run
+    for name in "ab":
+        trace.admitted(name, 10.0)
+    trace.take(Step(10.0, 12.0, running=2, kv_tokens=2, decode_steps=2, left={"a": 2}))
+    later = trace.split({"b": 2})
+    assert trace.spans["tokens"] == [2, 2] and trace.spans["end"] == [2.0, 2.0]
+    assert trace.state_dict()["decode_steps"] == 2
+    later.take(
+        Step(12.0, 15.0, running=2, kv_tokens=4, decode_steps=3, admitted="c", left={"b": 5})
+    )
+    assert later.spans["slot"] == [1] and later.spans["tokens"] == [3]
+    assert later.spans["start"] == [0.0] and later.spans["end"] == [3.0]
+    assert later.seconds == 3.0 and later.bubble_ratio == 0
+    assert later.slots == 2
+
+
+@given(rollouts(), st.lists(st.tuples(*[st.integers(0, 9)] * 3), max_size=3))
+def test_a_trace_of_a_checkpoint_is_the_one_that_was_saved(tmp_path_factory, rollout, updates):
+    file = tmp_path_factory.mktemp("trace") / "state.pt"
+    trace = traced(*rollout[:3])
+    trace.updates += updates
+    trace.worked(11.0, 12.5)
+    torch.save(trace.state_dict(), file)
+    state = torch.load(file, weights_only=True)
+    again = RolloutTrace.from_state(state)
+    assert again.tables() == trace.tables()
+    assert (again.bubble_ratio, again.origin) == (trace.bubble_ratio, trace.origin)
+    columns = {n: [u[i] for u in updates] for i, n in enumerate(("began", "turn", "version"))}
+    found = again.tables().get("updates")
+    assert (found.to_pydict() if found else None) == (columns if updates else None)
+    del state["updates"]  # a checkpoint may be older than they are
+    assert RolloutTrace.from_state(state).updates == []
+
+
+def test_a_trace_is_saved_once_its_rollout_is_over():
+    trace = RolloutTrace(slots=1)
+    trace.admitted("a", 0.0)
+    with pytest.raises(AssertionError, match=r"^a request still runs$"):
+        trace.state_dict()

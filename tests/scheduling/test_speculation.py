@@ -3,7 +3,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling import drafters, speculation
@@ -141,6 +141,16 @@ def test_what_groups_have_learned_of_each_other_ends_with_the_rollout():
     assert drafts.propose(["h/0"]) == {}
 
 
+def test_a_group_that_comes_back_goes_on_to_learn_of_the_others():
+    drafts = DraftTokens(Drafting(tokens=3))
+    begin(drafts, "g/0", [9, 2, 3], 10)
+    begin(drafts, "h/0", [1, 2], 10)
+    drafts.leave("g/0")
+    begin(drafts, "g/0", [9, 2, 3], 10)
+    drafts.take("h/0", [3, 4, 5, 6])
+    assert drafts.propose(["h/0", "g/0"]) == {"g/0": [4, 5, 6]}
+
+
 def test_too_many_sequences_are_learned_anew(monkeypatch):
     monkeypatch.setattr(drafters, "MOST_SEQUENCES", 100)
     of_all: dict[int, int] = {}
@@ -171,6 +181,9 @@ def test_a_draft_ends_before_the_last_token_that_may_be_drawn(most, left, drawn)
     drafts.take("g/0", [5] * drawn)
     room = min(most, left - 1)
     assert drafts.propose(["g/0"]) == ({"g/0": [5] * room} if room else {})
+    drafts.leave("g/0")  # it pauses, and goes on with what it has drawn
+    drafts.begin(Request("g/0", [5, 5, 5, 5], 0, Sampling(left + drawn), [5] * drawn))
+    assert drafts.propose(["g/0"]) == ({"g/0": [5] * room} if room else {})
 
 
 def test_nothing_is_drafted_while_more_run():
@@ -191,6 +204,9 @@ def test_counts():
     drafts.take("g/0", [5, 5, 6])
     drafts.take("g/1", [1])
     assert drafts.counts == DraftCounts(steps=1, row_steps=2, proposed=3, accepted=2)
+    begin(drafts, "h/0", [7, 7, 7], 2)
+    assert drafts.propose(["g/1", "h/0", "unknown"]) == {"h/0": [7]}
+    assert drafts.counts == DraftCounts(steps=2, row_steps=2 + 3, proposed=3 + 1, accepted=2)
 
 
 @pytest.mark.parametrize("drafter", [None, f"{HERE}.Repeat"])
@@ -287,6 +303,20 @@ def test_a_long_run_keeps_a_bounded_number_of_tokens(monkeypatch):
     assert drafts.propose(["49/2"]) == {"49/2": [7]}
 
 
+@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 40))
+@example([4, 4, 4], 8)
+def test_as_many_of_the_last_groups_are_kept_as_there_is_room_for(sizes, room):
+    drafts = DraftTokens(Drafting())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculation, "IDLE_TOKENS", room)
+        for i, size in enumerate(sizes):
+            begin(drafts, f"{i}/0", [1] * size, 9)
+            drafts.leave(f"{i}/0")
+    while sum(sizes) > room:
+        sizes = sizes[1:]
+    assert len(drafts) == sum(sizes)
+
+
 def test_a_user_s_drafter_gets_the_text_and_those_of_its_siblings():
     drafts = DraftTokens(Drafting(tokens=3, drafter=f"{HERE}.Siblings"))
     begin(drafts, "g/0", [1, 2], 9)
@@ -296,6 +326,14 @@ def test_a_user_s_drafter_gets_the_text_and_those_of_its_siblings():
     drafts = DraftTokens(Drafting(drafter=f"{HERE}.Repeat"))
     begin(drafts, "g/0", [1, 2], 9)
     assert drafts.propose(["g/0"]) == {"g/0": [2, 2, 2, 2]}
+
+
+def test_a_user_s_drafter_is_asked_for_at_least_one_token():
+    drafts = DraftTokens(Drafting(drafter=f"{HERE}.Broken"))
+    begin(drafts, "g/0", [1, 2], 1)
+    Broken.answers = [RuntimeError("it was asked")]
+    assert drafts.propose(["g/0"]) == {}
+    assert drafts.counts.failures == 0
 
 
 def endless():

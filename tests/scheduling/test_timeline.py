@@ -1,9 +1,10 @@
 """The timeline: every moment of every lane has one meaning, and totals follow from it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lit_rlsched.scheduling import timeline as timelines
 from lit_rlsched.scheduling.timeline import (
     DECODE,
     ENGINES,
@@ -195,6 +196,7 @@ def test_an_interval_across_the_end_of_a_lap_is_in_both():
     assert shown(first, TRAINER) == [(OTHER, 0, 3, None), ("update", 3, 4, None)]
     assert shown(second, TRAINER) == [("update", 4, 6, None), (OTHER, 6, 7, None)]
     assert (first.saved, second.saved) == (1, 1)
+    assert (first.totals()["seconds"], second.totals()["seconds"]) == (4, 3)
     clock.time = 8.0
     timeline.mark()
     assert shown(timeline.lap(), TRAINER) == [(OTHER, 7, 8, None)]
@@ -208,6 +210,31 @@ def test_laps_that_nobody_asks_for_are_forgotten():
         clock.time = number + 1.0
         timeline.mark()
     assert len(timeline._known) <= 2
+
+
+def test_the_oldest_intervals_are_forgotten_first(monkeypatch):
+    monkeypatch.setattr(timelines, "MOST", 2)
+    lap = lap_of([(TRAINER, "update", i, i + 0.5) for i in range(4)], until=4)
+    assert [i.start for i in lap.lanes[TRAINER] if i.what == "update"] == [2, 3]
+
+
+def test_a_lap_may_end_before_it_is_marked():
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.add(TRAINER, "update", 1, 5)
+    clock.time = 5.0
+    timeline.mark(3.0)
+    assert shown(timeline.lap(), TRAINER) == [(OTHER, 0, 1, None), ("update", 1, 3, None)]
+    timeline.mark()
+    assert shown(timeline.lap(), TRAINER) == [("update", 3, 5, None)]
+    timeline.mark()
+    assert timeline.lap().lanes == {TRAINER: []}, "no time has passed"
+
+
+def test_a_trainer_waits_for_engines_of_which_nothing_is_known():
+    lap = lap_of([(TRAINER, "rollout", 1, 5, ENGINES)], until=5)
+    assert set(lap.lanes) == {TRAINER}
+    assert shown(lap, TRAINER) == [(OTHER, 0, 1, None), ("rollout", 1, 5, ENGINES)]
 
 
 moments = st.integers(0, 30).map(float)
@@ -225,6 +252,7 @@ steps = st.lists(st.tuples(st.integers(0, 1), moments, st.integers(1, 5).map(flo
 
 
 @given(intervals, steps, moments)
+@example([(TRAINER, "rollout", 0.0, 10.0, ENGINES)], [(0, 2.0, 2.0), (1, 6.0, 2.0)], 10.0)
 def test_every_lane_has_one_meaning_at_each_moment(recorded, steps, until):
     trace = trace_of(
         [(e, start, start + d) for e, start, d in sorted(steps, key=lambda s: s[1])], 2
@@ -232,9 +260,10 @@ def test_every_lane_has_one_meaning_at_each_moment(recorded, steps, until):
     recorded = [i if i[0] == TRAINER or i[4] != ENGINES else (*i[:4], REWARDS) for i in recorded]
     lap = lap_of(recorded, until, [trace])
     assert set(lap.lanes) == {TRAINER, "engine 0", "engine 1"}
-    for lane in lap.lanes.values():
+    for name, lane in lap.lanes.items():
         at = 0.0
         for interval in lane:
+            assert interval.lane == name
             assert interval.start == at < interval.end
             at = interval.end
         assert at == until
@@ -259,6 +288,7 @@ spans = st.lists(st.tuples(moments, moments).filter(lambda s: s[0] < s[1])).map(
 
 
 @given(spans, spans)
+@example([(2.0, 5.0)], [(0.0, 2.0), (5.0, 7.0)])
 def test_spans_are_cut_into_two_parts(first, second):
     inside, outside = cut(first, second)
     covered = lambda spans, at: any(a <= at < b for a, b in spans)  # noqa: E731
@@ -267,6 +297,7 @@ def test_spans_are_cut_into_two_parts(first, second):
         assert covered(inside, at) == both
         assert covered(outside, at) == (covered(first, at) and not both)
     assert seconds(inside) + seconds(outside) == seconds(first)
+    assert all(start < end for start, end in inside + outside)
 
 
 def test_later_intervals_hide_earlier_ones():
