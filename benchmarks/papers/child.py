@@ -104,7 +104,7 @@ class Clock(RolloutCallback):
         assert round.trace is not None
         lengths = [len(c.token_ids) for c in round.completions]
         names = [f"rollout/{name}" for name in ROLLOUT]
-        names += ["time/rollout", "frac_reward_zero_std"]
+        names += ["time/rollout", "time/drafts", "frac_reward_zero_std"]
         names += ["speculation/acceptance", "speculation/seconds_saved"]
         self._drawn = {n.split("/")[-1]: round.metrics[n] for n in names if n in round.metrics}
         self._drawn |= {"completions": len(lengths), "trained_tokens": sum(lengths)}
@@ -132,6 +132,7 @@ def run(row: Row, seed: int) -> dict[str, Any]:
         max_completion_length=row.limit,
         micro_batch_tokens=2048,
         seed=seed,
+        verify_sync=False,  # what follows `FILLER` was drawn after EOS
     )
     module = GRPOModule(MODEL, learning_rate=1e-6, **row.arguments)
     clock = Clock()
