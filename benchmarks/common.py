@@ -3,9 +3,10 @@
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,27 @@ def rounds_of_prompts(
     prompts = make_prompts(rows, tokenizer, max_prompt_length=sys.maxsize)
     source = PromptSource(prompts, setting.seed)
     return [[d.prompt for d in source.draw(setting.prompts)] for _ in range(setting.rounds)]
+
+
+def run_module(
+    module: str, *arguments: str, name: str, environment: Mapping[str, str] = ENVIRONMENT
+) -> None:
+    """Run a module of the benchmarks in a new process; `name` is what messages call it.
+
+    Raises:
+        RuntimeError: the process failed. The message has the end of its output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"`{name}` failed with exit code {done.returncode}:\n{done.stdout[-4000:]}"
+        )
 
 
 def run_side(train: Callable[[Setting, Path], Any]) -> None:

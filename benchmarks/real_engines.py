@@ -17,14 +17,13 @@ process shares the cores with the engines, and more engines than cores draw only
 without seconds.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -310,14 +309,6 @@ def differences(real: Sequence[Drawn], simulated: Sequence[Drawn]) -> str:
     return "; ".join(found.values()) or "the same"
 
 
-def with_error(values: Sequence[float], digits: int) -> str:
-    """Return mean and standard error."""
-    mean = f"{fmean(values):.{digits}f}"
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {stdev(values) / math.sqrt(len(values)):.{digits}f}"
-
-
 def over(draws: Sequence[Drawn], plain: Sequence[Drawn]) -> list[float]:
     """Return the ratio of the seconds of each seed."""
     return [one.seconds / other.seconds for one, other in zip(draws, plain, strict=True)]
@@ -349,9 +340,9 @@ def row(
         ours = real[shape.name, name]
         cells += [differences(ours, drawn), f"{fmean(one.beyond for one in ours):,.0f}"]
         if engines <= len(available_cores()):
-            cells.append(with_error([one.seconds for one in ours], 1))
+            cells.append(results.with_error([one.seconds for one in ours], 1))
             if name != plain:
-                cells.append(with_error(over(ours, real[shape.name, plain]), 2))
+                cells.append(results.with_error(over(ours, real[shape.name, plain]), 2))
     cells += [""] * (COLUMNS - len(cells))
     return f"| {' | '.join(cells)} |"
 

@@ -8,6 +8,7 @@ import argparse
 import csv
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from statistics import fmean, stdev
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).with_name("results")
@@ -140,3 +142,11 @@ def cpu() -> str:
     if "cpu family" in said and "model" in said:
         model += f" (family {said['cpu family']}, model {said['model']})"
     return f"{model}, {os.cpu_count()} cores"
+
+
+def with_error(values: Sequence[float], digits: int) -> str:
+    """Return the mean and its standard error, with this number of decimals."""
+    mean = f"{fmean(values):,.{digits}f}"
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {stdev(values) / math.sqrt(len(values)):,.{digits}f}"

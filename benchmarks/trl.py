@@ -10,7 +10,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.common import ENVIRONMENT, TASKS, Setting
+from benchmarks.common import TASKS, Setting, run_module
 from benchmarks.report import figures, report
 
 SIDES = ("trl", "ours")
@@ -102,18 +101,7 @@ def run(role: str, setting: Setting, folder: Path) -> Any:
         RuntimeError: the process failed. The message has the end of its output.
     """
     folder.mkdir()
-    command = [sys.executable, "-m", f"benchmarks.{MODULES[role]}"]
-    done = subprocess.run(
-        [*command, json.dumps(asdict(setting)), str(folder)],
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"`{role}` failed with exit code {done.returncode}:\n{done.stdout[-4000:]}"
-        )
+    run_module(MODULES[role], json.dumps(asdict(setting)), str(folder), name=role)
     return json.loads((folder / "result.json").read_text())
 
 

@@ -134,7 +134,7 @@ def run(row: Row, seed: int) -> dict[str, Any]:
         seed=seed,
         verify_sync=False,  # what follows `FILLER` was drawn after EOS
     )
-    module = GRPOModule(MODEL, learning_rate=1e-6, **row.arguments)
+    module = GRPOModule(MODEL, learning_rate=1e-6)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(

@@ -1,31 +1,27 @@
 """Claims of the papers in seconds of a real chat model, on real vLLM.
 
     make real-model
-    python -m benchmarks run papers --record
     python -m benchmarks run papers
 
 Each row trains some rounds of a schedule in a process of its own and appends its figures to
 `benchmarks/results/papers.csv`. Rows that are already there, for this CPU and with the same number
-of repeats, are not measured again, unless `--again` is given. Lengths are the model's own:
-`--record` draws them once, and all rows replay them. The reward is whether a completion has an odd
-number of tokens, so that each schedule has the same update to compute.
+of repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
+replay those of `lengths.csv`, which `--record` draws anew. The reward is whether a completion has
+an odd number of tokens, so that each schedule has the same update to compute.
 """
 
 import csv
 import json
-import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from benchmarks import results
-from benchmarks.common import ENVIRONMENT
+from benchmarks.common import ENVIRONMENT, run_module
 from benchmarks.papers.rows import MODEL, ROWS
 
 KV_GIB = "2"
@@ -53,20 +49,11 @@ def measured(file: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def run(module: str, threads: int, *arguments: str) -> None:
-    """Run a module in a new process.
-
-    Raises:
-        RuntimeError: the process failed. The message has the end of its output.
-    """
-    environment = os.environ | ENVIRONMENT
+    """Run a module of this folder in a new process with a number of threads."""
+    environment = ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
     environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
-    command = [sys.executable, "-m", f"benchmarks.papers.{module}", *arguments]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{module} {arguments}: {done.returncode}\n{done.stdout[-4000:]}")
+    name = " ".join((module, *arguments[:1]))
+    run_module(f"papers.{module}", *arguments, name=name, environment=environment)
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
@@ -83,20 +70,14 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     lines = [f"| | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
     for name in ROWS:
         if figures := found.get(name):
-            cells = [with_error(figures.get(figure, [])) for figure in FIGURES]
+            cells = [cell(figures.get(figure, [])) for figure in FIGURES]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def with_error(values: Sequence[float]) -> str:
-    """Return mean and standard error."""
-    if not values:
-        return ""
-    digits = 1 if fmean(values) < 1000 else 0
-    mean = f"{fmean(values):,.{digits}f}"
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {stdev(values) / math.sqrt(len(values)):,.{digits}f}"
+def cell(values: Sequence[float]) -> str:
+    """Return mean and standard error, or nothing if there are no values."""
+    return results.with_error(values, 1 if fmean(values) < 1000 else 0) if values else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

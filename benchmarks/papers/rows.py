@@ -1,7 +1,7 @@
 """Rows of the table: the settings of each run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,6 @@ class Row:
     limit: int = 512
     rounds: int = 3
     """Measured rounds; one more comes before them."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the policy module."""
 
 
 def schedules(number: int) -> dict[str, Row]:
