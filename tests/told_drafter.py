@@ -28,6 +28,8 @@ class ToldDrafter:
     def propose(
         self, text: Sequence[int], siblings: Sequence[Sequence[int]], most: int
     ) -> Sequence[int]:
+        if self.mode == "nothing":
+            return ()
         start = len(text)
         whole = next(each for each in self.texts if each[:start] == [*text])
         right = whole[start : start + most]
@@ -35,8 +37,6 @@ class ToldDrafter:
             return right
         if self.mode == "junk":
             return [token ^ 1 for token in right]
-        if self.mode == "mixed":
-            few = stable_hash("few", *text[-3:], start) % (most + 1)
-            wrong = [stable_hash("wrong", *text[-3:], i) % 5 == 0 for i in range(most)]
-            return [token ^ w for token, w in zip(right[:few], wrong, strict=False)]
-        return ()
+        few = stable_hash("few", *text[-3:], start) % (most + 1)
+        wrong = [stable_hash("wrong", *text[-3:], i) % 5 == 0 for i in range(most)]
+        return [token ^ w for token, w in zip(right[:few], wrong, strict=False)]

@@ -18,6 +18,8 @@ from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request, Sampling, stable_hash
 
+pytestmark = pytest.mark.usefixtures("all_guesses")
+
 TOKENS = 3
 STEP = 24
 """Tokens of a step: longer prompts are computed in parts."""
