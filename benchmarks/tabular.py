@@ -89,7 +89,8 @@ def verified(
     (ps, p), (qs, _) = after(logp, draft), after(logq, draft)
     log_weights = prefix_weights(p, after(engine or logq, draft)[1])
     excesses = excess(log_weights[:-1], ps, qs)
-    accepts = [1.0, *acceptance(log_weights, excesses.sum(-1)).tolist()]
+    accepts = acceptance(log_weights[:-1], excesses.sum(-1)).tolist()
+    accepts.append(float(log_weights[-1].exp()))
     out: dict[Tokens, float] = defaultdict(float)
     left = probability  # of no longer prefix
     for kept in range(len(draft), -1, -1):

@@ -17,7 +17,7 @@ the completions evenly, 64 each in a synchronous round; and one engine that deco
 decode step takes 10 ms, 50 microseconds per running completion and 20 ns per token in the cache. A
 position of a forward pass over known tokens takes 25 microseconds, half of what a running request
 adds to a decode step (7 B parameters at 560 TFLOP/s). A draft takes one forward pass of the
-trainer, or three if a part of it is rejected; the engine then prefills the accepted part.
+trainer, or two if a part of it is rejected; the engine then prefills the accepted part.
 """
 
 from array import array
@@ -40,7 +40,7 @@ from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulat
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
-from lit_rlsched.training.draft_verifier import acceptance, num_accepted, prefix_weights
+from lit_rlsched.training.draft_verifier import acceptance, prefix_weights
 from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
 
 GENERATIONS, LIMIT, EOS = 8, 16384, 0
@@ -141,7 +141,7 @@ class Verifier(RoundHooks):
             self.positions += n
             tokens = list(draft.token_ids[:kept])
             if kept < n:
-                self.positions += 2 * n
+                self.positions += n
                 noise = _uniform("after", *key)
                 length = self.lengths.longer(kept, group.prompt.token_ids, noise)
                 tokens.append(EOS if length == kept + 1 else EOS + 1)
@@ -165,7 +165,9 @@ class Verifier(RoundHooks):
         more = log_weights[:-1].exp() * torch.special.ndtr(far + sigma / 2)
         more -= torch.special.ndtr(far - sigma / 2)
         noise = counter_uniform(streams[1], counters)
-        return num_accepted(acceptance(log_weights, more.clamp(min=0)), noise)
+        accepts = acceptance(log_weights[:-1], more.clamp(min=0))[1:]
+        accepted = (noise < torch.cat([accepts, log_weights[-1:].exp()])).nonzero()
+        return int(accepted[-1]) + 1 if len(accepted) else 0
 
 
 def _uniform(*key: object) -> float:

@@ -56,6 +56,7 @@ def schedules(number: int) -> dict[str, Row]:
         ),
         f"{number} slots, DrainFilling": Row(callbacks(here, "DrainFilling")),
         f"{number} slots, Speculation": Row(callbacks(here, "Speculation")),
+        f"{number} slots, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
         f"{number} slots, own process": Row(callbacks(here), **apart),
         f"{number} slots, AheadRollout, importance": Row(callbacks(here, importance), **apart),
         f"{number} slots, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),

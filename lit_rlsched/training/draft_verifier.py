@@ -5,10 +5,10 @@ The method, its cost and its exactness are described in `docs/explanation/rollpa
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.logprobs import (
-    completion_logprobs,
     completion_states,
     default_chunk,
+    token_logprobs,
     vocabulary_logprobs,
 )
 from lit_rlsched.training.lora import base_model
@@ -29,6 +29,9 @@ from lit_rlsched.training.policy import evaluating
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, stable_hash
+
+TURN = 16
+"""Candidates of a draft whose whole distributions are computed at a time; few are needed."""
 
 
 def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
@@ -52,21 +55,32 @@ def excess(log_weights: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
-    """Compute the probability of accepting each prefix; the longest accepted one is used.
+    """Compute the probability of accepting prefixes shorter than the draft; the longest is used.
 
-    From `log_weights` `[C + 1]` and `more` `[C]`, the sum of `excess` after each prefix except the
-    whole draft. The result is `[C]`, for the prefixes of 1 to `C` tokens.
+    From `log_weights` `[N]` of prefixes and `more` `[N]`, the sum of `excess` after each. The
+    result `[N]` is at most the weight. A whole draft is accepted with its weight.
     """
-    w = log_weights[1:].exp()
-    lacking = 1 - w[:-1]
-    inner = torch.where(lacking > 0, more[1:] / (more[1:] + lacking), 1.0)
-    return torch.cat([inner, w[-1:]])
+    lacking = 1 - log_weights.exp()
+    return torch.where(lacking > 0, more / (more + lacking), 1.0)
 
 
-def num_accepted(acceptance: Tensor, noise: Tensor) -> int:
-    """Number of accepted tokens, from `acceptance` `[C]` and uniform `noise` `[C]` in [0, 1)."""
-    accepted = (noise < acceptance).nonzero()
-    return int(accepted[-1]) + 1 if len(accepted) else 0
+def candidates(log_weights: Tensor, noise: Tensor) -> list[int]:
+    """Return the prefixes shorter than the draft that may be the longest accepted one.
+
+    As no prefix is accepted with more than its weight, most are ruled out before anything is known
+    of the policy that drew the draft, and none is shorter than one of weight 1.
+
+    Args:
+        log_weights: `[C + 1]`, of all prefixes.
+        noise: `[C]`, for the prefixes of 1 to `C` tokens.
+
+    Returns:
+        Lengths, the longest first. The last one is accepted for certain.
+    """
+    weights = log_weights[:-1].exp()
+    certain = int((weights == 1).nonzero()[-1])  # there is the empty one
+    possible = noise[certain:-1] < weights[certain + 1 :]
+    return [*(possible.nonzero().flatten().flip(0) + certain + 1).tolist(), certain]
 
 
 @dataclass(slots=True)
@@ -76,13 +90,25 @@ class _Trial:
     sample: Sample
     draft: Draft
     noise: Tensor
-    """For each prefix, `[C]`."""
+    """For the prefixes of 1 to `C` tokens, `[C]`."""
     next_noise: float
     """For the token drawn after the accepted prefix."""
+    read: int = field(init=False)
+    """Tokens of the draft that a forward pass reads."""
     logprobs: Tensor = field(init=False)
     """Of its tokens under the verifying policy, `[C]`."""
     log_weights: Tensor = field(init=False)
     """Of its prefixes, `[C + 1]`."""
+    prefixes: list[int] = field(init=False)
+    """Candidates that are not decided yet, the longest first; only of a draft that is cut."""
+    states: Tensor = field(init=False)
+    """The LM head's input after each prefix from the shortest candidate to the longest, in CPU
+    memory."""
+    shortest: int = field(init=False)
+    """Length of the shortest candidate."""
+
+    def __post_init__(self) -> None:
+        self.read = self.tokens
 
     @property
     def temperature(self) -> float:
@@ -97,7 +123,7 @@ class _Trial:
         return len(self.draft.token_ids)
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + self.tokens
+        return len(self.prompt_ids) + self.read
 
     def is_finite(self) -> bool:
         drawn = torch.tensor(self.draft.logprobs)
@@ -114,11 +140,38 @@ class _Trial:
         """Whether the whole draft is accepted."""
         return bool(self.noise[-1] < self.log_weights[-1].exp())
 
+    def keep(self, states: Tensor) -> None:
+        """Keep what is needed to cut it, of the states after each of its prefixes `[C, H]`."""
+        self.prefixes = candidates(self.log_weights, self.noise)
+        self.read, self.shortest = self.prefixes[0] + 1, self.prefixes[-1]
+        self.states = states[self.shortest : self.read].to("cpu", copy=True)
+
     def accept(self, tokens: int) -> None:
         """Move the first tokens of the draft into the completion."""
         completion = self.sample.completion
         completion.token_ids = array("i", self.draft.token_ids[:tokens])
         completion.logprobs = array("d", self.logprobs[:tokens].tolist())
+
+    def cut(self, prefixes: Sequence[int], more: Tensor, logp: Tensor) -> bool:
+        """Accept the longest of some prefixes if one is accepted, and draw a token after it.
+
+        Args:
+            prefixes: Lengths, the longest first.
+            more: `[N, V]`, the `excess` after each.
+            logp: `[N, V]`, log-probs of the next token under the verifying policy.
+        """
+        accepts = acceptance(self.log_weights[prefixes], more.sum(-1).cpu()).tolist()
+        noise = [float(self.noise[length - 1]) if length else 0.0 for length in prefixes]
+        accepted = (i for i, chance in enumerate(accepts) if noise[i] < chance)
+        if (at := next(accepted, None)) is None:
+            self.prefixes = self.prefixes[len(prefixes) :]
+            return False
+        left = more[at] if more[at].sum() > 0 else logp[at].double().exp()  # differ by rounding
+        token = int(inverse_cdf(left, self.next_noise))
+        self.accept(prefixes[at])
+        self.sample.completion.token_ids.append(token)
+        self.sample.completion.logprobs.append(float(logp[at, token]))
+        return True
 
 
 class Drafts:
@@ -205,15 +258,20 @@ class Drafts:
         trials = [trial(s, d) for s, d in drafts if d.token_ids and self._knows(d)]
         if not trials:
             return audit
+        finite, cut = list[_Trial](), list[_Trial]()
         with evaluating(policy), forward_context():
             for batch in split_by_tokens(trials, micro_batch_tokens, PASS):
-                _score(policy, batch)
-            finite = [t for t in trials if t.is_finite()]
-            audit.distance = sum(t.weigh() for t in finite)
-            cut = [t for t in finite if not t.is_accepted]
-            for one in (t for t in finite if t.is_accepted):
-                one.accept(one.tokens)
-                audit.completed += 1
+                for one, states in _score(policy, batch):
+                    if not one.is_finite():
+                        continue
+                    finite.append(one)
+                    audit.distance += one.weigh()
+                    if one.is_accepted:
+                        one.accept(one.tokens)
+                        audit.completed += 1
+                    else:
+                        one.keep(states)
+                        cut.append(one)
             parameters = _trainable(policy).items()
             for versions in sorted({t.draft.versions for t in cut}):
                 drew = {
@@ -222,8 +280,9 @@ class Drafts:
                 }
                 members = [t for t in cut if t.draft.versions == versions]
                 for batch in split_by_tokens(members, micro_batch_tokens, PASS):
-                    audit.gap += _cut(policy, drew, batch)
-        audit.compared = sum(t.tokens for t in cut)
+                    gap = _cut(policy, drew, batch)
+                    audit.compared += len(gap)
+                    audit.gap += float(gap.sum())
         self._audit += audit
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
@@ -272,11 +331,17 @@ def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _score(policy: nn.Module, batch: Sequence[_Trial]) -> None:
-    temperature = batch[0].temperature
-    logprobs, _ = completion_logprobs(policy, *_tensors(policy, batch), temperature=temperature)
-    for trial, of_trial in zip(batch, logprobs.double().cpu(), strict=True):
-        trial.logprobs = of_trial[: trial.tokens]
+def _score(policy: nn.Module, batch: Sequence[_Trial]) -> Iterator[tuple[_Trial, Tensor]]:
+    """Set the log-probs of each draft, and yield it with the states that predict its tokens."""
+    ids, prompts, tokens = _tensors(policy, batch)
+    states = completion_states(policy, ids, prompts, tokens)
+    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=ids.device)
+    logprobs = token_logprobs(policy, states, drawn, temperature=batch[0].temperature)
+    sizes = [one.tokens for one in batch]
+    parts = zip(batch, logprobs.double().cpu().split(sizes), states.split(sizes), strict=True)
+    for one, of_tokens, of_one in parts:
+        one.logprobs = of_tokens
+        yield one, of_one
 
 
 def _differs(audit: DraftAudit, allowed: float) -> str:
@@ -294,7 +359,7 @@ def _differs(audit: DraftAudit, allowed: float) -> str:
 
 def _cut(
     policy: nn.Module, drew: Mapping[int, dict[str, Tensor]], batch: Sequence[_Trial]
-) -> float:
+) -> Tensor:
     """Accept a prefix of each draft and draw a token after it.
 
     Args:
@@ -303,65 +368,57 @@ def _cut(
         batch: Drafts.
 
     Returns:
-        The sum over tokens of the difference between the engine's and the trainer's log-probs under
-        the weights that drew them, each at most `MOST_OF_ONE`.
+        Differences between the engine's and the trainer's log-probs of the tokens up to the longest
+        candidate, under the weights that drew them, each at most `MOST_OF_ONE`.
     """
     temperature = batch[0].temperature
-    distributions = partial(vocabulary_logprobs, policy, temperature=temperature)
-    tensors = _tensors(policy, batch)
-    new = completion_states(policy, *tensors)
-    old = {}
+    drafts = [one.draft.first(one.read) for one in batch]
+    ids, prompts, tokens = _tensors(policy, batch)
+    drawn = torch.tensor([t for draft in drafts for t in draft.token_ids], device=ids.device)
+    spans = [span for draft in drafts for span in draft.segments]
+    by = torch.tensor([version for version, n in spans for _ in range(n)], device=ids.device)
+    old = torch.empty(())
+    own = torch.zeros(len(drawn), dtype=torch.float64)
     for version, weights in drew.items():
         with _with(policy, weights):
-            old[version] = completion_states(policy, *tensors)
-    spans = [span for one in batch for span in one.draft.segments]
-    by = torch.tensor([version for version, tokens in spans for _ in range(tokens)])
+            states = completion_states(policy, ids, prompts, tokens)
+            at = (by == version).nonzero().squeeze(1)
+            found = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
+        own[at.cpu()] = found.double().cpu()
+        old = states if old.dim() == 0 else torch.where((by == version).unsqueeze(1), states, old)
+    told = torch.tensor([p for draft in drafts for p in draft.logprobs], dtype=torch.float64)
 
-    def both(positions: slice) -> tuple[Tensor, Tensor]:
-        logp = distributions(new[positions])
-        logq = torch.empty_like(logp)
-        for version, weights in drew.items():
-            at = (by[positions] == version).nonzero().squeeze(1).to(logp.device)
-            if len(at):
-                with _with(policy, weights):
-                    logq[at] = distributions(old[version][positions][at])
-        return logp, logq
-
-    log_weights = torch.cat([t.log_weights[:-1] for t in batch]).to(new.device)
+    starts = dict(zip(map(id, batch), (tokens.cumsum(0) - tokens).tolist(), strict=True))
     config: Any = base_model(policy).config.get_text_config()
-    chunk = default_chunk(new.device.type, config.vocab_size)
-    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=new.device)
-    more, own = [], []
-    for at in (slice(i, i + chunk) for i in range(0, len(new), chunk)):
-        logp, logq = both(at)
-        more.append(excess(log_weights[at], logp, logq).sum(-1))
-        own.append(logq.gather(1, drawn[at].unsqueeze(1)).squeeze(1))
-    begin = 0
-    sums = torch.cat(more).cpu().split([t.tokens for t in batch])
-    for trial, of_trial in zip(batch, sums, strict=True):
-        accepts = acceptance(trial.log_weights, of_trial)
-        accepted = num_accepted(accepts[:-1], trial.noise[:-1])
-        at = slice(begin + accepted, begin + accepted + 1)
-        logp, logq = both(at)
-        (probabilities,) = excess(log_weights[at], logp, logq)
-        if not probabilities.sum() > 0:  # the policies differ only by rounding
-            (probabilities,) = logp.double().exp()
-        token = int(inverse_cdf(probabilities, trial.next_noise))
-        trial.accept(accepted)
-        trial.sample.completion.token_ids.append(token)
-        trial.sample.completion.logprobs.append(float(logp[0, token]))
-        begin += trial.tokens
-    told = torch.tensor([p for one in batch for p in one.draft.logprobs], dtype=torch.float64)
-    gap = (torch.cat(own).double().cpu() - told).abs()
-    return float(gap.clamp(max=MOST_OF_ONE).sum())
+    at_once = max(1, default_chunk(ids.device.type, config.vocab_size) // TURN)
+    waiting = deque(batch)
+    while waiting:
+        turn = [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
+        asked = [one.prefixes[:TURN] for one in turn]
+        each = [(one, n) for one, lengths in zip(turn, asked, strict=True) for n in lengths]
+        new = torch.stack([one.states[n - one.shortest] for one, n in each]).to(ids.device)
+        logp = vocabulary_logprobs(policy, new, temperature=temperature)
+        logq = torch.empty_like(logp)
+        places = torch.tensor([starts[id(one)] + n for one, n in each], device=ids.device)
+        for version, weights in drew.items():
+            if len(at := (by[places] == version).nonzero().squeeze(1)):
+                with _with(policy, weights):
+                    logq[at] = vocabulary_logprobs(policy, old[places[at]], temperature=temperature)
+        log_weights = torch.stack([one.log_weights[n] for one, n in each]).to(ids.device)
+        sizes = [len(lengths) for lengths in asked]
+        more = excess(log_weights, logp, logq).split(sizes)
+        parts = zip(turn, asked, more, logp.split(sizes), strict=True)
+        waiting += [one for one, *found in parts if not one.cut(*found)]
+    return (own - told).abs().clamp(max=MOST_OF_ONE)
 
 
 def _tensors(policy: nn.Module, batch: Sequence[_Trial]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids `[B, T]`, lengths of prompts `[B]` and lengths of drafts `[B]`."""
+    """Token ids `[B, T]`, lengths of prompts `[B]` and tokens that are read of drafts `[B]`."""
     device = next(policy.parameters()).device
     ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
     for padded, trial in zip(ids, batch, strict=True):
-        padded[: len(trial)] = torch.tensor([*trial.prompt_ids, *trial.draft.token_ids])
+        read = trial.draft.token_ids[: trial.read]
+        padded[: len(trial)] = torch.tensor([*trial.prompt_ids, *read])
     prompts = torch.tensor([len(t.prompt_ids) for t in batch])
-    drafts = torch.tensor([t.tokens for t in batch])
+    drafts = torch.tensor([t.read for t in batch])
     return ids.to(device), prompts.to(device), drafts.to(device)

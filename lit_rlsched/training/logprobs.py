@@ -138,6 +138,16 @@ def vocabulary_logprobs(model: nn.Module, states: Tensor, *, temperature: float 
     return lm_head(model, temperature).logits(states).log_softmax(-1)
 
 
+def token_logprobs(
+    model: nn.Module, states: Tensor, token_ids: Tensor, *, temperature: float = 1.0
+) -> Tensor:
+    """Compute the log-probs `[N]` of tokens `[N]` from `completion_states`, in chunks."""
+    _, _, config = model_parts(model)
+    score = partial(_score, lm_head(model, temperature).logits, False)
+    chunk = default_chunk(states.device.type, config.vocab_size)
+    return _score_in_chunks(score, states, token_ids, chunk)[0]
+
+
 def _check_once(
     model: nn.Module, input_ids: Tensor, ends: Tensor, completion_rows: Tensor | None = None
 ) -> None:

@@ -61,6 +61,9 @@ def by_two(tokens):
     return [(v, n) for v, n in ((1, min(tokens, SWITCH)), (2, tokens - SWITCH)) if n > 0]
 
 
+ALMOST_ONE = 1 - 2**-53
+
+
 def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one):
     """What the verifier makes of each draft: acceptance `[C]`, and residuals by prefix `[V]`.
 
@@ -83,21 +86,21 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
         keep, number = streams[int(stream)]
         if keep is None:
             return torch.full(counters.shape, float(number), dtype=torch.float64)
-        return (counters >= keep).double()  # 1 accepts nothing, 0 whatever is possible
+        return ALMOST_ONE * (counters >= keep).double()  # accepts what is certain; 0 whatever is possible
 
-    seen, acceptances, residuals = [], {}, defaultdict(dict)
+    acceptances = {x[:limit]: [0.0] * (len(x[:limit]) - 1) + [1.0] for x in drafts}
+    residuals = defaultdict(dict)
 
-    def acceptance(*arguments, was=draft_verifier.acceptance):
-        seen.append(was(*arguments))
-        return seen[-1]
-
-    def residual(probabilities, number):
-        draft, keep, token = script[int(number)]
-        accepts, left = seen[-1].tolist(), probabilities.double()
-        if keep == 0 or accepts[keep - 1] > 0:
-            acceptances[draft[:limit]] = accepts
-            residuals[draft[:limit]][keep] = (left / left.sum()).tolist()
-        return token
+    def cut(trial, prefixes, more, logp, was=draft_verifier._Trial.cut):
+        x = tuple(trial.draft.token_ids)
+        accepts = draft_verifier.acceptance(trial.log_weights[prefixes], more.sum(-1))
+        for n, accept, left, instead in zip(prefixes, accepts.tolist(), more, logp, strict=True):
+            left = left if left.sum() > 0 else instead.double().exp()
+            residuals[x][n] = (left / left.sum()).tolist()
+            if n:
+                acceptances[x][n - 1] = accept
+        acceptances[x][-1] = float(trial.log_weights[-1].exp())
+        return was(trial, prefixes, more, logp)
 
     completions = [
         Completion(i, draft=Draft(x, [logq[x[:k]][t] for k, t in enumerate(x)], spans(len(x))))
@@ -106,12 +109,13 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
     group = Group("g", Prompt("p", "", PROMPT), Sampling(limit, TEMPERATURE), completions)
     with monkeypatch.context() as patch:
         patch.setattr(draft_verifier, "counter_uniform", noise)
-        patch.setattr(draft_verifier, "acceptance", acceptance)
-        patch.setattr(draft_verifier, "inverse_cdf", residual)
+        patch.setattr(draft_verifier._Trial, "cut", cut)
+        patch.setattr(draft_verifier, "inverse_cdf", lambda _, number: script[int(number)][2])
         verify(kept, policy, [group], VERSION)
     for (x, keep, token), completion in zip(script, completions, strict=True):
         x, keep = x[:limit], min(keep, limit)
-        if keep == 0 or acceptances[x][keep - 1] > 0:
+        certain = 1.0 in acceptances[x][keep:]  # a longer one
+        if not certain and (keep == 0 or acceptances[x][keep - 1] > 0):
             tokens = x if keep == len(x) else (*x[:keep], token)
             assert tuple(completion.token_ids) == tokens
             reason = "stop" if tokens[-1] == EOS else "length"
@@ -291,7 +295,6 @@ def test_another_joint_law_if_siblings_share_their_noise(laws):
     sure = {
         x: [laws.row(law(laws.logp, chances([kept], laws.residuals[x], x))) for kept in (0.0, 1.0)]
         for x in drafts
-        if laws.residuals[x]
     }
     for x, y in itertools.product(drafts, drafts):
         a, b = laws.accepts[x][0], laws.accepts[y][0]

@@ -256,7 +256,7 @@ def test_a_draft_with_a_log_prob_that_is_not_finite_is_dropped(bad):
 def test_the_log_probs_of_the_engine_are_compared_with_the_trainers():
     """Of drafts that were cut, under the weights that drew them: not under the new ones."""
     policy = make_policy(0)
-    drafts, groups = lost(policy, 60)
+    drafts, groups = lost(policy, 120)
     for completion in (c for g in groups for c in g.completions):
         if (draft := completion.draft) is not None:
             told = [p + (0.01 if i % 2 else -0.03) for i, p in enumerate(draft.logprobs)]
@@ -264,7 +264,7 @@ def test_the_log_probs_of_the_engine_are_compared_with_the_trainers():
     later, twin, unchecked = moved(policy, by=0.3), *(copy.deepcopy(groups) for _ in range(2))
     few = verify(drafts, later, copy.deepcopy(groups[:20]), allowed_gap=0)  # too few to judge
     assert 0 < few.compared < 256
-    in_parts = copy.deepcopy(drafts), *(copy.deepcopy(groups[at : at + 20]) for at in (20, 40))
+    in_parts = copy.deepcopy(drafts), *(copy.deepcopy(groups[at : at + 40]) for at in (20, 60))
     with pytest.raises(RuntimeError, match="were not drawn by the weights"):
         for part in in_parts[1:]:
             assert verify(in_parts[0], later, part, allowed_gap=0).compared < 256

@@ -10,8 +10,8 @@ from benchmarks.tabular import after, completed, random_policy, sequences, verif
 from lit_rlsched.engines.sampling import inverse_cdf
 from lit_rlsched.training.draft_verifier import (
     acceptance,
+    candidates,
     excess,
-    num_accepted,
     prefix_weights,
 )
 
@@ -67,7 +67,8 @@ def kept(rule, logp, logq, limit):
             total += probability * float(accepts.sum())
         else:
             log_weights = prefix_weights(p, q)
-            h = acceptance(log_weights, excess(log_weights[:-1], ps, qs).sum(-1))
+            more = excess(log_weights[:-1], ps, qs).sum(-1)
+            h = torch.cat([acceptance(log_weights[:-1], more)[1:], log_weights[-1:].exp()])
             reached = 1 - (1 - h).flip(0).cumprod(0)  # some prefix of this length or longer
             total += probability * float(reached.sum())
     return total
@@ -95,19 +96,33 @@ def test_a_token_that_cannot_be_drawn_ends_the_prefix():
 
 
 def test_acceptance_by_hand():
-    log_weights = torch.tensor([1.0, 0.5, 1.0, 0.8, 0.25]).double().log()
+    log_weights = torch.tensor([1.0, 0.5, 1.0, 0.8]).double().log()
     more = torch.tensor([0.3, 0.1, 0.0, 0.0]).double()
     # where nothing is lacking all is accepted, also where the policies agree from there
-    assert acceptance(log_weights, more).tolist() == pytest.approx([0.1 / 0.6, 1.0, 0.0, 0.25])
+    assert acceptance(log_weights, more).tolist() == pytest.approx([1.0, 0.1 / 0.6, 1.0, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("noise", "accepted"), [([0.0, 0.0, 0.9], 2), ([0.4, 0.9, 0.9], 1), ([0.6, 0.9, 0.9], 0)]
+POLICY = st.lists(st.floats(-3, 0), min_size=3, max_size=3)
+
+
+@given(
+    st.lists(st.tuples(POLICY, POLICY, st.integers(0, 2), st.floats(0, 0.99)), min_size=1),
+    st.floats(0, 0.2),
 )
-def test_the_longest_prefix_that_is_accepted_is_kept(noise, accepted):
-    accepts = torch.tensor([0.5, 0.7, 0.9]).double()
-    assert num_accepted(accepts, torch.tensor(noise).double()) == accepted
-    assert num_accepted(accepts, torch.tensor([0.9, 0.9, 0.89]).double()) == 3
+def test_no_prefix_but_a_candidate_is_the_longest_that_is_accepted(steps, engine):
+    """Also where the engine's log-probs differ from those of the trainer."""
+    ps, qs = (torch.tensor([s[i] for s in steps]).double().log_softmax(-1) for i in (0, 1))
+    draft, noise = torch.tensor([s[2] for s in steps]), torch.tensor([s[3] for s in steps]).double()
+    p, q = (x.gather(1, draft.unsqueeze(1)).squeeze(1) for x in (ps, qs))
+    log_weights = prefix_weights(p, q + engine)
+    accepts = acceptance(log_weights[:-1], excess(log_weights[:-1], ps, qs).sum(-1))
+    assert (accepts <= log_weights[:-1].exp() + 1e-12).all()
+    accepted = [0, *(1 + (noise[:-1] < accepts[1:]).nonzero().flatten()).tolist()]
+    found = candidates(log_weights, noise)
+    assert found == sorted(found, reverse=True)
+    assert next(n for n in found if n in accepted) == accepted[-1]
+    assert accepts[found[-1]] == 1.0
+    assert all(noise[n - 1] < log_weights[n].exp() for n in found if n)
 
 
 def test_excess_by_hand():
