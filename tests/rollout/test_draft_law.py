@@ -86,7 +86,7 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
         keep, number = streams[int(stream)]
         if keep is None:
             return torch.full(counters.shape, float(number), dtype=torch.float64)
-        return ALMOST_ONE * (counters >= keep).double()  # accepts what is certain; 0 whatever is possible
+        return ALMOST_ONE * (counters >= keep).double()  # 0 accepts whatever is possible
 
     acceptances = {x[:limit]: [0.0] * (len(x[:limit]) - 1) + [1.0] for x in drafts}
     residuals = defaultdict(dict)
