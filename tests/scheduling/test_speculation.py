@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling import drafters, speculation
-from lit_rlsched.scheduling.drafters import ENDS, GroupIndex
+from lit_rlsched.scheduling.drafters import ENDS, MOST_LEAD, GroupIndex
 from lit_rlsched.scheduling.speculation import DraftCounts, Drafting, DraftTokens
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
@@ -40,6 +40,11 @@ class Broken:
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+
+class FirstRight:
+    def propose(self, text, siblings, most):
+        return [5, *[6] * (most - 1)]
 
 
 class NeedsArgument:
@@ -95,6 +100,30 @@ def test_drafts_follow_the_longest_known_end(texts, most, data):
             if 2 * times > known.total():
                 assert token == leader
         assert len(drafted) == most or not followers(texts, prompts, text + drafted)
+
+
+def vote(text, end):
+    """The token that leads after an end by the vote of Boyer and Moore, and its lead."""
+    token, lead = None, 0
+    for at in (at for at in range(len(end), len(text)) if text[at - len(end) : at] == end):
+        if token in (None, text[at]):
+            token, lead = text[at], lead + 1
+        elif lead:
+            lead -= 1
+        else:
+            token, lead = text[at], 1
+    return None if token is None else (token, lead)
+
+
+@given(tokens)
+def test_a_guess_rests_on_an_end_and_on_the_lead_of_its_token(text):
+    index = GroupIndex()
+    index.learn("0", text)
+    for start in (text[:end] for end in range(2, 1 + len(text))):
+        for guess in index.propose(start, 1):
+            found = ((n, vote(text, start[-n:])) for n in ENDS if n <= len(start))
+            n, (token, lead) = next((n, leader) for n, leader in found if leader)
+            assert guess == (token, (n // 2, True, min(lead, MOST_LEAD)))
 
 
 def test_a_prompt_counts_once_for_all_its_texts():
@@ -235,6 +264,31 @@ def test_guesses_are_judged_while_they_are_not_drafted(drafter):
             last = drafts.propose(names)
             drafts.take("g/0", tokens)
         assert last == ({"g/0": [5]} if tokens == [5] else {})  # half were right
+
+
+def test_guesses_of_a_user_s_drafter_are_judged_by_their_places():
+    drafts = DraftTokens(Drafting(tokens=2, drafter=f"{HERE}.FirstRight"))
+    for _ in range(40):
+        begin(drafts, "g/0", [5] * 9, 999)
+        last = drafts.propose(["g/0", *"123"])
+        drafts.take("g/0", [5, 5])
+    assert last == {"g/0": [5]}  # the first is always right and the second never
+
+
+@pytest.mark.parametrize(("device", "drafted"), [("cpu", 0), ("cuda", 2), ("xpu", 0)])
+def test_a_position_costs_less_on_a_gpu(device, drafted):
+    drafts = DraftTokens(Drafting(tokens=4), device=device)
+    begin(drafts, "g/0", [5] * 9, 999)
+    assert len(drafts.propose(["g/0", *map(str, range(31))]).get("g/0", ())) == drafted
+
+
+def test_all_guesses_are_drafted_on_demand():
+    drafts = DraftTokens(Drafting(tokens=4, drafter=f"{HERE}.Repeat"))
+    drafts.draft_all()
+    for _ in range(40):
+        begin(drafts, "g/0", [5] * 9, 999)
+        assert drafts.propose(["g/0", *map(str, range(31))]) == {"g/0": [5] * 4}
+        drafts.take("g/0", [9])
 
 
 def test_what_is_known_of_guesses_ends_with_the_rollout():
