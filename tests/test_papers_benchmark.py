@@ -4,9 +4,11 @@ import pytest
 
 from benchmarks import results
 from benchmarks.papers import child, main
-from benchmarks.papers.child import FILLER, GivenLengths
+from benchmarks.papers.child import GivenLengths
 from benchmarks.papers.rows import ROWS
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.training.schedule import RunFacts
 from lit_rlsched.types import Request, Sampling
 
 LENGTHS = {("p", 0): 3, ("p", 1): 9, ("p", 2): 40}
@@ -77,11 +79,20 @@ def test_rows_that_were_measured_are_not_measured_again(tmp_path, monkeypatch, c
         with results.recording("papers"):
             main.main(["--repeats", str(repeats), "--rows", *wanted])
         assert ran == [name for _ in range(times) for name in wanted]
+    with results.recording("papers"):
+        main.main(["--repeats", "1", "--rows", wanted[0], "--seed", "1"])
+    assert ran[4:] == wanted[:1]
     assert f"| {wanted[0]} | 4.0 ± 0.0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_each_row_is_a_schedule_that_may_run(row):
+    facts = RunFacts(child.data_of(row, 0).run.settings, prompts=child.PROMPTS)
+    make_schedule(row.callbacks(), facts)
 
 
 def test_the_recording_has_each_completion_of_the_rows():
     lengths = child.read_lengths()
     assert {index for _, index in lengths} == set(range(16))
-    assert len(lengths) == child.PROMPTS * 16 and FILLER not in EOS
+    assert len(lengths) == child.PROMPTS * 16
     assert all(row.generations <= 16 and row.prompts <= child.PROMPTS for row in ROWS.values())

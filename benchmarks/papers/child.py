@@ -117,13 +117,10 @@ class Clock(RolloutCallback):
         self._last = now
 
 
-def run(row: Row, seed: int) -> dict[str, Any]:
-    """Train some rounds and return the means over those that are measured."""
-    keep_heap()
-    torch.set_num_threads(row.threads)
-    seed_everything(seed, verbose=False)
+def data_of(row: Row, seed: int) -> RolloutDataModule:
+    """Return the data module of a row."""
     engine: Any = GivenLengths()
-    data = RolloutDataModule(
+    return RolloutDataModule(
         ReasoningGym(TASK, "train", PROMPTS).rows(),
         [parity],
         engine=ProcessEngine(engine) if row.own_process else engine,
@@ -131,23 +128,32 @@ def run(row: Row, seed: int) -> dict[str, Any]:
         num_generations=row.generations,
         max_completion_length=row.limit,
         micro_batch_tokens=2048,
+        steps_per_round=row.steps,
         seed=seed,
         verify_sync=False,  # what follows `FILLER` was drawn after EOS
     )
+
+
+def run(row: Row, seed: int) -> dict[str, Any]:
+    """Train some rounds and return the means over those that are measured."""
+    keep_heap()
+    torch.set_num_threads(row.threads)
+    seed_everything(seed, verbose=False)
     module = GRPOModule(MODEL, learning_rate=1e-6)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
             Path(folder),
-            max_epochs=row.rounds + 1,
+            max_epochs=row.warm_up + row.rounds,
             limit_val_batches=0,
             callbacks=[*row.callbacks(), clock],
         )
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data_of(row, seed))
     peaks = (
         resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return {**means(clock.rounds[1:]), "peak_mib": sum(peaks) / 1024, "rounds": clock.rounds}
+    figures = means(clock.rounds[row.warm_up :])
+    return {**figures, "peak_mib": sum(peaks) / 1024, "rounds": clock.rounds}
 
 
 def means(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -4,8 +4,8 @@
     python -m benchmarks run papers
 
 Each row trains some rounds of a schedule in a process of its own and appends its figures to
-`benchmarks/results/papers.csv`. Rows that are already there, for this CPU and with the same number
-of repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
+`benchmarks/results/papers.csv`. Rows that are already there, for this CPU and seed and with as many
+repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
 replay those of `lengths.csv`, which `--record` draws anew. The reward is whether a completion has
 an odd number of tokens, so that each schedule has the same update to compute.
 """
@@ -37,13 +37,13 @@ FIGURES = (
 """Figures of the table, each the mean of a round."""
 
 
-def measured(file: Path) -> dict[str, dict[str, list[float]]]:
+def measured(file: Path, seed: int) -> dict[str, dict[str, list[float]]]:
     """Return the figures of each row that this CPU has measured, in the order of time."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     if file.exists():
         with file.open(newline="") as opened:
             for line in csv.DictReader(opened):
-                if line["cpu"] == results.cpu():
+                if line["cpu"] == results.cpu() and json.loads(line["arguments"])["seed"] == seed:
                     found[line["row"]][line["figure"]].append(float(line["value"]))
     return found
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run("record", 2)
         return
     file = results.FOLDER / "papers.csv"
-    before = {} if options.again else measured(file)
+    before = {} if options.again else measured(file, options.seed)
     for repeat in range(options.repeats):
         for name in wanted:
             if len(before.get(name, {}).get("seconds", ())) > repeat:
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures = measure(name, options.seed)
             figures.pop("rounds")
             results.add(name, figures)
-    print(table(measured(file)))
+    print(table(measured(file, options.seed)))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,12 @@ class Row:
     prompts: int = 4
     generations: int = 8
     limit: int = 512
+    steps: int = 1
+    """Optimizer steps of a round."""
     rounds: int = 3
-    """Measured rounds; one more comes before them."""
+    """Measured rounds."""
+    warm_up: int = 1
+    """Rounds before them."""
 
 
 def schedules(number: int) -> dict[str, Row]:
@@ -54,6 +58,7 @@ def schedules(number: int) -> dict[str, Row]:
         f"{number} slots, longest first": Row(
             callbacks(slots(number, order="longest_first"), "LengthPrediction")
         ),
+        f"{number} slots, least attained": Row(callbacks(slots(number, order="least_attained"))),
         f"{number} slots, DrainFilling": Row(callbacks(here, "DrainFilling")),
         f"{number} slots, Speculation": Row(callbacks(here, "Speculation")),
         f"{number} slots, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
@@ -64,8 +69,45 @@ def schedules(number: int) -> dict[str, Row]:
     }
 
 
+def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
+    """Return rows for Infinite Sampling: as many completions in larger groups."""
+    shape: dict[str, Any] = {"prompts": 32 // generations, "generations": generations}
+    longest = slots(number, order="longest_first")
+    name = f"groups of {generations}"
+    return {
+        f"{name}, all at once": Row(callbacks(), **shape),
+        f"{name}, in turn": Row(callbacks(slots(number, refill="rounds")), **shape),
+        f"{name}, continuous": Row(callbacks(slots(number)), **shape),
+        f"{name}, longest first": Row(callbacks(longest, "LengthPrediction"), **shape),
+    }
+
+
+def pools(number: int) -> dict[str, Row]:
+    """Return rows for SortedRL and RollPacker: whole pools, after one of each."""
+    here = slots(number)
+    four: dict[str, Any] = {"rounds": 4, "warm_up": 4}
+    cycle: dict[str, Any] = {"rounds": 5, "warm_up": 5}
+    name = f"{number} slots"
+    modes = ("on_policy", "partial", "verified")
+    return {
+        f"{name}, four steps a round": Row(callbacks(here), prompts=16, steps=4, rounds=1),
+        **{
+            f"{name}, SortedBatching, {mode}": Row(
+                callbacks(here, ("SortedBatching", {"mode": mode})), **four
+            )
+            for mode in modes
+        },
+        f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle),
+        f"{name}, TailBatching, drafts": Row(
+            callbacks(here, ("TailBatching", {"reuse_drafts": True})), **cycle
+        ),
+    }
+
+
 ROWS: dict[str, Row] = {
     "all at once": Row(callbacks()),
     **schedules(8),
     **schedules(16),
+    **groups_of(16),
+    **pools(16),
 }

@@ -5,11 +5,10 @@ The method, its cost and its exactness are described in `docs/explanation/rollpa
 
 import math
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,14 @@ from lit_rlsched.training.logprobs import (
     token_logprobs,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.micro_batches import PASS, split_by_tokens
-from lit_rlsched.training.policy import evaluating
+from lit_rlsched.training.policy import evaluating, num_embeddings
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, stable_hash
 
 TURN = 16
-"""Candidates of a draft whose whole distributions are computed at a time; few are needed."""
+"""Candidates of a draft that are tried at a time, the longest first; mostly one of them is used."""
 
 
 def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
@@ -67,8 +65,8 @@ def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
 def candidates(log_weights: Tensor, noise: Tensor) -> list[int]:
     """Return the prefixes shorter than the draft that may be the longest accepted one.
 
-    As no prefix is accepted with more than its weight, most are ruled out before anything is known
-    of the policy that drew the draft, and none is shorter than one of weight 1.
+    A prefix is accepted with its weight at most, so its noise may rule it out before the policy
+    that drew it is asked. One of weight 1 is accepted, so none that is shorter is used.
 
     Args:
         log_weights: `[C + 1]`, of all prefixes.
@@ -93,6 +91,8 @@ class _Trial:
     """For the prefixes of 1 to `C` tokens, `[C]`."""
     next_noise: float
     """For the token drawn after the accepted prefix."""
+    by: list[int] = field(init=False)
+    """Policy version that drew each token."""
     read: int = field(init=False)
     """Tokens of the draft that a forward pass reads."""
     logprobs: Tensor = field(init=False)
@@ -106,8 +106,11 @@ class _Trial:
     memory."""
     shortest: int = field(init=False)
     """Length of the shortest candidate."""
+    old_states: Tensor = field(init=False)
+    """The LM head's input before each token that is read, under the weights that drew the token."""
 
     def __post_init__(self) -> None:
+        self.by = [version for version, n in self.draft.segments for _ in range(n)]
         self.read = self.tokens
 
     @property
@@ -171,6 +174,7 @@ class _Trial:
         self.accept(prefixes[at])
         self.sample.completion.token_ids.append(token)
         self.sample.completion.logprobs.append(float(logp[at, token]))
+        del self.states, self.old_states
         return True
 
 
@@ -273,6 +277,8 @@ class Drafts:
                         one.keep(states)
                         cut.append(one)
             parameters = _trainable(policy).items()
+            device = next(policy.parameters()).device.type
+            at_once = max(1, default_chunk(device, num_embeddings(policy)) // TURN)
             for versions in sorted({t.draft.versions for t in cut}):
                 drew = {
                     version: {name: self.weights[version][name].to(p) for name, p in parameters}
@@ -280,9 +286,12 @@ class Drafts:
                 }
                 members = [t for t in cut if t.draft.versions == versions]
                 for batch in split_by_tokens(members, micro_batch_tokens, PASS):
-                    gap = _cut(policy, drew, batch)
+                    gap = _recall(policy, drew, batch)
                     audit.compared += len(gap)
                     audit.gap += float(gap.sum())
+                    while batch:
+                        turn, batch = batch[:at_once], batch[at_once:]
+                        batch += _cut(policy, drew, turn)
         self._audit += audit
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
@@ -357,59 +366,59 @@ def _differs(audit: DraftAudit, allowed: float) -> str:
     )
 
 
-def _cut(
+def _recall(
     policy: nn.Module, drew: Mapping[int, dict[str, Tensor]], batch: Sequence[_Trial]
 ) -> Tensor:
-    """Accept a prefix of each draft and draw a token after it.
+    """Set the old states of each draft.
 
     Args:
         policy: The verifying policy.
-        drew: Trainable weights by version. All drafts of the batch have tokens of each version.
+        drew: Trainable weights by version.
         batch: Drafts.
 
     Returns:
-        Differences between the engine's and the trainer's log-probs of the tokens up to the longest
-        candidate, under the weights that drew them, each at most `MOST_OF_ONE`.
+        Differences between the engine's and the trainer's log-probs of the tokens that are read,
+        each at most `MOST_OF_ONE`.
     """
-    temperature = batch[0].temperature
     drafts = [one.draft.first(one.read) for one in batch]
     ids, prompts, tokens = _tensors(policy, batch)
     drawn = torch.tensor([t for draft in drafts for t in draft.token_ids], device=ids.device)
-    spans = [span for draft in drafts for span in draft.segments]
-    by = torch.tensor([version for version, n in spans for _ in range(n)], device=ids.device)
-    old = torch.empty(())
-    own = torch.zeros(len(drawn), dtype=torch.float64)
+    by = torch.tensor([v for one in batch for v in one.by[: one.read]], device=ids.device)
+    old, own = None, torch.zeros(len(drawn), dtype=torch.float64, device=ids.device)
     for version, weights in drew.items():
-        with _with(policy, weights):
-            states = completion_states(policy, ids, prompts, tokens)
-            at = (by == version).nonzero().squeeze(1)
-            found = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
-        own[at.cpu()] = found.double().cpu()
-        old = states if old.dim() == 0 else torch.where((by == version).unsqueeze(1), states, old)
+        if len(at := (by == version).nonzero().squeeze(1)):
+            with _with(policy, weights):
+                states = completion_states(policy, ids, prompts, tokens)
+                temperature = batch[0].temperature
+                logprobs = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
+            own[at] = logprobs.double()
+            old = states if old is None else old.index_copy(0, at, states[at])
+    assert old is not None
+    for one, states in zip(batch, old.split(tokens.tolist()), strict=True):
+        one.old_states = states
     told = torch.tensor([p for draft in drafts for p in draft.logprobs], dtype=torch.float64)
+    return (own.cpu() - told).abs().clamp(max=MOST_OF_ONE)
 
-    starts = dict(zip(map(id, batch), (tokens.cumsum(0) - tokens).tolist(), strict=True))
-    config: Any = base_model(policy).config.get_text_config()
-    at_once = max(1, default_chunk(ids.device.type, config.vocab_size) // TURN)
-    waiting = deque(batch)
-    while waiting:
-        turn = [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
-        asked = [one.prefixes[:TURN] for one in turn]
-        each = [(one, n) for one, lengths in zip(turn, asked, strict=True) for n in lengths]
-        new = torch.stack([one.states[n - one.shortest] for one, n in each]).to(ids.device)
-        logp = vocabulary_logprobs(policy, new, temperature=temperature)
-        logq = torch.empty_like(logp)
-        places = torch.tensor([starts[id(one)] + n for one, n in each], device=ids.device)
-        for version, weights in drew.items():
-            if len(at := (by[places] == version).nonzero().squeeze(1)):
-                with _with(policy, weights):
-                    logq[at] = vocabulary_logprobs(policy, old[places[at]], temperature=temperature)
-        log_weights = torch.stack([one.log_weights[n] for one, n in each]).to(ids.device)
-        sizes = [len(lengths) for lengths in asked]
-        more = excess(log_weights, logp, logq).split(sizes)
-        parts = zip(turn, asked, more, logp.split(sizes), strict=True)
-        waiting += [one for one, *found in parts if not one.cut(*found)]
-    return (own - told).abs().clamp(max=MOST_OF_ONE)
+
+def _cut(
+    policy: nn.Module, drew: Mapping[int, dict[str, Tensor]], batch: Sequence[_Trial]
+) -> list[_Trial]:
+    """Try some candidates of each draft, and return those of which none was accepted."""
+    asked = [one.prefixes[:TURN] for one in batch]
+    each = [(one, n) for one, lengths in zip(batch, asked, strict=True) for n in lengths]
+    distributions = partial(vocabulary_logprobs, policy, temperature=batch[0].temperature)
+    old = torch.stack([one.old_states[n] for one, n in each])
+    logp = distributions(torch.stack([one.states[n - one.shortest] for one, n in each]).to(old))
+    logq, by = torch.empty_like(logp), torch.tensor([one.by[n] for one, n in each])
+    for version, weights in drew.items():
+        if len(at := (by == version).nonzero().squeeze(1).to(old.device)):
+            with _with(policy, weights):
+                logq[at] = distributions(old[at])
+    log_weights = torch.stack([one.log_weights[n] for one, n in each]).to(old.device)
+    sizes = [len(lengths) for lengths in asked]
+    more = excess(log_weights, logp, logq).split(sizes)
+    parts = zip(batch, asked, more, logp.split(sizes), strict=True)
+    return [one for one, *found in parts if not one.cut(*found)]
 
 
 def _tensors(policy: nn.Module, batch: Sequence[_Trial]) -> tuple[Tensor, Tensor, Tensor]:

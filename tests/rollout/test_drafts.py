@@ -15,6 +15,7 @@ from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.training import draft_verifier, logprobs
 from lit_rlsched.training.draft_verifier import Drafts, _with
 from lit_rlsched.training.logprobs import completion_states, vocabulary_logprobs
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
@@ -151,6 +152,28 @@ def test_what_becomes_of_a_draft_does_not_depend_on_its_company():
         assert [c.token_ids for g in twin for c in g.completions] != [
             c.token_ids for g in groups for c in g.completions
         ]
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_becomes_of_a_draft_does_not_depend_on_how_many_candidates_are_tried(
+    monkeypatch, turn
+):
+    """`CHUNK_BYTES` has room for the candidates of one draft at a time."""
+    policy = make_policy(0)
+    drafts, groups = lost(policy, 60)
+    later, twin = moved(policy, by=0.1), copy.deepcopy(groups)
+    audit = verify(drafts, later, groups)
+    tried, was = [], draft_verifier._cut
+    monkeypatch.setattr(draft_verifier, "TURN", turn)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", {"cpu": turn * 4 * len(policy.lm_head.weight)})
+    monkeypatch.setattr(
+        draft_verifier, "_cut", lambda p, w, batch: tried.append(len(batch)) or was(p, w, batch)
+    )
+    verify(drafts, later, twin)
+    for one, other in zip(groups, twin, strict=True):
+        assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
+    cut = 240 - audit.completed
+    assert {*tried} == {1} and len(tried) > cut  # of some drafts more than a turn was tried
 
 
 def test_the_policy_is_left_as_it_was():
