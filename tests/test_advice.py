@@ -24,8 +24,11 @@ from lit_rlsched.run.advice import (
     mostly_equal,
     no_eos,
     restored_settings,
+    slow_steps,
 )
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.scheduling.step_times import LEAST_STEPS
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.round_metrics import reward_metrics
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
@@ -51,6 +54,11 @@ def test_no_eos() -> None:
 def test_idle_slots() -> None:
     assert idle_slots(None, 8) is None and idle_slots(8, 8) is None
     assert "so 56 slots stay empty. Use `slots=8`" in (idle_slots(64, 8) or "")
+
+
+def test_slow_steps() -> None:
+    assert slow_steps(None) is None and slow_steps(2.9) is None
+    assert "take 3.14 times as long" in (slow_steps(3.1415) or "")
 
 
 def test_idle_cores() -> None:
@@ -98,7 +106,8 @@ def drawn_ahead(rollout: float, steps: int, wait: float = 0.0, gradients: float 
     kept = {"ahead_rollout/tokens": 40.0, "drafts/accepted_share": 0.25}
     completions = [Completion(i, [1] * n, scores=[i]) for i, n in enumerate((10, 30))]
     group = Group("p", Prompt("p", "", (1,)), Sampling(50), completions)
-    trace: Any = SimpleNamespace(decode_steps=steps, slots=4, seconds=rollout)
+    no_steps = RolloutTrace(slots=4).steps
+    trace: Any = SimpleNamespace(decode_steps=steps, slots=4, seconds=rollout, steps=no_steps)
     return Round(0, 0, [group], trace, {**seconds, **kept})
 
 
@@ -132,6 +141,18 @@ def test_drafts_are_judged_after_some_rounds_and_only_those_drawn_ahead() -> Non
         assert not few.of_round(drawn_ahead(60, 30), RunRecord(), 50, True)
     for _ in range(VERIFIED_ROUNDS):
         assert not others.of_round(losers, RunRecord(), 50, True)
+
+
+def test_a_run_whose_decode_steps_become_slow_is_told_once() -> None:
+    advice, texts = Advice(), []
+    for seconds in (0.1, 0.1, 0.4, 0.4):
+        trace = RolloutTrace(slots=4)
+        trace.admitted("p/0", 0.0)
+        for i in range(LEAST_STEPS):
+            trace.take(Step(i * seconds, (i + 1) * seconds, 2, 50))
+        group = Group("p", Prompt("p", "", (1,)), Sampling(50), [Completion(0, [1], scores=[1.0])])
+        texts += advice.of_round(Round(0, 0, [group], trace, {}), RunRecord(), 50, True)
+    assert len(texts) == 1 and "take 4 times as long" in texts[0]
 
 
 def test_each_is_said_once_also_after_a_resume() -> None:

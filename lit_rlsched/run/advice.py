@@ -11,6 +11,7 @@ from torch import nn
 
 from lit_rlsched.engines.placement import available_cores
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.scheduling.step_times import StepSpeed
 from lit_rlsched.text import percent
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import noise
@@ -27,6 +28,8 @@ VERIFIED_ROUNDS = 20
 """Number of rounds over which the costs of verified drafts are averaged."""
 LARGE = 10_000_000
 """Parameters from which several threads compute a decode step faster than one."""
+SLOW = 3.0
+"""Time of decode steps from which a run is warned, over that of the same kind of steps before."""
 NOT_WORTH = 1.1
 """Cost of verified drafts from which a run is warned, over the time of plain rounds."""
 _WHAT_TO_DO = (
@@ -74,6 +77,7 @@ class Advice:
     def __init__(self) -> None:
         self._given: set[str] = set()
         self._verified: deque[Verified] = deque(maxlen=VERIFIED_ROUNDS)
+        self._speed = StepSpeed()
 
     def at_start(
         self,
@@ -116,12 +120,14 @@ class Advice:
         """
         if (verified := Verified.of(round)) is not None:
             self._verified.append(verified)
+        slower = None if round.trace is None else self._speed.times_as_long(round.trace)
         reasons = [c.finish_reason for c in round.completions]
         return self._once(
             all_cut=all_cut(reasons, limit),
             equal_rewards=equal_rewards(record),
             mostly_equal=mostly_equal(record) if in_groups else None,
             costly_drafts=costly_drafts(self._verified),
+            slow_steps=slow_steps(slower),
         )
 
     def _once(self, **found: str | None) -> list[str]:
@@ -246,6 +252,18 @@ def costly_drafts(rounds: Sequence[Verified]) -> str | None:
         f"draw what was not kept; drawing whole rounds takes about {plain:.3g} s. {percent(kept)} "
         "of the tokens drawn ahead were kept. Use `correction='importance'`, or leave "
         "`AheadRollout` out; docs/explanation/ahead_rollout.md says when verified drafts pay."
+    )
+
+
+def slow_steps(slower: float | None) -> str | None:
+    """Warn if decode steps take much longer than they did in this run."""
+    if slower is None or slower < SLOW:
+        return None
+    return (
+        f"The decode steps of a round take {slower:.3g} times as long as before in this run, with "
+        "as many completions running: another program uses the same cores or device (`top` or "
+        "`nvidia-smi` shows it), or they are throttled. Tokens do not change, but seconds of this "
+        "run say nothing about its schedule."
     )
 
 
