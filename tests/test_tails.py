@@ -56,7 +56,7 @@ def test_the_farther_the_policies_the_less_is_kept():
         audit = verifier.verify(groups, 1)
         kept.append(audit.accepted_tokens / audit.tokens)
         cut = 100 - audit.completed
-        assert cut > 0 and verifier.positions == 1000 * (100 + 2 * cut)
+        assert cut > 0 and verifier.positions == 1000 * (100 + cut)
         lengths = [len(c.token_ids) for c in groups[0].completions]
         assert sum(lengths) == audit.accepted_tokens + cut  # each with one token after what is kept
     # the first token that is rejected one by one comes after 1/distance

@@ -5,7 +5,7 @@ The method, its cost and its exactness are described in `docs/explanation/rollpa
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from lit_rlsched.training.logprobs import (
     token_logprobs,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.micro_batches import PASS, split_by_tokens
+from lit_rlsched.training.micro_batches import PASS, EncodedRows, RowCost, share_prompts, split_rows
 from lit_rlsched.training.policy import evaluating, num_embeddings
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
@@ -118,15 +118,14 @@ class _Trial:
         return self.sample.group.sampling.temperature
 
     @property
-    def prompt_ids(self) -> Sequence[int]:
-        return self.sample.group.prompt.token_ids
-
-    @property
     def tokens(self) -> int:
         return len(self.draft.token_ids)
 
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + self.read
+    @property
+    def text(self) -> Sample:
+        """The tokens that are read, as a completion."""
+        token_ids = array("i", self.draft.token_ids[: self.read])
+        return Sample(self.sample.group, Completion(self.sample.completion.index, token_ids))
 
     def is_finite(self) -> bool:
         drawn = torch.tensor(self.draft.logprobs)
@@ -228,6 +227,7 @@ class Drafts:
         eos_token_ids: Sequence[int],
         micro_batch_tokens: int,
         forward_context: ForwardContext,
+        row_cost: Callable[[Sequence[Sample], int], RowCost | None] = lambda *_: None,
         allowed_gap: float = math.inf,
     ) -> DraftAudit:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
@@ -236,7 +236,8 @@ class Drafts:
         token drawn after it. It is finished if these tokens end it. If a draft exceeds the limit,
         only its first tokens are verified. Each token is compared with the policy that drew it; a
         draft without kept weights is discarded. `policy` has the weights of `version`; the noise
-        depends on `seed`, `salt`, prompt, index and version alone.
+        depends on `seed`, `salt`, prompt, index and version alone. Drafts share a prompt as
+        completions do in `OptimizerStep`, by `row_cost`.
 
         Raises:
             RunFailed: If the log-probs of engine and trainer, under the weights that drew the
@@ -263,9 +264,19 @@ class Drafts:
         if not trials:
             return audit
         finite, cut = list[_Trial](), list[_Trial]()
+        cost = row_cost([one.text for one in trials], micro_batch_tokens)
+        device = next(policy.parameters()).device
+
+        def passes(trials: Sequence[_Trial]) -> Iterator[tuple[list[_Trial], EncodedRows]]:
+            rows = share_prompts([one.text for one in trials], cost, micro_batch_tokens)
+            by_id = {one.sample.id: one for one in trials}
+            for batch in split_rows(rows, micro_batch_tokens, PASS):
+                read = [by_id[sample.id] for row in batch for sample in row.samples]
+                yield read, EncodedRows.of(batch).to(device)
+
         with evaluating(policy), forward_context():
-            for batch in split_by_tokens(trials, micro_batch_tokens, PASS):
-                for one, states in _score(policy, batch):
+            for batch, rows in passes(trials):
+                for one, states in _score(policy, batch, rows):
                     if not one.is_finite():
                         continue
                     finite.append(one)
@@ -277,16 +288,15 @@ class Drafts:
                         one.keep(states)
                         cut.append(one)
             parameters = _trainable(policy).items()
-            device = next(policy.parameters()).device.type
-            at_once = max(1, default_chunk(device, num_embeddings(policy)) // TURN)
+            at_once = max(1, default_chunk(device.type, num_embeddings(policy)) // TURN)
             for versions in sorted({t.draft.versions for t in cut}):
                 drew = {
                     version: {name: self.weights[version][name].to(p) for name, p in parameters}
                     for version in versions
                 }
                 members = [t for t in cut if t.draft.versions == versions]
-                for batch in split_by_tokens(members, micro_batch_tokens, PASS):
-                    gap = _recall(policy, drew, batch)
+                for batch, rows in passes(members):
+                    gap = _recall(policy, drew, batch, rows)
                     audit.compared += len(gap)
                     audit.gap += float(gap.sum())
                     while batch:
@@ -340,11 +350,12 @@ def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _score(policy: nn.Module, batch: Sequence[_Trial]) -> Iterator[tuple[_Trial, Tensor]]:
+def _score(
+    policy: nn.Module, batch: Sequence[_Trial], rows: EncodedRows
+) -> Iterator[tuple[_Trial, Tensor]]:
     """Set the log-probs of each draft, and yield it with the states that predict its tokens."""
-    ids, prompts, tokens = _tensors(policy, batch)
-    states = completion_states(policy, ids, prompts, tokens)
-    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=ids.device)
+    states = completion_states(policy, *rows)
+    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=states.device)
     logprobs = token_logprobs(policy, states, drawn, temperature=batch[0].temperature)
     sizes = [one.tokens for one in batch]
     parts = zip(batch, logprobs.double().cpu().split(sizes), states.split(sizes), strict=True)
@@ -367,7 +378,10 @@ def _differs(audit: DraftAudit, allowed: float) -> str:
 
 
 def _recall(
-    policy: nn.Module, drew: Mapping[int, dict[str, Tensor]], batch: Sequence[_Trial]
+    policy: nn.Module,
+    drew: Mapping[int, dict[str, Tensor]],
+    batch: Sequence[_Trial],
+    rows: EncodedRows,
 ) -> Tensor:
     """Set the old states of each draft.
 
@@ -375,26 +389,27 @@ def _recall(
         policy: The verifying policy.
         drew: Trainable weights by version.
         batch: Drafts.
+        rows: What is read of them.
 
     Returns:
         Differences between the engine's and the trainer's log-probs of the tokens that are read,
         each at most `MOST_OF_ONE`.
     """
     drafts = [one.draft.first(one.read) for one in batch]
-    ids, prompts, tokens = _tensors(policy, batch)
-    drawn = torch.tensor([t for draft in drafts for t in draft.token_ids], device=ids.device)
-    by = torch.tensor([v for one in batch for v in one.by[: one.read]], device=ids.device)
-    old, own = None, torch.zeros(len(drawn), dtype=torch.float64, device=ids.device)
+    device = rows.input_ids.device
+    drawn = torch.tensor([t for draft in drafts for t in draft.token_ids], device=device)
+    by = torch.tensor([v for one in batch for v in one.by[: one.read]], device=device)
+    old, own = None, torch.zeros(len(drawn), dtype=torch.float64, device=device)
     for version, weights in drew.items():
         if len(at := (by == version).nonzero().squeeze(1)):
             with _with(policy, weights):
-                states = completion_states(policy, ids, prompts, tokens)
+                states = completion_states(policy, *rows)
                 temperature = batch[0].temperature
                 logprobs = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
             own[at] = logprobs.double()
             old = states if old is None else old.index_copy(0, at, states[at])
     assert old is not None
-    for one, states in zip(batch, old.split(tokens.tolist()), strict=True):
+    for one, states in zip(batch, old.split([one.read for one in batch]), strict=True):
         one.old_states = states
     told = torch.tensor([p for draft in drafts for p in draft.logprobs], dtype=torch.float64)
     return (own.cpu() - told).abs().clamp(max=MOST_OF_ONE)
@@ -419,15 +434,3 @@ def _cut(
     more = excess(log_weights, logp, logq).split(sizes)
     parts = zip(batch, asked, more, logp.split(sizes), strict=True)
     return [one for one, *found in parts if not one.cut(*found)]
-
-
-def _tensors(policy: nn.Module, batch: Sequence[_Trial]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids `[B, T]`, lengths of prompts `[B]` and tokens that are read of drafts `[B]`."""
-    device = next(policy.parameters()).device
-    ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
-    for padded, trial in zip(ids, batch, strict=True):
-        read = trial.draft.token_ids[: trial.read]
-        padded[: len(trial)] = torch.tensor([*trial.prompt_ids, *read])
-    prompts = torch.tensor([len(t.prompt_ids) for t in batch])
-    drafts = torch.tensor([t.read for t in batch])
-    return ids.to(device), prompts.to(device), drafts.to(device)

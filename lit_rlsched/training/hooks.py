@@ -99,6 +99,7 @@ class TrainerHooks(RoundHooks):
             eos_token_ids=self._how.session.spec.eos_token_ids,
             micro_batch_tokens=self._how.update.settings.micro_batch_tokens,
             forward_context=self._how.update.forward_context,
+            row_cost=self._how.update.learner.row_cost,
             allowed_gap=self._allowed,
         )
 

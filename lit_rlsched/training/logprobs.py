@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.lm_head import check_lm_head, is_checked, lm_head, model_parts
+from lit_rlsched.training.lm_head import LMHead, check_lm_head, is_checked, lm_head, model_parts
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Memory of one chunk's fp32 logits by device type. A GPU needs larger chunks to be busy, and each
@@ -94,6 +94,42 @@ def whole_logprobs(
     chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`completion_logprobs` of a model whose weights are all here."""
+    head, states, token_ids = _encode(
+        model, temperature, input_ids, prompt_lengths, completion_lengths, completion_rows
+    )
+    score = partial(_score, head.logits, entropy)
+    _, _, config = model_parts(model)
+    chunk_tokens = chunk_tokens or default_chunk(states.device.type, config.vocab_size)
+    logp, entropies = _score_in_chunks(score, states, token_ids, chunk_tokens)
+    mask = completion_mask(completion_lengths)
+    return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
+
+
+def completion_states(
+    model: nn.Module,
+    input_ids: Tensor,
+    prompt_lengths: Tensor,
+    completion_lengths: Tensor,
+    completion_rows: Tensor | None = None,
+) -> Tensor:
+    """Compute the LM head's input for every completion token, `[N, H]`, completion by completion.
+
+    If only the model's own forward is right, the result is its logits `[N, V]`. The arguments are
+    those of `completion_logprobs`.
+    """
+    shape = prompt_lengths, completion_lengths, completion_rows
+    return _encode(model, 1.0, input_ids, *shape)[1]
+
+
+def _encode(
+    model: nn.Module,
+    temperature: float,
+    input_ids: Tensor,
+    prompt_lengths: Tensor,
+    completion_lengths: Tensor,
+    completion_rows: Tensor | None,
+) -> tuple[LMHead, Tensor, Tensor]:
+    """Return the head, its input `[N, H]` for every completion token, and these tokens `[N]`."""
     starts = prompt_lengths
     if completion_rows is not None:
         starts = _completion_starts(prompt_lengths, completion_lengths, completion_rows)
@@ -101,8 +137,7 @@ def whole_logprobs(
     causal_lm, _, config = model_parts(model)
     _check_once(model, input_ids, starts + completion_lengths, completion_rows)
     head = lm_head(model, temperature)
-    mask = completion_mask(completion_lengths)
-    rows, columns = mask.nonzero(as_tuple=True)
+    rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
     targets = starts[rows] + columns
     # The prompt's last token predicts the first token of each completion.
     sources = torch.where(columns > 0, targets, prompt_lengths[rows]) - 1
@@ -113,24 +148,7 @@ def whole_logprobs(
         if config._attn_implementation == "eager":
             dtype = causal_lm.get_input_embeddings().weight.dtype
             layout["attention_mask"] = _to_addend(layout["attention_mask"], dtype)
-    states = head.states(input_ids, **layout)[rows, sources]
-    score = partial(_score, head.logits, entropy)
-    chunk_tokens = chunk_tokens or default_chunk(states.device.type, config.vocab_size)
-    logp, entropies = _score_in_chunks(score, states, input_ids[rows, targets], chunk_tokens)
-    return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
-
-
-def completion_states(
-    model: nn.Module, input_ids: Tensor, prompt_lengths: Tensor, completion_lengths: Tensor
-) -> Tensor:
-    """Compute the LM head's input for every completion token, `[N, H]`, completion by completion.
-
-    If only the model's own forward is right, the result is its logits `[N, V]`. The arguments are
-    those of `completion_logprobs`, with a row for each completion.
-    """
-    _check_once(model, input_ids, prompt_lengths + completion_lengths)
-    rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
-    return lm_head(model).states(input_ids)[rows, prompt_lengths[rows] + columns - 1]
+    return head, head.states(input_ids, **layout)[rows, sources], input_ids[rows, targets]
 
 
 def vocabulary_logprobs(model: nn.Module, states: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -66,6 +66,35 @@ class PromptRow:
         return len(first) + sum(len(sample.completion.token_ids) for sample in others)
 
 
+class EncodedRows(NamedTuple):
+    """`B` completions in `R` right-padded rows; see `MicroBatch`."""
+
+    input_ids: torch.Tensor
+    prompt_lengths: torch.Tensor
+    completion_lengths: torch.Tensor
+    completion_rows: torch.Tensor | None
+
+    @classmethod
+    def of(cls, prompt_rows: Sequence[PromptRow]) -> "EncodedRows":
+        """Encode some rows."""
+        samples = [sample for row in prompt_rows for sample in row.samples]
+        rows = None
+        if any(row.shared for row in prompt_rows):
+            rows = torch.tensor([i for i, row in enumerate(prompt_rows) for _ in row.samples])
+        return cls(
+            _pad([row.token_ids for row in prompt_rows], torch.long),
+            torch.tensor([len(s.group.prompt.token_ids) for s in samples]),
+            torch.tensor([len(s.completion.token_ids) for s in samples]),
+            rows,
+        )
+
+    def to(self, device: torch.device) -> "EncodedRows":
+        """Move all of it."""
+        ids, prompts, completions, rows = self
+        rows = None if rows is None else rows.to(device)
+        return EncodedRows(ids.to(device), prompts.to(device), completions.to(device), rows)
+
+
 class MicroBatch:
     """Input of one forward and backward pass: `B` completions in `R` right-padded rows.
 
@@ -118,13 +147,9 @@ class MicroBatch:
         self.is_first = is_first
         self.is_last = is_last
         self.scale = scale
-        self.prompt_lengths = torch.tensor([len(s.group.prompt.token_ids) for s in samples])
-        self.completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
-        self.input_ids = _pad([row.token_ids for row in prompt_rows], torch.long)
-        self.completion_rows: torch.Tensor | None = None
-        if any(row.shared for row in prompt_rows):
-            rows = [i for i, row in enumerate(prompt_rows) for _ in row.samples]
-            self.completion_rows = torch.tensor(rows)
+        encoded = EncodedRows.of(prompt_rows)
+        self.input_ids, self.prompt_lengths, self.completion_lengths, _ = encoded
+        self.completion_rows = encoded.completion_rows
         self.completion_mask = _pad([step.mask(c) for c in completions])
         self.advantages = torch.tensor([c.advantage for c in completions], dtype=_float_dtype())
         self.rollout_logp = _pad([c.logprobs for c in completions])
@@ -263,13 +288,8 @@ class OptimizerStep:
         cost = self._row_cost(samples, tokens) if self._row_cost else None
         rows = share_prompts(samples, cost, tokens)
         longest = max(map(len, rows), default=0)
-        split = partial(split_by_tokens, least_price=self._least_price)
         while True:
-            # Shared rows are kept apart because the other micro-batches need no mask.
-            batches = [
-                *split([row for row in rows if not row.shared], tokens),
-                *split([row for row in rows if row.shared], min(tokens, MASKED_POSITIONS)),
-            ]
+            batches = split_rows(rows, tokens, self._least_price)
             if len(batches) >= min(self._ranks, len(rows)) or tokens <= longest:
                 return batches
             tokens = max(longest, tokens // 2)  # a rank without a micro-batch would be idle
@@ -342,6 +362,17 @@ def _row_costs(
         if length > longest:
             return
         yield cost(length, True), start
+
+
+def split_rows(
+    rows: Sequence[PromptRow], micro_batch_tokens: int, least_price: int = 0
+) -> list[list[PromptRow]]:
+    """Split rows by `split_by_tokens`, apart from shared ones: the others need no mask."""
+    alone, shared = ([row for row in rows if row.shared is of_kind] for of_kind in (False, True))
+    return [
+        *split_by_tokens(alone, micro_batch_tokens, least_price),
+        *split_by_tokens(shared, min(micro_batch_tokens, MASKED_POSITIONS), least_price),
+    ]
 
 
 def split_by_tokens(

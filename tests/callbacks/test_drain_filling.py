@@ -25,6 +25,8 @@ from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.sorted_batching import SortedSettings
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training import draft_verifier
+from lit_rlsched.training.micro_batches import EncodedRows
 
 
 def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=1e-2, **data):
@@ -65,14 +67,19 @@ def test_slots_that_a_round_leaves_free_begin_the_next_one(fit, tiny_model, pool
         assert not list(data.run.pool)
 
 
-def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model):
-    """Those of losers as well."""
+def test_drafts_of_an_unchanged_policy_are_kept_whole(fit, tiny_model, monkeypatch):
+    """Those of losers as well; some drafts of a prompt are read in one row."""
+    read, states = [], draft_verifier.completion_states
+    monkeypatch.setattr(
+        draft_verifier, "completion_states", lambda p, *rows: read.append(rows) or states(p, *rows)
+    )
     tail = TailBatching(1.5, completion_ratio=1.5, reuse_drafts=True)
     seen, _, _ = run(fit, tiny_model, tail, rate=0.0)
     shares = [
         r.metrics["drafts/accepted_share"] for r in seen.rounds if "drafts/tokens" in r.metrics
     ]
     assert shares and set(shares) == {1.0}
+    assert any(rows.completion_rows is not None for rows in map(EncodedRows._make, read))
 
 
 def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch):

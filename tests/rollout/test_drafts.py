@@ -18,6 +18,7 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.training import draft_verifier, logprobs
 from lit_rlsched.training.draft_verifier import Drafts, _with
 from lit_rlsched.training.logprobs import completion_states, vocabulary_logprobs
+from lit_rlsched.training.micro_batches import EncodedRows, RowCost
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
 
 
@@ -152,6 +153,27 @@ def test_what_becomes_of_a_draft_does_not_depend_on_its_company():
         assert [c.token_ids for g in twin for c in g.completions] != [
             c.token_ids for g in groups for c in g.completions
         ]
+
+
+def test_drafts_of_a_prompt_share_it_where_that_is_cheaper(monkeypatch):
+    """In both passes; what becomes of them is the same."""
+    policy = make_policy(0)
+    drafts, groups = lost(policy)
+    later, twin = moved(policy, by=0.1), copy.deepcopy(groups)
+    read, of = [], EncodedRows.of
+    monkeypatch.setattr(EncodedRows, "of", lambda rows: read.append(of(rows)) or read[-1])
+    audits, positions = [], []
+    for each, cost in ((groups, None), (twin, RowCost(1.0, 0.0, 0.0))):
+        read.clear()
+        audits.append(verify(drafts, later, each, row_cost=lambda *_, cost=cost: cost))
+        assert [rows.completion_rows is None for rows in read].count(False) >= 2 * bool(cost)
+        positions.append(sum(rows.input_ids.numel() for rows in read))
+    assert positions[1] < 0.8 * positions[0]
+    assert audits[0].accepted_tokens == audits[1].accepted_tokens
+    for one, other in zip(groups, twin, strict=True):
+        for c, d in zip(one.completions, other.completions, strict=True):
+            assert c.token_ids == d.token_ids
+            assert c.logprobs == pytest.approx(d.logprobs, abs=1e-12)
 
 
 @pytest.mark.parametrize("turn", [1, 2])
