@@ -146,3 +146,18 @@ def test_few_steps_of_a_kind_are_not_compared() -> None:
         for i in range(steps):
             trace.take(Step(float(i), i + 1.0, 3, 9))
         assert speed.times_as_long(trace) == found
+
+
+def test_steps_of_different_kinds_are_not_compared() -> None:
+    speed = StepSpeed()
+    for running, cached, steps, found in (
+        (3, 9, 1, None),
+        (30, 9, 1, None),
+        (3, 900, 1, None),
+        (3, 9, 4, 1.0),  # four steps in one call, which takes four times as long
+    ):
+        trace = RolloutTrace(slots=64)
+        trace.admitted("a", 0.0)
+        for i in range(LEAST_STEPS):
+            trace.take(Step(float(i * steps), float((i + 1) * steps), running, cached, steps))
+        assert speed.times_as_long(trace) == found
