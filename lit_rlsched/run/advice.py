@@ -260,10 +260,10 @@ def slow_steps(slower: float | None) -> str | None:
     if slower is None or slower < SLOW:
         return None
     return (
-        f"The decode steps of a round take {slower:.3g} times as long as before in this run, with "
-        "as many completions running: another program uses the same cores or device (`top` or "
-        "`nvidia-smi` shows it), or they are throttled. Tokens do not change, but seconds of this "
-        "run say nothing about its schedule."
+        f"The decode steps of a round take {slower:.3g} times as long as in the fastest round of "
+        "this run, with as many completions running: another program, or an update beside the "
+        "rollout, uses the same cores or device (`top` or `nvidia-smi` shows it), or they are "
+        "throttled. Tokens do not change, but seconds of this run say little about its schedule."
     )
 
 

@@ -58,7 +58,7 @@ class StepTimes:
 
 
 class StepSpeed:
-    """Compares the decode steps of each rollout with those of the rollout that had the fastest.
+    """Compares the decode steps of each rollout with the fastest ones of their kind so far.
 
     Steps are of one kind if as many requests run, with as much in the cache, both up to a factor of
     two. Steps that compute prompts or draft tokens are left out.

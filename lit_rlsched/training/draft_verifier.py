@@ -22,14 +22,21 @@ from lit_rlsched.training.logprobs import (
     token_logprobs,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.micro_batches import PASS, EncodedRows, RowCost, share_prompts, split_rows
+from lit_rlsched.training.micro_batches import (
+    PASS,
+    EncodedRows,
+    PromptRow,
+    RowCost,
+    share_prompts,
+    split_rows,
+)
 from lit_rlsched.training.policy import evaluating, num_embeddings
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, stable_hash
 
 TURN = 16
-"""Candidates of a draft that are tried at a time, the longest first; mostly one of them is used."""
+"""Candidates of a draft that are tried at a time, the longest first, until one is accepted."""
 
 
 def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
@@ -53,10 +60,11 @@ def excess(log_weights: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
-    """Compute the probability of accepting prefixes shorter than the draft; the longest is used.
+    """Compute the probabilities of accepting prefixes that are shorter than the draft.
 
     From `log_weights` `[N]` of prefixes and `more` `[N]`, the sum of `excess` after each. The
-    result `[N]` is at most the weight. A whole draft is accepted with its weight.
+    result `[N]` is at most the weight. A whole draft is accepted with its weight. The longest
+    accepted prefix is used.
     """
     lacking = 1 - log_weights.exp()
     return torch.where(lacking > 0, more / (more + lacking), 1.0)
@@ -93,25 +101,17 @@ class _Trial:
     """For the token drawn after the accepted prefix."""
     by: list[int] = field(init=False)
     """Policy version that drew each token."""
-    read: int = field(init=False)
-    """Tokens of the draft that a forward pass reads."""
     logprobs: Tensor = field(init=False)
     """Of its tokens under the verifying policy, `[C]`."""
     log_weights: Tensor = field(init=False)
     """Of its prefixes, `[C + 1]`."""
+    distance: float = field(init=False)
+    """Sum over tokens of `max(0, 1 - p/q)`."""
     prefixes: list[int] = field(init=False)
-    """Candidates that are not decided yet, the longest first; only of a draft that is cut."""
-    states: Tensor = field(init=False)
-    """The LM head's input after each prefix from the shortest candidate to the longest, in CPU
-    memory."""
-    shortest: int = field(init=False)
-    """Length of the shortest candidate."""
-    old_states: Tensor = field(init=False)
-    """The LM head's input before each token that is read, under the weights that drew the token."""
+    """Candidates that are not decided yet, the longest first."""
 
     def __post_init__(self) -> None:
         self.by = [version for version, n in self.draft.segments for _ in range(n)]
-        self.read = self.tokens
 
     @property
     def temperature(self) -> float:
@@ -123,30 +123,25 @@ class _Trial:
 
     @property
     def text(self) -> Sample:
-        """The tokens that are read, as a completion."""
-        token_ids = array("i", self.draft.token_ids[: self.read])
+        """The draft as a completion."""
+        token_ids = array("i", self.draft.token_ids)
         return Sample(self.sample.group, Completion(self.sample.completion.index, token_ids))
 
     def is_finite(self) -> bool:
         drawn = torch.tensor(self.draft.logprobs)
         return bool(drawn.isfinite().all() and not self.logprobs.isnan().any())
 
-    def weigh(self) -> float:
-        """Set `log_weights`; return the sum over tokens of `max(0, 1 - p/q)`."""
+    def weigh(self) -> None:
+        """Compute weights and candidates."""
         drawn = torch.tensor(self.draft.logprobs, dtype=torch.float64)
         self.log_weights = prefix_weights(self.logprobs, drawn)
-        return float((1 - (self.logprobs - drawn).clamp(max=0).exp()).sum())
+        self.distance = float((1 - (self.logprobs - drawn).clamp(max=0).exp()).sum())
+        self.prefixes = candidates(self.log_weights, self.noise)
 
     @property
     def is_accepted(self) -> bool:
         """Whether the whole draft is accepted."""
         return bool(self.noise[-1] < self.log_weights[-1].exp())
-
-    def keep(self, states: Tensor) -> None:
-        """Keep what is needed to cut it, of the states after each of its prefixes `[C, H]`."""
-        self.prefixes = candidates(self.log_weights, self.noise)
-        self.read, self.shortest = self.prefixes[0] + 1, self.prefixes[-1]
-        self.states = states[self.shortest : self.read].to("cpu", copy=True)
 
     def accept(self, tokens: int) -> None:
         """Move the first tokens of the draft into the completion."""
@@ -167,13 +162,13 @@ class _Trial:
         accepted = (i for i, chance in enumerate(accepts) if noise[i] < chance)
         if (at := next(accepted, None)) is None:
             self.prefixes = self.prefixes[len(prefixes) :]
+            assert self.prefixes, "the last candidate is accepted for certain"
             return False
         left = more[at] if more[at].sum() > 0 else logp[at].double().exp()  # differ by rounding
         token = int(inverse_cdf(left, self.next_noise))
         self.accept(prefixes[at])
         self.sample.completion.token_ids.append(token)
         self.sample.completion.logprobs.append(float(logp[at, token]))
-        del self.states, self.old_states
         return True
 
 
@@ -263,45 +258,39 @@ class Drafts:
         trials = [trial(s, d) for s, d in drafts if d.token_ids and self._knows(d)]
         if not trials:
             return audit
-        finite, cut = list[_Trial](), list[_Trial]()
-        cost = row_cost([one.text for one in trials], micro_batch_tokens)
         device = next(policy.parameters()).device
-
-        def passes(trials: Sequence[_Trial]) -> Iterator[tuple[list[_Trial], EncodedRows]]:
-            rows = share_prompts([one.text for one in trials], cost, micro_batch_tokens)
-            by_id = {one.sample.id: one for one in trials}
-            for batch in split_rows(rows, micro_batch_tokens, PASS):
-                read = [by_id[sample.id] for row in batch for sample in row.samples]
-                yield read, EncodedRows.of(batch).to(device)
-
+        parameters = _trainable(policy).items()
+        planned = []
+        for versions in sorted({one.draft.versions for one in trials}):
+            members = [one for one in trials if one.draft.versions == versions]
+            cost = row_cost([one.text for one in members], micro_batch_tokens)
+            planned.append((versions, cost, _batches(members, cost, micro_batch_tokens)))
         with evaluating(policy), forward_context():
-            for batch, rows in passes(trials):
-                for one, states in _score(policy, batch, rows):
-                    if not one.is_finite():
+            for versions, cost, batches in planned:
+                drew: dict[int, dict[str, Tensor]] = {}
+                for batch, rows in batches:
+                    states = _score(policy, batch, EncodedRows.of(rows).to(device))
+                    cut = [one for one in batch if one.is_finite() and not one.is_accepted]
+                    if not cut:
                         continue
-                    finite.append(one)
-                    audit.distance += one.weigh()
-                    if one.is_accepted:
-                        one.accept(one.tokens)
-                        audit.completed += 1
-                    else:
-                        one.keep(states)
-                        cut.append(one)
-            parameters = _trainable(policy).items()
-            at_once = max(1, default_chunk(device.type, num_embeddings(policy)) // TURN)
-            for versions in sorted({t.draft.versions for t in cut}):
-                drew = {
-                    version: {name: self.weights[version][name].to(p) for name, p in parameters}
-                    for version in versions
-                }
-                members = [t for t in cut if t.draft.versions == versions]
-                for batch, rows in passes(members):
-                    gap = _recall(policy, drew, batch, rows)
-                    audit.compared += len(gap)
-                    audit.gap += float(gap.sum())
-                    while batch:
-                        turn, batch = batch[:at_once], batch[at_once:]
-                        batch += _cut(policy, drew, turn)
+                    drew = drew or {
+                        v: {name: self.weights[v][name].to(p) for name, p in parameters}
+                        for v in versions
+                    }
+                    # whether prompts may be shared is known only where rows of the first pass are
+                    known = cost if any(row.shared for row in rows) else None
+                    for again, its_rows in _batches(cut, known, micro_batch_tokens):
+                        encoded = EncodedRows.of(its_rows).to(device)
+                        old, gap = _recall(policy, drew, again, encoded)
+                        audit.compared += len(gap)
+                        audit.gap += float(gap.sum())
+                        _cut(policy, drew, again, states, old)
+        finite = [one for one in trials if one.is_finite()]
+        cut = [one for one in finite if not one.is_accepted]
+        for one in (one for one in finite if one.is_accepted):
+            one.accept(one.tokens)
+        audit.completed = len(finite) - len(cut)
+        audit.distance = sum(one.distance for one in finite)
         self._audit += audit
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
@@ -350,18 +339,29 @@ def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _score(
-    policy: nn.Module, batch: Sequence[_Trial], rows: EncodedRows
-) -> Iterator[tuple[_Trial, Tensor]]:
-    """Set the log-probs of each draft, and yield it with the states that predict its tokens."""
+def _batches(
+    trials: Sequence[_Trial], cost: RowCost | None, micro_batch_tokens: int
+) -> list[tuple[list[_Trial], list[PromptRow]]]:
+    """Split drafts into micro-batches, in the order of their rows."""
+    by_id = {one.sample.id: one for one in trials}
+    rows = share_prompts([one.text for one in trials], cost, micro_batch_tokens)
+    return [
+        ([by_id[sample.id] for row in batch for sample in row.samples], batch)
+        for batch in split_rows(rows, micro_batch_tokens, PASS)
+    ]
+
+
+def _score(policy: nn.Module, batch: Sequence[_Trial], rows: EncodedRows) -> dict[str, Tensor]:
+    """Set log-probs and weights of drafts; return the states that predict their tokens, by id."""
     states = completion_states(policy, *rows)
     drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=states.device)
     logprobs = token_logprobs(policy, states, drawn, temperature=batch[0].temperature)
     sizes = [one.tokens for one in batch]
-    parts = zip(batch, logprobs.double().cpu().split(sizes), states.split(sizes), strict=True)
-    for one, of_tokens, of_one in parts:
+    for one, of_tokens in zip(batch, logprobs.double().cpu().split(sizes), strict=True):
         one.logprobs = of_tokens
-        yield one, of_one
+        if one.is_finite():
+            one.weigh()
+    return dict(zip((one.sample.id for one in batch), states.split(sizes), strict=True))
 
 
 def _differs(audit: DraftAudit, allowed: float) -> str:
@@ -382,55 +382,64 @@ def _recall(
     drew: Mapping[int, dict[str, Tensor]],
     batch: Sequence[_Trial],
     rows: EncodedRows,
-) -> Tensor:
-    """Set the old states of each draft.
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Read drafts with the weights that drew them.
 
     Args:
         policy: The verifying policy.
-        drew: Trainable weights by version.
+        drew: Trainable weights by version. All drafts have tokens of each version.
         batch: Drafts.
-        rows: What is read of them.
+        rows: Their tokens.
 
     Returns:
-        Differences between the engine's and the trainer's log-probs of the tokens that are read,
-        each at most `MOST_OF_ONE`.
+        The states that predict each token under the weights that drew it, by id; and differences
+        between the engine's and the trainer's log-probs of the tokens, each at most `MOST_OF_ONE`.
     """
-    drafts = [one.draft.first(one.read) for one in batch]
     device = rows.input_ids.device
-    drawn = torch.tensor([t for draft in drafts for t in draft.token_ids], device=device)
-    by = torch.tensor([v for one in batch for v in one.by[: one.read]], device=device)
+    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=device)
+    by = torch.tensor([version for one in batch for version in one.by], device=device)
     old, own = None, torch.zeros(len(drawn), dtype=torch.float64, device=device)
     for version, weights in drew.items():
-        if len(at := (by == version).nonzero().squeeze(1)):
-            with _with(policy, weights):
-                states = completion_states(policy, *rows)
-                temperature = batch[0].temperature
-                logprobs = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
-            own[at] = logprobs.double()
-            old = states if old is None else old.index_copy(0, at, states[at])
+        at = (by == version).nonzero().squeeze(1)
+        with _with(policy, weights):
+            states = completion_states(policy, *rows)
+            temperature = batch[0].temperature
+            logprobs = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
+        own[at] = logprobs.double()
+        old = states if old is None else old.index_copy(0, at, states[at])
     assert old is not None
-    for one, states in zip(batch, old.split([one.read for one in batch]), strict=True):
-        one.old_states = states
-    told = torch.tensor([p for draft in drafts for p in draft.logprobs], dtype=torch.float64)
-    return (own.cpu() - told).abs().clamp(max=MOST_OF_ONE)
+    told = torch.tensor([p for one in batch for p in one.draft.logprobs], dtype=torch.float64)
+    parts = old.split([one.tokens for one in batch])
+    return (
+        dict(zip((one.sample.id for one in batch), parts, strict=True)),
+        (own.cpu() - told).abs().clamp(max=MOST_OF_ONE),
+    )
 
 
 def _cut(
-    policy: nn.Module, drew: Mapping[int, dict[str, Tensor]], batch: Sequence[_Trial]
-) -> list[_Trial]:
-    """Try some candidates of each draft, and return those of which none was accepted."""
-    asked = [one.prefixes[:TURN] for one in batch]
-    each = [(one, n) for one, lengths in zip(batch, asked, strict=True) for n in lengths]
+    policy: nn.Module,
+    drew: Mapping[int, dict[str, Tensor]],
+    batch: list[_Trial],
+    new: Mapping[str, Tensor],
+    old: Mapping[str, Tensor],
+) -> None:
+    """Accept a prefix of each draft and draw a token after it, from states by id."""
+    device = next(policy.parameters()).device
+    at_once = max(1, default_chunk(device.type, num_embeddings(policy)) // TURN)
     distributions = partial(vocabulary_logprobs, policy, temperature=batch[0].temperature)
-    old = torch.stack([one.old_states[n] for one, n in each])
-    logp = distributions(torch.stack([one.states[n - one.shortest] for one, n in each]).to(old))
-    logq, by = torch.empty_like(logp), torch.tensor([one.by[n] for one, n in each])
-    for version, weights in drew.items():
-        if len(at := (by == version).nonzero().squeeze(1).to(old.device)):
-            with _with(policy, weights):
-                logq[at] = distributions(old[at])
-    log_weights = torch.stack([one.log_weights[n] for one, n in each]).to(old.device)
-    sizes = [len(lengths) for lengths in asked]
-    more = excess(log_weights, logp, logq).split(sizes)
-    parts = zip(batch, asked, more, logp.split(sizes), strict=True)
-    return [one for one, *found in parts if not one.cut(*found)]
+    while batch:
+        turn, batch = batch[:at_once], batch[at_once:]
+        asked = [one.prefixes[:TURN] for one in turn]
+        each = [(one, n) for one, lengths in zip(turn, asked, strict=True) for n in lengths]
+        before = torch.stack([old[one.sample.id][n] for one, n in each])
+        logp = distributions(torch.stack([new[one.sample.id][n] for one, n in each]))
+        logq, by = torch.empty_like(logp), torch.tensor([one.by[n] for one, n in each])
+        for version, weights in drew.items():
+            if len(at := (by == version).nonzero().squeeze(1).to(device)):
+                with _with(policy, weights):
+                    logq[at] = distributions(before[at])
+        log_weights = torch.stack([one.log_weights[n] for one, n in each]).to(device)
+        sizes = [len(lengths) for lengths in asked]
+        more = excess(log_weights, logp, logq).split(sizes)
+        parts = zip(turn, asked, more, logp.split(sizes), strict=True)
+        batch = [*batch, *(one for one, *found in parts if not one.cut(*found))]

@@ -89,18 +89,25 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
         return ALMOST_ONE * (counters >= keep).double()  # 0 accepts whatever is possible
 
     acceptances = {x[:limit]: [0.0] * (len(x[:limit]) - 1) + [1.0] for x in drafts}
-    residuals = defaultdict(dict)
+    residuals, tried, drawn_from = defaultdict(dict), [], {}
 
-    def cut(trial, prefixes, more, logp, was=draft_verifier._Trial.cut):
-        x = tuple(trial.draft.token_ids)
-        accepts = draft_verifier.acceptance(trial.log_weights[prefixes], more.sum(-1))
-        for n, accept, left, instead in zip(prefixes, accepts.tolist(), more, logp, strict=True):
-            left = left if left.sum() > 0 else instead.double().exp()
-            residuals[x][n] = (left / left.sum()).tolist()
+    def cut(trial, prefixes, *more, was=draft_verifier._Trial.cut):
+        tried[:] = tuple(trial.draft.token_ids), prefixes
+        acceptances[tried[0]][-1] = float(trial.log_weights[-1].exp())
+        return was(trial, prefixes, *more)
+
+    def acceptance(*arguments, was=draft_verifier.acceptance):
+        found = was(*arguments)
+        x, prefixes = tried
+        for n, accept in zip(prefixes, found.tolist(), strict=True):
             if n:
                 acceptances[x][n - 1] = accept
-        acceptances[x][-1] = float(trial.log_weights[-1].exp())
-        return was(trial, prefixes, more, logp)
+        return found
+
+    def residual(probabilities, number):
+        left = probabilities.double()
+        drawn_from[int(number)] = (left / left.sum()).tolist()
+        return script[int(number)][2]
 
     completions = [
         Completion(i, draft=Draft(x, [logq[x[:k]][t] for k, t in enumerate(x)], spans(len(x))))
@@ -110,8 +117,11 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
     with monkeypatch.context() as patch:
         patch.setattr(draft_verifier, "counter_uniform", noise)
         patch.setattr(draft_verifier._Trial, "cut", cut)
-        patch.setattr(draft_verifier, "inverse_cdf", lambda _, number: script[int(number)][2])
+        patch.setattr(draft_verifier, "acceptance", acceptance)
+        patch.setattr(draft_verifier, "inverse_cdf", residual)
         verify(kept, policy, [group], VERSION)
+    for i, left in drawn_from.items():
+        residuals[script[i][0][:limit]][len(completions[i].token_ids) - 1] = left
     for (x, keep, token), completion in zip(script, completions, strict=True):
         x, keep = x[:limit], min(keep, limit)
         certain = 1.0 in acceptances[x][keep:]  # a longer one
