@@ -72,6 +72,14 @@ def after(logs: Table, draft: Tokens) -> tuple[Tensor, Tensor]:
     return rows, rows[range(len(draft)), draft]
 
 
+def acceptances(log_weights: Tensor, more: Tensor) -> Tensor:
+    """Return the probability of accepting each prefix, `[C + 1]`, the empty and the whole one too.
+
+    From `log_weights` `[C + 1]` and `more` `[C]`, the sum of `excess` after each but the whole.
+    """
+    return torch.cat([acceptance(log_weights[:-1], more), log_weights[-1:].exp()])
+
+
 def verified(
     logp: Table, draft: Tokens, probability: float, logq: Table, engine: Table | None = None
 ) -> dict[Tokens, float]:
@@ -89,8 +97,7 @@ def verified(
     (ps, p), (qs, _) = after(logp, draft), after(logq, draft)
     log_weights = prefix_weights(p, after(engine or logq, draft)[1])
     excesses = excess(log_weights[:-1], ps, qs)
-    accepts = acceptance(log_weights[:-1], excesses.sum(-1)).tolist()
-    accepts.append(float(log_weights[-1].exp()))
+    accepts = acceptances(log_weights, excesses.sum(-1)).tolist()
     out: dict[Tokens, float] = defaultdict(float)
     left = probability  # of no longer prefix
     for kept in range(len(draft), -1, -1):

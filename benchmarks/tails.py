@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import results
+from benchmarks.tabular import acceptances
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
@@ -40,7 +41,7 @@ from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulat
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
-from lit_rlsched.training.draft_verifier import acceptance, prefix_weights
+from lit_rlsched.training.draft_verifier import prefix_weights
 from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
 
 GENERATIONS, LIMIT, EOS = 8, 16384, 0
@@ -165,8 +166,7 @@ class Verifier(RoundHooks):
         more = log_weights[:-1].exp() * torch.special.ndtr(far + sigma / 2)
         more -= torch.special.ndtr(far - sigma / 2)
         noise = counter_uniform(streams[1], counters)
-        accepts = acceptance(log_weights[:-1], more.clamp(min=0))[1:]
-        accepted = (noise < torch.cat([accepts, log_weights[-1:].exp()])).nonzero()
+        accepted = (noise < acceptances(log_weights, more.clamp(min=0))[1:]).nonzero()
         return int(accepted[-1]) + 1 if len(accepted) else 0
 
 

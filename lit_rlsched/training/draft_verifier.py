@@ -260,7 +260,7 @@ class Drafts:
             return audit
         device = next(policy.parameters()).device
         parameters = _trainable(policy).items()
-        planned = []
+        planned, finite = [], list[_Trial]()
         for versions in sorted({one.draft.versions for one in trials}):
             members = [one for one in trials if one.draft.versions == versions]
             cost = row_cost([one.text for one in members], micro_batch_tokens)
@@ -270,32 +270,34 @@ class Drafts:
                 drew: dict[int, dict[str, Tensor]] = {}
                 for batch, rows in batches:
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
-                    cut = [one for one in batch if one.is_finite() and not one.is_accepted]
+                    known = [one for one in batch if one.is_finite()]
+                    for one in known:
+                        one.weigh()
+                    finite += known
+                    cut = [one for one in known if not one.is_accepted]
                     if not cut:
                         continue
                     drew = drew or {
                         v: {name: self.weights[v][name].to(p) for name, p in parameters}
                         for v in versions
                     }
-                    # whether prompts may be shared is known only where rows of the first pass are
-                    known = cost if any(row.shared for row in rows) else None
-                    for again, its_rows in _batches(cut, known, micro_batch_tokens):
+                    for again, its_rows in _batches(cut, cost, micro_batch_tokens):
                         encoded = EncodedRows.of(its_rows).to(device)
                         old, gap = _recall(policy, drew, again, encoded)
                         audit.compared += len(gap)
                         audit.gap += float(gap.sum())
                         _cut(policy, drew, again, states, old)
-        finite = [one for one in trials if one.is_finite()]
-        cut = [one for one in finite if not one.is_accepted]
-        for one in (one for one in finite if one.is_accepted):
+        whole = [one for one in finite if one.is_accepted]
+        for one in whole:
             one.accept(one.tokens)
-        audit.completed = len(finite) - len(cut)
+        audit.completed = len(whole)
         audit.distance = sum(one.distance for one in finite)
         self._audit += audit
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
-        audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - len(cut)
+        drawn = len(finite) - len(whole)  # a token after what is kept of each
+        audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - drawn
         for one in finite:
             completion, ids = one.sample.completion, one.sample.completion.token_ids
             completion.segments = [(version, len(ids))]
@@ -352,15 +354,13 @@ def _batches(
 
 
 def _score(policy: nn.Module, batch: Sequence[_Trial], rows: EncodedRows) -> dict[str, Tensor]:
-    """Set log-probs and weights of drafts; return the states that predict their tokens, by id."""
+    """Set the log-probs of drafts; return the states that predict their tokens, by id."""
     states = completion_states(policy, *rows)
     drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=states.device)
     logprobs = token_logprobs(policy, states, drawn, temperature=batch[0].temperature)
     sizes = [one.tokens for one in batch]
     for one, of_tokens in zip(batch, logprobs.double().cpu().split(sizes), strict=True):
         one.logprobs = of_tokens
-        if one.is_finite():
-            one.weigh()
     return dict(zip((one.sample.id for one in batch), states.split(sizes), strict=True))
 
 

@@ -148,8 +148,9 @@ class MicroBatch:
         self.is_last = is_last
         self.scale = scale
         encoded = EncodedRows.of(prompt_rows)
-        self.input_ids, self.prompt_lengths, self.completion_lengths, _ = encoded
-        self.completion_rows = encoded.completion_rows
+        self.input_ids, self.completion_rows = encoded.input_ids, encoded.completion_rows
+        self.prompt_lengths = encoded.prompt_lengths
+        self.completion_lengths = encoded.completion_lengths
         self.completion_mask = _pad([step.mask(c) for c in completions])
         self.advantages = torch.tensor([c.advantage for c in completions], dtype=_float_dtype())
         self.rollout_logp = _pad([c.logprobs for c in completions])

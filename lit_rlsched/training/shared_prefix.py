@@ -19,7 +19,7 @@ from lit_rlsched.ranks import Team
 from lit_rlsched.training.lm_head import tolerance
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.lora import base_model
-from lit_rlsched.training.micro_batches import PromptRow, RowCost, share_prompts
+from lit_rlsched.training.micro_batches import EncodedRows, PromptRow, RowCost, share_prompts
 from lit_rlsched.training.policy import context_length
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.types import Sample
@@ -132,18 +132,11 @@ def _encode(
     policy: nn.Module, samples: Sequence[Sample], weights: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The completions' log-probs, one after the other, and the gradient of their sum."""
-    device = weights[0].device
-    lengths = torch.tensor([len(s.completion.token_ids) for s in samples], device=device)
-    logp, _ = completion_logprobs(
-        policy,
-        torch.tensor([PromptRow(tuple(samples)).token_ids], device=device),
-        torch.tensor([len(s.group.prompt.token_ids) for s in samples], device=device),
-        lengths,
-        completion_rows=torch.zeros_like(lengths) if len(samples) > 1 else None,
-    )
+    encoded = EncodedRows.of([PromptRow(tuple(samples))]).to(weights[0].device)
+    logp, _ = completion_logprobs(policy, **encoded._asdict())
     gradients = torch.autograd.grad(logp.sum(), weights, materialize_grads=True)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    return logp.detach()[completion_mask(lengths)], flat.to(logp.dtype)
+    return logp.detach()[completion_mask(encoded.completion_lengths)], flat.to(logp.dtype)
 
 
 class Sharing:
@@ -163,7 +156,8 @@ class Sharing:
     ) -> RowCost | None:
         """Return the cost by which completions share a prompt, or `None` if they must not.
 
-        The first of `samples` that would share a prompt are used for the check.
+        The first of `samples` that would share a prompt are used for the check. `None` as well if
+        it was not made because none of them would.
         """
         if self.works is False or obstacle(model) is not None:
             return None
@@ -174,7 +168,7 @@ class Sharing:
             if tried is not None:
                 works = _is_right(model, tried[:CHECKED_COMPLETIONS], forward_context)
                 self.works = _agreed(works, team or Team())
-        return None if self.works is False else cost
+        return cost if self.works else None
 
 
 def _agreed(works: bool, team: Team) -> bool:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tabular import after, completed, random_policy, sequences, verified
+from benchmarks.tabular import acceptances, after, completed, random_policy, sequences, verified
 from lit_rlsched.engines.sampling import inverse_cdf
 from lit_rlsched.training.draft_verifier import (
     acceptance,
@@ -68,7 +68,7 @@ def kept(rule, logp, logq, limit):
         else:
             log_weights = prefix_weights(p, q)
             more = excess(log_weights[:-1], ps, qs).sum(-1)
-            h = torch.cat([acceptance(log_weights[:-1], more)[1:], log_weights[-1:].exp()])
+            h = acceptances(log_weights, more)[1:]
             reached = 1 - (1 - h).flip(0).cumprod(0)  # some prefix of this length or longer
             total += probability * float(reached.sum())
     return total
