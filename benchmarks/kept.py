@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import results
-from lit_rlsched.training.draft_verifier import prefix_weights
+from lit_rlsched.training.block_verification import prefix_weights
 
 AGES = (1, 2, 4, 8)
 EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)

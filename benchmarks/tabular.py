@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lit_rlsched.training.draft_verifier import acceptance, excess, prefix_weights
+from lit_rlsched.training.block_verification import acceptance, excess, prefix_weights
 
 EOS = 0
 Tokens = tuple[int, ...]

@@ -41,7 +41,7 @@ from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulat
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
-from lit_rlsched.training.draft_verifier import prefix_weights
+from lit_rlsched.training.block_verification import prefix_weights
 from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
 
 GENERATIONS, LIMIT, EOS = 8, 16384, 0

@@ -6,7 +6,7 @@ import torch
 from benchmarks.kept import Draft, kept_share, spreads
 from benchmarks.overlap import UNMOVED, FilledRound, rounds
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.training.draft_verifier import prefix_weights
+from lit_rlsched.training.block_verification import prefix_weights
 
 
 @pytest.mark.parametrize("spread", [0.2, 1.0, 3.0])

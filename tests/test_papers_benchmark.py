@@ -1,6 +1,7 @@
 """The benchmark of the papers: completions of given lengths, and its table."""
 
 import pytest
+import torch
 
 from benchmarks import results
 from benchmarks.papers import child, main
@@ -8,8 +9,9 @@ from benchmarks.papers.child import GivenLengths
 from benchmarks.papers.rows import ROWS
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.training.block_verification import Trial
 from lit_rlsched.training.schedule import RunFacts
-from lit_rlsched.types import Request, Sampling
+from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sample, Sampling
 
 LENGTHS = {("p", 0): 3, ("p", 1): 9, ("p", 2): 40}
 EOS = tuple(range(1, 9))  # many, so that some are drawn
@@ -19,7 +21,6 @@ EOS = tuple(range(1, 9))  # many, so that some are drawn
 def engine(tiny_model, monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setattr(child, "read_lengths", lambda: LENGTHS)
-    monkeypatch.setattr(child, "FILLER", 20)
     engine = GivenLengths()
     engine.start(EngineSpec(tiny_model, 4, 64, EOS))
     yield engine
@@ -49,9 +50,6 @@ def test_completions_have_the_recorded_lengths(engine):
         (9, "stop"),
         (30, "length"),
     ]
-    for tokens, reason in got.values():
-        assert (tokens[-1] in EOS) == (reason == "stop")
-        assert not set(tokens[:-1]) & {*EOS}
     # it pauses before its end, is aborted in between, and goes on to its end
     paused = Request("p@0/1", (10, 11, 12), 1, sampling, pause_at=5)
     engine.submit([requests[1]])
@@ -62,9 +60,19 @@ def test_completions_have_the_recorded_lengths(engine):
     rest = Request("p@0/1", (10, 11, 12), 1, sampling, prefix_ids=tokens)
     tokens, reason = drawn(engine, rest)["p@0/1"]
     assert (len(tokens), reason) == (4, "stop")
-    # the end of a draft was rejected: one token more
-    whole = Request("p@0/0", (10, 11, 12), 0, sampling, prefix_ids=(20, 21, 22))
-    assert len(drawn(engine, whole)["p@0/0"][0]) == 1
+    assert {*EOS} & {token for tokens, _ in got.values() for token in tokens}
+
+
+def test_drafts_end_where_completions_do(monkeypatch):
+    monkeypatch.setattr(Trial, "become", Trial.become)
+    child.drafts_end_at(LENGTHS)
+    group = Group("p@0", Prompt("p", "", (10,)), Sampling(30), [])
+    for index, tokens, reason in ((0, 2, None), (0, 3, "stop"), (2, 29, None), (2, 30, "length")):
+        completion = Completion(index, [1] * tokens)
+        draft = Draft([1] * tokens, [0.0] * tokens, [(0, tokens)])
+        trial = Trial(Sample(group, completion), draft, torch.zeros(tokens), 0.0)
+        trial.become(completion, 7, EOS)
+        assert (completion.finish_reason, completion.segments) == (reason, [(7, tokens)])
 
 
 def test_rows_that_were_measured_are_not_measured_again(tmp_path, monkeypatch, capsys):

@@ -23,13 +23,12 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import ReasoningGym
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
+from lit_rlsched.training.block_verification import Trial
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Event, Request
 
 TASK, PROMPTS = "gsm_symbolic", 32
 ROLLOUT = ("decode_steps", "tokens", "slot_steps", "idle_slot_steps", "peak_kv_tokens")
-FILLER = 198
-"""A line break."""
 
 
 def read_lengths() -> dict[tuple[str, int], int]:
@@ -42,9 +41,7 @@ def read_lengths() -> dict[tuple[str, int], int]:
 class GivenLengths(VLLMEngine):
     """vLLM whose completions have the recorded lengths.
 
-    The distribution is not changed. EOS does not end a completion, its recorded length does: it is
-    reported as the last token, and `FILLER` in its place elsewhere. A draft whose end was rejected
-    draws one token more.
+    Tokens are drawn as always. EOS does not end a completion, its recorded length does.
     """
 
     def start(self, spec: Any) -> None:
@@ -58,12 +55,10 @@ class GivenLengths(VLLMEngine):
 
     def _shortened(self, request: Request) -> Request:
         uid, _, rest = request.id.partition("@")
-        if (end := self._lengths.get((uid, int(rest.rpartition("/")[2] or -1)))) is None:
-            return request  # the check of new weights
-        end = max(end, len(request.prefix_ids) + 1)
+        end = self._lengths.get((uid, int(rest.rpartition("/")[2] or -1)))
         self._ends.discard(request.id)  # it may have been aborted
-        if end > request.limit:
-            return request  # truncated, or paused before its end
+        if end is None or end > request.limit:
+            return request  # the check of new weights; truncated, or paused before its end
         self._ends.add(request.id)
         sampling = replace(request.sampling, max_completion_length=end)
         return replace(request, sampling=sampling, pause_at=None)
@@ -74,16 +69,25 @@ class GivenLengths(VLLMEngine):
         return params
 
     def step(self) -> list[Event]:
-        events, eos = super().step(), self._spec.eos_token_ids
+        events = super().step()
         for event in events:
-            if "@" not in event.request_id:
-                continue  # the check of new weights
-            event.token_ids = [FILLER if token in eos else token for token in event.token_ids]
             if event.finish_reason is not None and event.request_id in self._ends:
                 self._ends.remove(event.request_id)
-                event.token_ids[-1] = eos[0]
                 event.finish_reason = "stop"
         return events
+
+
+def drafts_end_at(lengths: Mapping[tuple[str, int], int]) -> None:
+    """Let verified drafts end at these lengths too, in place of EOS."""
+
+    def become(trial: Trial, completion: Any, version: int, _: Sequence[int]) -> None:
+        drawn, group = len(completion.token_ids), trial.sample.group
+        completion.segments = [(version, drawn)]
+        end, limit = lengths[group.prompt.uid, completion.index], group.sampling
+        if drawn >= min(end, limit.max_completion_length):
+            completion.finish_reason = "stop" if drawn >= end else "length"
+
+    Trial.become = become  # type: ignore
 
 
 def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -130,13 +134,13 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
         micro_batch_tokens=2048,
         steps_per_round=row.steps,
         seed=seed,
-        verify_sync=False,  # what follows `FILLER` was drawn after EOS
     )
 
 
 def run(row: Row, seed: int) -> dict[str, Any]:
     """Train some rounds and return the means over those that are measured."""
     keep_heap()
+    drafts_end_at(read_lengths())
     torch.set_num_threads(row.threads)
     seed_everything(seed, verbose=False)
     module = GRPOModule(MODEL, learning_rate=1e-6)
@@ -144,7 +148,7 @@ def run(row: Row, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
             Path(folder),
-            max_epochs=row.warm_up + row.rounds,
+            max_epochs=row.warm_up + row.rounds + row.after,
             limit_val_batches=0,
             callbacks=[*row.callbacks(), clock],
         )
@@ -152,7 +156,7 @@ def run(row: Row, seed: int) -> dict[str, Any]:
     peaks = (
         resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    figures = means(clock.rounds[row.warm_up :])
+    figures = means(clock.rounds[row.warm_up :][: row.rounds])
     return {**figures, "peak_mib": sum(peaks) / 1024, "rounds": clock.rounds}
 
 

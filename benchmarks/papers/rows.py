@@ -45,13 +45,18 @@ class Row:
     """Measured rounds."""
     warm_up: int = 1
     """Rounds before them."""
+    after: int = 0
+    """Rounds after them: nothing is drawn beside the last update of a run."""
 
 
 def schedules(number: int) -> dict[str, Row]:
-    """Return rows for the schedules with a number of slots."""
+    """Return rows for the schedules with a number of slots.
+
+    Where the engine has its own process, the second round alone is measured, which is long.
+    """
     here = slots(number)
     importance = ("AheadRollout", {"correction": "importance"})
-    apart: dict[str, Any] = {"threads": 1, "own_process": True}
+    apart: dict[str, Any] = {"threads": 1, "own_process": True, "rounds": 1, "after": 1}
     return {
         f"{number} slots, in turn": Row(callbacks(slots(number, refill="rounds"))),
         f"{number} slots": Row(callbacks(here)),
@@ -62,7 +67,8 @@ def schedules(number: int) -> dict[str, Row]:
         f"{number} slots, DrainFilling": Row(callbacks(here, "DrainFilling")),
         f"{number} slots, Speculation": Row(callbacks(here, "Speculation")),
         f"{number} slots, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
-        f"{number} slots, own process": Row(callbacks(here), **apart),
+        f"{number} slots, second round": Row(callbacks(here), rounds=1),
+        f"{number} slots, own process": Row(callbacks(here), **{**apart, "after": 0}),
         f"{number} slots, AheadRollout, importance": Row(callbacks(here, importance), **apart),
         f"{number} slots, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),
         f"{number} slots, InFlightUpdates": Row(callbacks(here, "InFlightUpdates"), **apart),

@@ -25,8 +25,9 @@ class AheadRollout(RolloutCallback):
 
     Args:
         correction: `verify` keeps a prefix of each completion, as the newest policy would have
-            drawn it, and draws the rest (block verification, arXiv 2403.10444), for a forward pass
-            and a copy of the trainable weights. `importance` trains on completions as they are.
+            drawn it, and draws the rest (block verification, arXiv 2403.10444), for a copy of the
+            trainable weights and forward passes over what is cut. Where it can, the pass of the
+            update verifies. `importance` trains on completions as they are.
 
     Raises:
         UsageError: `correction` is neither, or drafts cannot be verified because the engine's

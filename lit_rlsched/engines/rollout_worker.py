@@ -77,8 +77,8 @@ class Worker(ABC):
         """Do some work before all of the round's requests are known; `begin_drafts` follows.
 
         Args:
-            work: A forward pass of the trainer.
-            positions: Number of tokens in it.
+            work: Forward passes of the trainer, and backward passes, which count twice.
+            positions: Number of tokens in them.
 
         Yields:
             Events of the known requests, which decode beside it.

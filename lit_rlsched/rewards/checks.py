@@ -164,6 +164,11 @@ def offered_arguments(function: Callable[..., Any]) -> set[str]:
     return offered | {"finish_reasons"} if _takes_anything(parameters) else offered
 
 
+def names_argument(function: Callable[..., Any], argument: str) -> bool:
+    """Return whether the function has an argument of this name; `**kwargs` names none."""
+    return argument in _parameters(function)
+
+
 def check_names(columns: Sequence[str], at: str) -> None:
     """Refuse columns that have the name of an argument, as no function would ever see them.
 

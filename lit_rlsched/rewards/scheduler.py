@@ -22,6 +22,7 @@ from lit_rlsched.rewards.checks import (
     check_timeout,
     environment_of,
     is_async,
+    names_argument,
     offered_arguments,
     tokens_looked_for,
     unique_names,
@@ -115,8 +116,8 @@ class RewardScheduler:
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     def asks_for(self, argument: str) -> bool:
-        """Whether any function takes this optional argument."""
-        return any(argument in offered for offered in self._offered)
+        """Whether any function has an argument of this name."""
+        return any(names_argument(function, argument) for function in self._functions)
 
     @property
     def pending(self) -> int:

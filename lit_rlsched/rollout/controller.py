@@ -5,7 +5,7 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lit_rlsched.engines.rollout_worker import Worker
@@ -14,6 +14,19 @@ from lit_rlsched.scheduling.ahead_rollout import draft_positions, has_drafts, ve
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """How the drafts of a round are turned into completions."""
+
+    alone: Callable[[Sequence[Group]], None]
+    """Called with all groups, before anything is decoded."""
+    beside: Callable[[Sequence[Group]], None]
+    """Called with each part of them, while others decode and nothing else decides about them."""
+    passes: int = 1
+    """Forward passes that `beside` takes as long as."""
+
 
 HEED_SECONDS = 0.5
 """Longest wait for a score before `heed` is called again."""
@@ -96,7 +109,7 @@ class RolloutController:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
-        verify: Callable[[Sequence[Group]], None] | None = None,
+        verify: Verify | None = None,
     ) -> Iterator[Group]:
         """Decode and score the groups, and yield each group as it completes.
 
@@ -112,9 +125,8 @@ class RolloutController:
             feedback: How scores affect the running round; by default they do not.
             same_noise: Whether every version draws with the same random numbers, so that two
                 validations differ by their policies alone.
-            verify: Turns the drafts of groups into completions. If the loop cannot influence other
-                completions, drafts are verified part by part, and each verified part decodes while
-                the next is verified.
+            verify: Verifies drafts. If the loop cannot influence other completions, this goes part
+                by part, and each verified part decodes while the next is verified.
         """
         self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
@@ -136,7 +148,7 @@ class RolloutController:
             if not has_drafts(groups) or self._intervenes(len(samples)):
                 beside = None
                 if verify is not None:
-                    verify(groups)
+                    verify.alone(groups)
                 samples = self._unfinished(samples)
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
@@ -194,14 +206,13 @@ class RolloutController:
         crowded = worker.may_wait(completions + worker.drafts)
         return crowded and (stops or worker.admission.pauses)
 
-    def _verify_in_parts(
-        self, verify: Callable[[Sequence[Group]], None], groups: Sequence[Group]
-    ) -> list[Sample]:
+    def _verify_in_parts(self, verify: Verify, groups: Sequence[Group]) -> list[Sample]:
         """Submit the rest of each part once it is verified; return the samples finished since."""
         finished: list[Sample] = []
         for part in verified_together(groups):
             self._heed()
-            for events in self.worker.during(partial(verify, part), draft_positions(part)):
+            work = partial(verify.beside, part)
+            for events in self.worker.during(work, verify.passes * draft_positions(part)):
                 finished += self._take(events)
                 self.scorer.turn()
             samples = [Sample(g, c) for g in part for c in g.completions]

@@ -23,12 +23,23 @@ class RoundHooks:
     decides which prompts are replaced."""
     drafts_next: AfterRound | None = None
     """What happens to the drafts that free slots begin; `None`: they begin none."""
+    passes: int = 1
+    """Forward passes that `train_drafts` and `verify` take as long as."""
 
     def planned(self, groups: list[Group]) -> None:
         """Called with the groups of the round, before anything is drawn."""
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         """Turn drafts of groups into completions of a policy version, before they are submitted."""
+        return DraftAudit()
+
+    def train_drafts(
+        self, groups: Sequence[Group], version: int, trace: RolloutTrace
+    ) -> DraftAudit:
+        """Verify some drafts with the pass that trains on them, before `verify` gets the others.
+
+        Not called where scores may give a group's place to another one.
+        """
         return DraftAudit()
 
     def is_replaced(self, group: Group) -> bool:

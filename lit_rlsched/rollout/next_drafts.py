@@ -75,9 +75,9 @@ class DraftingWorker(Worker):
     them.
 
     While the trainer verifies the round's own drafts part by part (`during`), its requests become
-    known part by part. Drafts have half the slots then. Engine and trainer wait for each other
-    after each part: the engine makes the steps that all slots need for as many positions as the
-    trainer's.
+    known part by part, and take the next slot that a draft leaves. Engine and trainer wait for each
+    other after each part: the engine makes the steps that all slots need for as many positions as
+    the trainer's.
 
     Args:
         worker: Decodes.
@@ -123,10 +123,8 @@ class DraftingWorker(Worker):
 
     def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
         if not self._verifying:
+            self.submit([])
             self._verifying = True
-            most = self.slots // 2
-            first, self._waiting = self._waiting[:most], self._waiting[most:]
-            self._worker.submit(first)
         turns = positions // self.slots
         until = self.trace.decode_steps + turns
         self._worker.allow(turns)
@@ -140,7 +138,6 @@ class DraftingWorker(Worker):
     def begin_drafts(self) -> None:
         self._verifying = False
         self._worker.allow(None)
-        self.submit([])
         if self._worker.busy:
             self._worker.begin()  # whatever the trainer does with what is whole already
 

@@ -15,6 +15,7 @@ from lit_rlsched.rollout.audit import (
     restart_stale,
     settle,
 )
+from lit_rlsched.rollout.controller import Verify
 from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
@@ -93,12 +94,14 @@ class RoundInProgress:
         replaces = hooks.max_num_gen_batches > 1
         feedback = Feedback(hooks.stop, self._another if replaces else None)
         self._following, how = None, hooks.drafts_next
-        if how != "go_on":
+        in_parts = how == "go_on" or hooks.passes > 1
+        if not in_parts:
             self._verify_begun(self.groups)
         give_scores_back(before)
         if how is not None:
             following = planner.plan_following(rule, self.groups)
             self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")
+        verify = Verify(self._verify_begun, self._train_begun, hooks.passes)
         self._rollout = session.rollout(
             self.groups,
             version,
@@ -107,7 +110,7 @@ class RoundInProgress:
             predict=True,
             feedback=feedback,
             following=self._following,
-            verify=self._verify_begun if how == "go_on" else None,
+            verify=verify if in_parts else None,
         )
         self._seconds = time.perf_counter() - began
 
@@ -117,6 +120,11 @@ class RoundInProgress:
         samples = [Sample(g, c) for g in groups for c in g.completions]
         self._begun |= {sample.id: len(sample.completion.token_ids) for sample in samples}
         self._session.scorer.forget_ahead({s.id for s in samples if not s.completion.finished})
+
+    def _train_begun(self, groups: Sequence[Group]) -> None:
+        """Verify the drafts of groups, if possible with the pass that trains on them."""
+        self._drafts += self._hooks.train_drafts(groups, self.version, self._session.trace)
+        self._verify_begun(groups)
 
     def _verify(self, groups: Sequence[Group]) -> None:
         verified = time.perf_counter()

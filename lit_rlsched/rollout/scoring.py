@@ -10,7 +10,10 @@ from lit_rlsched.rewards.jobs import ScoredJob
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.text import printable
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import Completion, Group, Sample
+
+SCORE_SECONDS = 0.05
+"""Longest wait for the scores of drafts before something else is looked at."""
 
 
 class Scorer:
@@ -62,8 +65,8 @@ class Scorer:
             seconds: Maximum time to wait for a score.
         """
         self.scheduler.turn(seconds)
-        if self._ahead and not self._pending:
-            self._note_ahead(self.scheduler.poll())
+        if self._ahead:
+            self._known += self._note_ahead(self.scheduler.poll())
 
     def failures(self) -> Counter[str]:
         """Return failures of reward functions since the run began: `rewards/<func>/*`."""
@@ -98,14 +101,33 @@ class Scorer:
     def submit_ahead(self, group: Group, completion: Completion) -> None:
         """Start scoring a draft that has ended, before it is verified.
 
-        `submit` uses the score if the completion has become the same. Nothing is begun if scores
-        depend on the progress of training or on adaptive time-outs.
+        `submit` uses the score if the completion has become the same.
         """
-        if not self.scores or self.timeouts or self.scheduler.asks_for("trainer_state"):
+        if not self.scores_drafts:
             return
         completion.text = self.decode(completion.token_ids)
         self._ahead[f"{group.id}/{completion.index}"] = _Ahead(completion.token_ids)
         self._start(group, completion)
+
+    @property
+    def scores_drafts(self) -> bool:
+        """Whether scores do not depend on the progress of training or on adaptive time-outs."""
+        asks = self.scheduler.asks_for("trainer_state")
+        return self.scores and self.timeouts is None and not asks
+
+    def score_drafts(self, samples: Sequence[Sample], heed: Callable[[], None]) -> None:
+        """Set the scores of ended drafts, given as completions, once they are there.
+
+        `heed` is called while it waits.
+        """
+        for sample in samples:
+            if sample.id not in self._ahead:  # after a resume
+                self.submit_ahead(sample.group, sample.completion)
+        for sample in samples:
+            while (job := self._ahead[sample.id].job) is None:
+                heed()
+                self.turn(SCORE_SECONDS)
+            self._give(sample.completion, job)
 
     @property
     def scores_ahead(self) -> bool:
@@ -119,10 +141,12 @@ class Scorer:
         for job_id in gone:
             del self._ahead[job_id]
 
-    def _note_ahead(self, jobs: Iterable[ScoredJob]) -> None:
-        for job in jobs:
+    def _note_ahead(self, jobs: Iterable[ScoredJob]) -> list[ScoredJob]:
+        """Keep the scores of drafts, and return the others; what was cancelled has none."""
+        for job in (jobs := [*jobs]):
             if (ahead := self._ahead.get(job.job_id)) is not None:
                 ahead.job = job
+        return [job for job in jobs if job.job_id in self._pending]
 
     def _start(self, group: Group, completion: Completion) -> None:
         answer: Any = completion.text
@@ -145,21 +169,23 @@ class Scorer:
             completion.scores = [None] * len(self.scheduler.names)
             yield group, completion
         known, self._known = self._known, []
-        for job in (*known, *self.scheduler.poll()):
-            if job.job_id not in self._pending:  # it was cancelled, or is a draft
-                self._note_ahead([job])
-                continue
+        for job in (*known, *self._note_ahead(self.scheduler.poll())):
+            if job.job_id not in self._pending:
+                continue  # cancelled since
             group, completion = self._pending.pop(job.job_id)
-            completion.scores = job.scores
-            failed = zip(self.scheduler.names, job.failures, strict=True)
-            completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
-            if completion.failure:  # the sum of the other scores would not compare with siblings'
-                completion.scores = [None] * len(job.scores)
-            completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
+            self._give(completion, job)
             if self.timeouts is not None:
                 seconds = max((s for s in job.seconds if s is not None), default=0.0)
                 self.timeouts.observe(group.prompt.uid, seconds, completion.correct)
             yield group, completion
+
+    def _give(self, completion: Completion, job: ScoredJob) -> None:
+        completion.scores = job.scores
+        failed = zip(self.scheduler.names, job.failures, strict=True)
+        completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
+        if completion.failure:  # the sum of the other scores would not compare with siblings'
+            completion.scores = [None] * len(job.scores)
+        completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until a score has arrived, at most `timeout` seconds."""

@@ -11,20 +11,18 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.background import Background
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.controller import RolloutController, Verify
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
-from lit_rlsched.rollout.scoring import Feedback, Scorer
+from lit_rlsched.rollout.scoring import SCORE_SECONDS, Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.timeline import ENGINES, REWARDS, TRAINER, WEIGHTS, Timeline
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import Completion, Group, Sample
 
 T = TypeVar("T")
-SCORE_SECONDS = 0.05
-"""Longest wait for the score of a draft before the end of the update is noticed."""
 Sync = Callable[..., Mapping[str, float]]
 """Copies the weights of a policy version to the engine and returns metrics. `keep=True`: running
 requests keep their key-value cache."""
@@ -127,7 +125,7 @@ class RolloutSession:
         same_noise: bool = False,
         watch: Callable[[Completion], None] | None = None,
         following: Following | None = None,
-        verify: Callable[[Sequence[Group]], None] | None = None,
+        verify: Verify | None = None,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
@@ -160,6 +158,11 @@ class RolloutSession:
         """Draw the rest of the drafts of the current rollout."""
         for _ in self._rollout:
             pass
+
+    def score_drafts(self, groups: Sequence[Group]) -> None:
+        """Wait for the scores of ended drafts, given as completions."""
+        samples = [Sample(group, c) for group in groups for c in group.completions]
+        self.scorer.score_drafts(samples, self.background.heed)
 
     def score_on(self) -> None:
         """Score the drafts, in the background, until the trainer waits or all have their scores."""

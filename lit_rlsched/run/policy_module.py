@@ -281,6 +281,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def needs_group(self) -> bool:
         return True
 
+    @property
+    def verifies_drafts(self) -> bool:
+        own = type(self).loss is PolicyModule.loss  # another may have a term besides
+        return own and self.skip_zero_advantage and not self.needs_reference
+
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
@@ -334,6 +339,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def loss(self, batch: MicroBatch) -> LossOutput:
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
+        if batch.drafts:
+            batch.verify(logp.detach())
         inputs = batch.loss_inputs
         drawn = None
         if self.needs_engine_logprobs(batch.off_policy):

@@ -1,21 +1,19 @@
-"""Verify drafts under a newer policy by block verification, instead of decoding them again.
-
-The method, its cost and its exactness are described in `docs/explanation/rollpacker.md`.
-"""
+"""Verify drafts under a newer policy, instead of decoding them again."""
 
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lit_rlsched.engines.sampling import counter_uniform, inverse_cdf
+from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.settings import RunFailed
+from lit_rlsched.training.block_verification import Trial, excess
 from lit_rlsched.training.logprobs import (
     completion_states,
     default_chunk,
@@ -37,139 +35,6 @@ from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, sta
 
 TURN = 16
 """Candidates of a draft that are tried at a time, the longest first, until one is accepted."""
-
-
-def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
-    """Compute `log w` of each prefix: `w[i] = min(1, w[i-1] * p(x[i]) / q(x[i]))` from `w[0] = 1`.
-
-    From the log-probabilities `[C]` of the tokens. The result is `[C + 1]` in float64.
-    """
-    walk = torch.cat([logp.new_zeros(1).double(), (logp.double() - logq.double()).cumsum(0)])
-    return walk - walk.cummax(0).values
-
-
-def excess(log_weights: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
-    """Compute `max(0, w * p - q)` of the next token, to draw from after an accepted prefix.
-
-    From `log_weights` `[N]` of prefixes and log-probabilities `[N, V]` of the next token under `p`
-    and `q`. The result is `[N, V]` in float64, not normalised.
-    """
-    p = (logp.double() + log_weights.unsqueeze(-1)).exp_()
-    q = logq.to(torch.float64, copy=True).exp_()  # `double` would not copy float64
-    return p.sub_(q).clamp_(min=0.0)
-
-
-def acceptance(log_weights: Tensor, more: Tensor) -> Tensor:
-    """Compute the probabilities of accepting prefixes that are shorter than the draft.
-
-    From `log_weights` `[N]` of prefixes and `more` `[N]`, the sum of `excess` after each. The
-    result `[N]` is at most the weight. A whole draft is accepted with its weight. The longest
-    accepted prefix is used.
-    """
-    lacking = 1 - log_weights.exp()
-    return torch.where(lacking > 0, more / (more + lacking), 1.0)
-
-
-def candidates(log_weights: Tensor, noise: Tensor) -> list[int]:
-    """Return the prefixes shorter than the draft that may be the longest accepted one.
-
-    A prefix is accepted with its weight at most, so its noise may rule it out before the policy
-    that drew it is asked. One of weight 1 is accepted, so none that is shorter is used.
-
-    Args:
-        log_weights: `[C + 1]`, of all prefixes.
-        noise: `[C]`, for the prefixes of 1 to `C` tokens.
-
-    Returns:
-        Lengths, the longest first. The last one is accepted for certain.
-    """
-    weights = log_weights[:-1].exp()
-    certain = int((weights == 1).nonzero()[-1])  # there is the empty one
-    possible = noise[certain:-1] < weights[certain + 1 :]
-    return [*(possible.nonzero().flatten().flip(0) + certain + 1).tolist(), certain]
-
-
-@dataclass(slots=True)
-class _Trial:
-    """A draft of `C` tokens under verification."""
-
-    sample: Sample
-    draft: Draft
-    noise: Tensor
-    """For the prefixes of 1 to `C` tokens, `[C]`."""
-    next_noise: float
-    """For the token drawn after the accepted prefix."""
-    by: list[int] = field(init=False)
-    """Policy version that drew each token."""
-    logprobs: Tensor = field(init=False)
-    """Of its tokens under the verifying policy, `[C]`."""
-    log_weights: Tensor = field(init=False)
-    """Of its prefixes, `[C + 1]`."""
-    distance: float = field(init=False)
-    """Sum over tokens of `max(0, 1 - p/q)`."""
-    prefixes: list[int] = field(init=False)
-    """Candidates that are not decided yet, the longest first."""
-
-    def __post_init__(self) -> None:
-        self.by = [version for version, n in self.draft.segments for _ in range(n)]
-
-    @property
-    def temperature(self) -> float:
-        return self.sample.group.sampling.temperature
-
-    @property
-    def tokens(self) -> int:
-        return len(self.draft.token_ids)
-
-    @property
-    def text(self) -> Sample:
-        """The draft as a completion."""
-        token_ids = array("i", self.draft.token_ids)
-        return Sample(self.sample.group, Completion(self.sample.completion.index, token_ids))
-
-    def is_finite(self) -> bool:
-        drawn = torch.tensor(self.draft.logprobs)
-        return bool(drawn.isfinite().all() and not self.logprobs.isnan().any())
-
-    def weigh(self) -> None:
-        """Compute weights and candidates."""
-        drawn = torch.tensor(self.draft.logprobs, dtype=torch.float64)
-        self.log_weights = prefix_weights(self.logprobs, drawn)
-        self.distance = float((1 - (self.logprobs - drawn).clamp(max=0).exp()).sum())
-        self.prefixes = candidates(self.log_weights, self.noise)
-
-    @property
-    def is_accepted(self) -> bool:
-        """Whether the whole draft is accepted."""
-        return bool(self.noise[-1] < self.log_weights[-1].exp())
-
-    def accept(self, tokens: int) -> None:
-        """Move the first tokens of the draft into the completion."""
-        completion = self.sample.completion
-        completion.token_ids = array("i", self.draft.token_ids[:tokens])
-        completion.logprobs = array("d", self.logprobs[:tokens].tolist())
-
-    def cut(self, prefixes: Sequence[int], more: Tensor, logp: Tensor) -> bool:
-        """Accept the longest of some prefixes if one is accepted, and draw a token after it.
-
-        Args:
-            prefixes: Lengths, the longest first.
-            more: `[N, V]`, the `excess` after each.
-            logp: `[N, V]`, log-probs of the next token under the verifying policy.
-        """
-        accepts = acceptance(self.log_weights[prefixes], more.sum(-1).cpu()).tolist()
-        noise = [float(self.noise[length - 1]) if length else 0.0 for length in prefixes]
-        accepted = (i for i, chance in enumerate(accepts) if noise[i] < chance)
-        if (at := next(accepted, None)) is None:
-            self.prefixes = self.prefixes[len(prefixes) :]
-            assert self.prefixes, "the last candidate is accepted for certain"
-            return False
-        left = more[at] if more[at].sum() > 0 else logp[at].double().exp()  # differ by rounding
-        token = int(inverse_cdf(left, self.next_noise))
-        self.accept(prefixes[at])
-        self.sample.completion.token_ids.append(token)
-        self.sample.completion.logprobs.append(float(logp[at, token]))
-        return True
 
 
 class Drafts:
@@ -239,28 +104,16 @@ class Drafts:
                 drafts, differ by more than `allowed_gap` on average. The result would not be draws
                 of `policy`.
         """
-
-        def trial(sample: Sample, draft: Draft) -> _Trial:
-            name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
-            streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
-            accept, after = torch.tensor(streams)
-            counters = torch.arange(len(draft.token_ids))
-            noise = float(counter_uniform(after, counters[:1]))
-            return _Trial(sample, draft, counter_uniform(accept, counters), noise)
-
-        drafts = []
-        for sample in (Sample(g, c) for g in groups for c in g.completions):
-            if (draft := sample.completion.draft) is not None:
-                limit = sample.group.sampling.max_completion_length
-                drafts.append((sample, draft.first(limit)))
-                sample.completion.draft = None
-        audit = DraftAudit(tokens=sum(len(d.token_ids) for _, d in drafts))
-        trials = [trial(s, d) for s, d in drafts if d.token_ids and self._knows(d)]
+        trials = self._trials(groups, version, seed, salt)
+        audit = DraftAudit(tokens=sum(one.tokens for one in trials))
+        trials = [one for one in trials if one.tokens and self._knows(one.draft)]
+        for completion in (c for group in groups for c in group.completions):
+            completion.draft = None
         if not trials:
             return audit
         device = next(policy.parameters()).device
         parameters = _trainable(policy).items()
-        planned, finite = [], list[_Trial]()
+        planned, finite = [], list[Trial]()
         for versions in sorted({one.draft.versions for one in trials}):
             members = [one for one in trials if one.draft.versions == versions]
             cost = row_cost([one.text for one in members], micro_batch_tokens)
@@ -299,15 +152,48 @@ class Drafts:
         drawn = len(finite) - len(whole)  # a token after what is kept of each
         audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - drawn
         for one in finite:
-            completion, ids = one.sample.completion, one.sample.completion.token_ids
-            completion.segments = [(version, len(ids))]
-            if ids[-1] in eos_token_ids:
-                completion.finish_reason = "stop"
-            elif len(ids) >= one.sample.group.sampling.max_completion_length:
-                completion.finish_reason = "length"
-            if completion.finished and one.is_accepted:
-                self.kept_whole.append(completion)
+            one.become(one.sample.completion, version, eos_token_ids)
+            if one.sample.completion.finished and one.is_accepted:
+                self.kept_whole.append(one.sample.completion)
         return audit
+
+    def ended(
+        self,
+        groups: Sequence[Group],
+        version: int,
+        *,
+        seed: int,
+        salt: str,
+        eos_token_ids: Sequence[int],
+    ) -> "EndedDrafts":
+        """Return the drafts of those groups in which all have ended; arguments as in `verify`."""
+        whole = []
+        for group in groups:
+            trials = self._trials([group], version, seed, salt)
+            copy = replace(group, completions=[one.text.completion for one in trials])
+            for one, completion in zip(trials, copy.completions, strict=True):
+                completion.logprobs = array("d", one.draft.logprobs)
+                one.become(completion, version, eos_token_ids)
+            known = len(trials) == len(group.completions)
+            known = known and all(self._knows(one.draft) for one in trials)
+            if known and all(completion.finished for completion in copy.completions):
+                whole.append((copy, trials))
+        return EndedDrafts(whole, version, eos_token_ids, self.kept_whole)
+
+    def _trials(self, groups: Sequence[Group], version: int, seed: int, salt: str) -> list[Trial]:
+        """Return the drafts of some groups, as far as the limit, with their noise."""
+        trials = []
+        for sample in (Sample(g, c) for g in groups for c in g.completions):
+            if sample.completion.draft is None:
+                continue
+            draft = sample.completion.draft.first(sample.group.sampling.max_completion_length)
+            name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
+            streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
+            accept, after = torch.tensor(streams)
+            counters = torch.arange(max(1, len(draft.token_ids)))
+            noise = float(counter_uniform(after, counters[:1]))
+            trials.append(Trial(sample, draft, counter_uniform(accept, counters), noise))
+        return trials
 
     def give_old_logprobs(self, completions: Iterable[Completion], version: int) -> None:
         """Use the log-probs of the verification as the old ones, if a draft was kept whole."""
@@ -319,6 +205,56 @@ class Drafts:
     def _knows(self, draft: Draft) -> bool:
         """Whether the weights of all its versions are kept."""
         return self.weights.keys() >= {*draft.versions}
+
+
+class EndedDrafts:
+    """Drafts of groups in which all have ended, verified by the pass that computes their gradients.
+
+    A draft that this pass accepts whole is a completion. The others are left for `Drafts.verify`,
+    which decides about them with the same noise.
+
+    Args:
+        whole: Copies of the groups, with the drafts as completions; and the drafts.
+        version: Policy version that verifies.
+        eos_token_ids: Tokens that end a completion.
+        kept_whole: Gets the completions.
+
+    Attributes:
+        groups: The copies.
+        kept: Ids of the drafts that are accepted whole.
+        audit: Of these.
+    """
+
+    def __init__(
+        self,
+        whole: Sequence[tuple[Group, Sequence[Trial]]],
+        version: int,
+        eos_token_ids: Sequence[int],
+        kept_whole: list[Completion],
+    ) -> None:
+        self._trials = {one.sample.id: one for _, trials in whole for one in trials}
+        self._version, self._eos, self._whole = version, eos_token_ids, kept_whole
+        self.groups = [group for group, _ in whole]
+        self.kept: set[str] = set()
+        self.audit = DraftAudit()
+
+    def accepts(self, samples: Sequence[Sample], logp: Tensor) -> Tensor:
+        """Turn the drafts that are accepted whole into completions; see `micro_batches.Accepts`."""
+        for sample, row in zip(samples, logp.double().cpu(), strict=True):
+            one = self._trials[sample.id]
+            one.logprobs = row[: one.tokens]
+            if not one.is_finite():
+                continue
+            one.weigh()
+            if one.is_accepted:
+                one.accept(one.tokens)
+                completion = one.sample.completion
+                one.become(completion, self._version, self._eos)
+                completion.draft = None
+                self._whole.append(completion)
+                self.kept.add(one.sample.id)
+                self.audit += DraftAudit(one.tokens, one.tokens, 1, one.distance)
+        return torch.tensor([sample.id in self.kept for sample in samples])
 
 
 def _trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
@@ -342,8 +278,8 @@ def _with(policy: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _batches(
-    trials: Sequence[_Trial], cost: RowCost | None, micro_batch_tokens: int
-) -> list[tuple[list[_Trial], list[PromptRow]]]:
+    trials: Sequence[Trial], cost: RowCost | None, micro_batch_tokens: int
+) -> list[tuple[list[Trial], list[PromptRow]]]:
     """Split drafts into micro-batches, in the order of their rows."""
     by_id = {one.sample.id: one for one in trials}
     rows = share_prompts([one.text for one in trials], cost, micro_batch_tokens)
@@ -353,7 +289,7 @@ def _batches(
     ]
 
 
-def _score(policy: nn.Module, batch: Sequence[_Trial], rows: EncodedRows) -> dict[str, Tensor]:
+def _score(policy: nn.Module, batch: Sequence[Trial], rows: EncodedRows) -> dict[str, Tensor]:
     """Set the log-probs of drafts; return the states that predict their tokens, by id."""
     states = completion_states(policy, *rows)
     drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=states.device)
@@ -380,7 +316,7 @@ def _differs(audit: DraftAudit, allowed: float) -> str:
 def _recall(
     policy: nn.Module,
     drew: Mapping[int, dict[str, Tensor]],
-    batch: Sequence[_Trial],
+    batch: Sequence[Trial],
     rows: EncodedRows,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Read drafts with the weights that drew them.
@@ -419,7 +355,7 @@ def _recall(
 def _cut(
     policy: nn.Module,
     drew: Mapping[int, dict[str, Tensor]],
-    batch: list[_Trial],
+    batch: list[Trial],
     new: Mapping[str, Tensor],
     old: Mapping[str, Tensor],
 ) -> None:

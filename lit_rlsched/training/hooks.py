@@ -88,6 +88,10 @@ class TrainerHooks(RoundHooks):
                 divisor=self._divisor,
                 meanwhile=session.scorer.turn,
             )
+            all_are_trained = not (how.rule.ends_early or how.rule.stops_groups)
+            verifies = schedule.ahead == "verify" and all_are_trained
+            if verifies and update.verifies_drafts and session.scorer.scores_drafts:
+                self.passes = 3  # a backward pass takes as long as two
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         return self._drafts.verify(
@@ -102,6 +106,23 @@ class TrainerHooks(RoundHooks):
             row_cost=self._how.update.learner.row_cost,
             allowed_gap=self._allowed,
         )
+
+    def train_drafts(
+        self, groups: Sequence[Group], version: int, trace: RolloutTrace
+    ) -> DraftAudit:
+        if self.passes == 1 or self.stream is None:
+            return DraftAudit()
+        ended = self._drafts.ended(
+            groups,
+            version,
+            seed=self._how.update.settings.seed,
+            salt=self._salt,
+            eos_token_ids=self._how.session.spec.eos_token_ids,
+        )
+        if ended.groups:
+            self._how.session.score_drafts(ended.groups)
+            self.stream.verify(ended.groups, ended, trace)
+        return ended.audit
 
     def is_replaced(self, group: Group) -> bool:
         return is_uninformative(group, self._how.update.weights)

@@ -1,7 +1,7 @@
 """Split an optimizer step's completions into padded micro-batches; nothing else pads."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lit_rlsched.scheduling.shares import share
-from lit_rlsched.types import Completion, Sample
+from lit_rlsched.types import Completion, Group, Sample
 
 MASKED_POSITIONS = 2**14
 """Maximum positions of a micro-batch with an attention mask, which then has at most `2**28`
@@ -24,6 +24,9 @@ PASS = 128
 """Positions that cost about as much as one more forward pass over the quick task's model."""
 
 T = TypeVar("T", bound=Sized)
+
+Accepts = Callable[[Sequence[Sample], torch.Tensor], torch.Tensor]
+"""Given drafts and the log-probs `[B, C]` of their tokens, returns which are kept, `[B]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class MicroBatch:
         is_last: Whether this is the last one.
         scale: Factor of the loss before the backward pass: the number of ranks, which average their
             gradients, or 0 for a micro-batch that another rank has too.
+        drafts: Whether the completions are drafts, for `verify` to decide about.
     """
 
     def __init__(
@@ -134,8 +138,11 @@ class MicroBatch:
         is_first: bool,
         is_last: bool,
         scale: float = 1.0,
+        advantage: Callable[[Sample], float] = lambda sample: sample.completion.advantage,
+        accepts: Accepts | None = None,
     ) -> None:
         samples = [sample for row in prompt_rows for sample in row.samples]
+        self._accepts = accepts and partial(accepts, samples)
         completions = [sample.completion for sample in samples]
         sampling = samples[0].group.sampling
         self.temperature = sampling.temperature
@@ -152,7 +159,7 @@ class MicroBatch:
         self.prompt_lengths = encoded.prompt_lengths
         self.completion_lengths = encoded.completion_lengths
         self.completion_mask = _pad([step.mask(c) for c in completions])
-        self.advantages = torch.tensor([c.advantage for c in completions], dtype=_float_dtype())
+        self.advantages = torch.tensor([advantage(s) for s in samples], dtype=_float_dtype())
         self.rollout_logp = _pad([c.logprobs for c in completions])
         self.old_logp = _pad_optional([c.old_logprobs for c in completions])
         self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
@@ -184,6 +191,22 @@ class MicroBatch:
             "step_tokens": self.step_tokens,
             "max_completion_length": self.max_completion_length,
         }
+
+    @property
+    def drafts(self) -> bool:
+        return self._accepts is not None
+
+    def verify(self, logp: torch.Tensor) -> None:
+        """Take the drafts that are cut out of the loss.
+
+        Args:
+            logp: `[B, C]`, log-probs under the policy. They become `rollout_logp`: what is kept is
+                as if this policy had drawn it.
+        """
+        assert self._accepts is not None, "there are no drafts"
+        kept = self._accepts(logp).to(self.completion_mask)
+        self.completion_mask = self.completion_mask * kept.unsqueeze(1)
+        self.rollout_logp = logp
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         """Move every tensor, in place."""
@@ -237,6 +260,10 @@ class OptimizerStep:
             not known yet.
         accumulated: Parts of this step whose gradients are already accumulated, all with the same
             `divisor`. Their completions are skipped; the losses of the others divide by it, too.
+        done: Advantages by which gradients are accumulated already, by the id of the completion; by
+            default those of `accumulated`. If the advantage of one of them has changed since, only
+            the difference is trained on, which needs a gradient that is linear in the advantages.
+        accepts: The completions are drafts, and this decides which of them are kept.
         rank: Rank of this process, which iterates over its share of the micro-batches.
         ranks: Number of ranks, which get equally many; see `scheduling.shares`.
 
@@ -244,6 +271,7 @@ class OptimizerStep:
         samples: The completions that the loss is defined on, including skipped ones.
         totals: Sequences and tokens of the step.
         divisor: Divisor of the losses of the micro-batches.
+        drafts: If the completions were drafts, their groups, with those that were cut.
     """
 
     def __init__(
@@ -258,11 +286,15 @@ class OptimizerStep:
         row_cost: Callable[[Sequence[Sample], int], RowCost | None] | None = None,
         divisor: tuple[int, int] | None = None,
         accumulated: Sequence["OptimizerStep"] = (),
+        done: Mapping[str, float] | None = None,
+        accepts: Accepts | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         self._rank, self._ranks = rank, ranks
-        samples = [s for s in samples if not s.completion.dropped]
+        self._accepts = accepts
+        self.drafts: list[Group] | None = None
+        given, samples = samples, [s for s in samples if not s.completion.dropped]
         totals = StepTotals(len(samples), 0, off_policy, only_version)
         if mask_truncated:
             samples = [s for s in samples if s.completion.finish_reason != "length"]
@@ -273,15 +305,22 @@ class OptimizerStep:
         self.divisor: StepTotals = accumulated[0].divisor if accumulated else self.totals
         if divisor is not None:
             self.divisor = replace(self.totals, sequences=divisor[0], tokens=divisor[1])
-        done = {sample.id for part in accumulated for sample in part.samples}
+        self._done = done = advantages_of(accumulated) if done is None else done
+        self._trained = {id(sample.completion) for sample in self.samples}
         self._encoded = [
             s
-            for s in self.samples
-            if s.id not in done and (s.completion.advantage or not skip_zero_advantage)
+            for s in given
+            if self._left(s)
+            or (not skip_zero_advantage and s.id not in done and id(s.completion) in self._trained)
         ]
         self._micro_batch_tokens = micro_batch_tokens
         self._least_price = PASS if divisor or accumulated else 0
         self._row_cost = row_cost
+
+    def _left(self, sample: Sample) -> float:
+        """Return the part of its advantage that is not trained on yet."""
+        own = sample.completion.advantage if id(sample.completion) in self._trained else 0.0
+        return own - self._done.get(sample.id, 0.0)
 
     @cached_property
     def _prompt_rows(self) -> list[list[PromptRow]]:
@@ -313,7 +352,14 @@ class OptimizerStep:
                 is_first=number == 0,
                 is_last=number == len(turns) - 1,
                 scale=float(self._ranks) if counts else 0.0,
+                advantage=self._left,
+                accepts=self._accepts,
             )
+
+    def keep(self, ids: Collection[str]) -> None:
+        """Leave drafts that were cut out of `samples`, now that all are verified."""
+        self.drafts = [*{s.group.id: s.group for s in self._encoded}.values()]
+        self.samples = [s for s in self.samples if s.id in ids]
 
     def padding(self) -> PaddingCount:
         """Count positions and padding, of the accumulated parts too, without building tensors."""
@@ -322,6 +368,16 @@ class OptimizerStep:
         parts = [PaddingCount(positions, positions - sum(map(sum, lengths)))]
         parts += [part.padding() for part in self.accumulated]
         return PaddingCount(sum(p.positions for p in parts), sum(p.padding for p in parts))
+
+
+def are_among(ids: Collection[str], samples: Sequence[Sample], logp: torch.Tensor) -> torch.Tensor:
+    """Return which samples have one of these ids: `accepts` once it is known."""
+    return torch.tensor([sample.id in ids for sample in samples])
+
+
+def advantages_of(parts: Iterable[OptimizerStep]) -> dict[str, float]:
+    """Return the advantage with which each completion was last trained on, by its id."""
+    return {s.id: s.completion.advantage for part in parts for s in part.samples}
 
 
 def share_prompts(

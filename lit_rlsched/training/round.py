@@ -1,7 +1,7 @@
 """A drawn round, and the rewards and advantages of its completions."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -30,8 +30,31 @@ class LostGradients:
 
     divisor: tuple[int, int]
     """See `OptimizerStep`."""
-    parts: list[list[str]]
-    """Ids of each part's groups. The same parts give the same sums, bit for bit."""
+    parts: list[Any]
+    """Ids of each part's groups; for drafts, the groups themselves and ids of those kept. The same
+    parts give the same sums, bit for bit."""
+
+    @classmethod
+    def of(cls, steps: Sequence[OptimizerStep]) -> "LostGradients":
+        """Note what these steps were."""
+        parts: list[Any] = []
+        for step in steps:
+            if step.drafts is None:
+                parts.append([*dict.fromkeys(s.group.id for s in step.samples)])
+            else:
+                parts.append((pack(step.drafts), [s.id for s in step.samples]))
+        divisor = steps[0].divisor
+        return cls((divisor.sequences, int(divisor.tokens)), parts)
+
+    def parts_of(self, round: "Round") -> Iterator[tuple[list[Group], list[str] | None]]:
+        """Yield the groups of each part; for drafts, with the ids of those that were kept."""
+        groups = {group.id: group for group in round.groups}
+        prompts = {group.prompt.uid: group.prompt for group in round.groups}
+        for part in self.parts:
+            if isinstance(part, list):
+                yield [groups[name] for name in part], None
+            else:
+                yield unpack(part[0], prompts.__getitem__), part[1]
 
 
 @dataclass(slots=True)
@@ -62,9 +85,7 @@ class Round:
         """The state that training on the round needs."""
         lost = self.lost
         if self.accumulated:
-            divisor = self.accumulated[0].divisor
-            parts = [[*dict.fromkeys(s.group.id for s in p.samples)] for p in self.accumulated]
-            lost = LostGradients((divisor.sequences, int(divisor.tokens)), parts)
+            lost = LostGradients.of(self.accumulated)
         return {
             "number": self.number,
             "version": self.version,

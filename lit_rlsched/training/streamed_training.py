@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.training.draft_verifier import Drafts
-from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.draft_verifier import Drafts, EndedDrafts
+from lit_rlsched.training.micro_batches import OptimizerStep, advantages_of
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
 from lit_rlsched.types import Group
@@ -42,6 +42,8 @@ class GradientStream:
         prompts, tokens = update.schedule.rule.update_prompts, update.settings.micro_batch_tokens
         self._ready = Parts(streaming, prompts, tokens).ready
         self._parts: list[OptimizerStep] = []
+        self._done: dict[str, float] = {}
+        """Advantages of drafts that were kept whole, by id."""
         self._copies: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
@@ -52,6 +54,25 @@ class GradientStream:
             trace.worked(began, time.monotonic())
             self._meanwhile()
 
+    def verify(self, groups: list[Group], ended: EndedDrafts, trace: RolloutTrace) -> None:
+        """Verify ended drafts with the pass that computes their gradients.
+
+        Args:
+            groups: The drafts as scored completions.
+            ended: Accepts them.
+            trace: Records the time.
+        """
+        began = time.monotonic()
+        part = Round(self._number, self._version, groups)
+        self._update.assign_advantages(part, drafts=True)
+        first = not self._parts
+        step = self._update.accumulate_part(part, self._divisor, first, accepts=ended.accepts)
+        step.keep(ended.kept)
+        self._parts.append(step)
+        self._done |= advantages_of([step])
+        trace.worked(began, time.monotonic())
+        self._meanwhile()
+
     def finish(self, round: Round) -> None:
         """Copy the results of the streamed groups and `streamed_training/*` into the round."""
         for group, copy in self._copies:
@@ -61,8 +82,8 @@ class GradientStream:
                 completion.ref_logprobs = done.ref_logprobs
         round.accumulated = self._parts
         assert round.trace is not None
-        streamed = sum(len(part.samples) for part in self._parts)
-        round.metrics["streamed_training/streamed_share"] = streamed / len(round.completions)
+        streamed = {sample.id for part in self._parts for sample in part.samples}
+        round.metrics["streamed_training/streamed_share"] = len(streamed) / len(round.completions)
         round.metrics["streamed_training/gradient_seconds"] = round.trace.work_seconds
         round.metrics["streamed_training/overlap_seconds"] = round.trace.overlap_seconds
 
@@ -74,6 +95,7 @@ class GradientStream:
         copies = [group.copy() for group in groups]
         round = Round(self._number, self._version, copies)
         self._update.assign_advantages(round)
-        self._parts.append(self._update.accumulate(round, self._divisor, not self._parts))
+        first = not self._parts
+        self._parts.append(self._update.accumulate(round, self._divisor, first, self._done))
         self._copies += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)

@@ -281,6 +281,127 @@ def test_verified_rounds_stream_their_gradients(fit, tiny_model, iterations):
         torch.testing.assert_close(streamed, plain, rtol=0, atol=1e-6)
 
 
+EXACT = {"steps_per_round": 1, "micro_batch_tokens": 150}
+
+
+def of_one_pass(rounds):
+    """Drafts that the update verified in each round, and how many of them it kept."""
+    return [
+        (
+            sum(len(group.completions) for step in parts for group in step.drafts),
+            sum(len(step.samples) for step in parts),
+        )
+        for parts in ([s for s in r.accumulated if s.drafts is not None] for r in rounds)
+    ]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "gspo", "cispo", "rloo"])
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.mostly_slow("True-dapo", "False-grpo")
+def test_one_pass_verifies_and_trains(fit, exact_model, loss_type, selects):
+    """The update is that of verified completions; some drafts are cut, and rewards change then."""
+
+    def trained(*callbacks, **settings):
+        seen = Rounds()
+        module = GRPOModule(
+            exact_model,
+            learning_rate=1e-2,
+            loss_type=loss_type,
+            epsilon_high=5.0 if loss_type == "cispo" else None,
+            **settings,
+        )
+        fit(
+            module,
+            [seen, *callbacks, *([DownSampling(2)] if selects else []), AheadRollout()],
+            {"precision": "64-true", "max_epochs": 4},
+            engine=ProcessEngine(TransformersEngine()),
+            num_generations=4,
+            **EXACT,
+        )
+        return seen, weights(module)
+
+    seen, one = trained()
+    again, two = trained(Unstreamed())
+    assert seen.drawn == again.drawn
+    first, *later = of_one_pass(seen.rounds)
+    assert first == (0, 0) and len(later) == 3
+    assert 0 < sum(kept for _, kept in later) < sum(tried for tried, _ in later)
+    assert not any(r.accumulated for r in again.rounds)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+    for now, then in zip(seen.rounds, again.rounds, strict=True):
+        for name in ("drafts/accepted_tokens", "drafts/completed", "drafts/distance", "reward"):
+            assert now.metrics.get(name) == pytest.approx(then.metrics.get(name))
+        for a, b in zip(now.completions, then.completions, strict=True):
+            assert a.advantage == pytest.approx(b.advantage) and a.dropped == b.dropped
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "reason"),
+    [
+        ({"beta": 0.1}, {}, "the KL is a term besides"),
+        ({}, {"reward_funcs": ["trainer_state"]}, "scores change until then"),
+    ],
+)
+def test_drafts_are_verified_first_where_one_pass_would_be_wrong(
+    fit, tiny_model, module, data, reason
+):
+    if data:
+        data = {"reward_funcs": [lambda completions, trainer_state, **_: [*map(len, completions)]]}
+    seen = Rounds()
+    fit(
+        GRPOModule(tiny_model, learning_rate=1e-2, **module),
+        [seen, AheadRollout()],
+        {"max_epochs": 3},
+        engine=ProcessEngine(TransformersEngine()),
+        num_generations=3,
+        **EXACT,
+        **data,
+    )
+    assert of_one_pass(seen.rounds) == [(0, 0)] * 3, reason
+    assert all(r.metrics["drafts/tokens"] for r in seen.rounds[1:])
+    kept = [r.metrics["ahead_rollout/rewards_kept"] > 0 for r in seen.rounds[1:]]
+    assert not (data and any(kept))
+
+
+def test_a_loss_of_ones_own_trains_on_verified_completions(fit, tiny_model):
+    class Own(GRPOModule):
+        def loss(self, batch):
+            assert not batch.drafts
+            return super().loss(batch)
+
+    seen = Rounds()
+    fit(
+        Own(tiny_model),
+        [seen, AheadRollout()],
+        {"max_epochs": 2},
+        engine=ProcessEngine(TransformersEngine()),
+        num_generations=3,
+        **EXACT,
+    )
+    assert of_one_pass(seen.rounds) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_gradients_of_one_pass_that_a_checkpoint_lost_are_computed_again(
+    fit, tiny_model, tmp_path, iterations
+):
+    """Bit for bit, with the drafts that were cut in the same micro-batches."""
+    path = tmp_path / "in_update.ckpt"
+
+    class Save(RolloutCallback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 2 * iterations and not path.exists():
+                trainer.save_checkpoint(path)
+
+    settings = {**EXACT, "num_iterations": iterations, "num_generations": 4, "rate": 3e-3}
+    seen, whole, _ = run(fit, tiny_model, "verify", Save(), **settings)
+    tried, kept = of_one_pass(seen.rounds)[2]
+    assert tried > kept > 0
+    again, trained, _ = run(fit, tiny_model, "verify", ckpt_path=path, **settings)
+    assert torch.equal(trained, whole)
+    assert again.drawn == seen.drawn[-len(again.rounds) :]
+
+
 @pytest.mark.parametrize(
     ("callbacks", "settings", "module"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from enumerated import EOS, LIMIT, PROMPT, SEED, VOCAB, make_policy, moved, verify
 
-from lit_rlsched.training import draft_verifier
+from lit_rlsched.training import block_verification, draft_verifier
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
 
@@ -91,12 +91,12 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
     acceptances = {x[:limit]: [0.0] * (len(x[:limit]) - 1) + [1.0] for x in drafts}
     residuals, tried, drawn_from = defaultdict(dict), [], {}
 
-    def cut(trial, prefixes, *more, was=draft_verifier._Trial.cut):
+    def cut(trial, prefixes, *more, was=block_verification.Trial.cut):
         tried[:] = tuple(trial.draft.token_ids), prefixes
         acceptances[tried[0]][-1] = float(trial.log_weights[-1].exp())
         return was(trial, prefixes, *more)
 
-    def acceptance(*arguments, was=draft_verifier.acceptance):
+    def acceptance(*arguments, was=block_verification.acceptance):
         found = was(*arguments)
         x, prefixes = tried
         for n, accept in zip(prefixes, found.tolist(), strict=True):
@@ -116,9 +116,9 @@ def outcomes(monkeypatch, policy, kept, drafts, logq, limit=LIMIT, spans=by_one)
     group = Group("g", Prompt("p", "", PROMPT), Sampling(limit, TEMPERATURE), completions)
     with monkeypatch.context() as patch:
         patch.setattr(draft_verifier, "counter_uniform", noise)
-        patch.setattr(draft_verifier._Trial, "cut", cut)
-        patch.setattr(draft_verifier, "acceptance", acceptance)
-        patch.setattr(draft_verifier, "inverse_cdf", residual)
+        patch.setattr(block_verification.Trial, "cut", cut)
+        patch.setattr(block_verification, "acceptance", acceptance)
+        patch.setattr(block_verification, "inverse_cdf", residual)
         verify(kept, policy, [group], VERSION)
     for i, left in drawn_from.items():
         residuals[script[i][0][:limit]][len(completions[i].token_ids) - 1] = left

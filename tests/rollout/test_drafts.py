@@ -16,10 +16,15 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.training import draft_verifier, logprobs
+from lit_rlsched.training.block_verification import Trial
 from lit_rlsched.training.draft_verifier import Drafts, _with
-from lit_rlsched.training.logprobs import completion_states, vocabulary_logprobs
-from lit_rlsched.training.micro_batches import EncodedRows, RowCost
-from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
+from lit_rlsched.training.logprobs import (
+    completion_logprobs,
+    completion_states,
+    vocabulary_logprobs,
+)
+from lit_rlsched.training.micro_batches import EncodedRows, OptimizerStep, RowCost
+from lit_rlsched.types import Completion, Draft, Group, Prompt, Sample, Sampling, stable_hash
 
 
 def groups_of(n, size=4, temperature=0.8):
@@ -155,6 +160,44 @@ def test_what_becomes_of_a_draft_does_not_depend_on_its_company():
         ]
 
 
+@pytest.mark.parametrize("by", [0.0, 0.03, 0.1])
+def test_the_pass_of_the_update_keeps_what_the_verification_keeps_whole(by):
+    policy = make_policy(0)
+    drafts, groups = lost(policy)
+    drafts.weights[1] = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    groups += (whole := groups_of(30)[:20])
+    for i, group in enumerate(whole):
+        group.id, group.prompt = f"w{i}", Prompt(f"w{i}", "", PROMPT)
+    decode(policy, whole, 1)
+    for completion in (c for group in whole for c in group.completions):
+        completion.put_off()
+    later, plain = moved(policy, by=by), copy.deepcopy(groups)
+    expected = verify(drafts, later, plain)
+    ended = drafts.ended(groups, 4, seed=SEED, salt="", eos_token_ids=(EOS,))
+    assert {g.id for g in whole} <= {g.id for g in ended.groups} and len(ended.groups) < 50
+    step = OptimizerStep([Sample(g, c) for g in ended.groups for c in g.completions], 300)
+    known = drafts.kept_whole[:]
+    for samples, batch in zip(step.micro_batches, step, strict=True):
+        assert all(s.completion.finish_reason in ("stop", "length") for s in samples)
+        with torch.no_grad():
+            kept = ended.accepts(samples, completion_logprobs(later, **batch.logprob_inputs)[0])
+        assert kept.tolist() == [s.id in ended.kept for s in samples]
+    assert (len(ended.kept) == len(step.samples)) == (by == 0.0)
+    now_known = [c for c in drafts.kept_whole if not any(c is other for other in known)]
+    assert len(now_known) == ended.audit.completed == len(ended.kept) > 20
+    left = verify(drafts, later, groups)
+    total = ended.audit + left
+    assert (total.tokens, total.accepted_tokens) == (expected.tokens, expected.accepted_tokens)
+    assert total.completed == expected.completed
+    assert total.distance == pytest.approx(expected.distance)
+    for a, b in zip(groups, plain, strict=True):
+        for c, d in zip(a.completions, b.completions, strict=True):
+            assert (c.token_ids, c.finish_reason, c.segments, c.draft) == (
+                (d.token_ids, d.finish_reason, d.segments, d.draft)
+            )
+            assert c.logprobs == pytest.approx(d.logprobs, abs=1e-9)
+
+
 def test_drafts_of_a_prompt_share_it_where_that_is_cheaper(monkeypatch):
     """In both passes; what becomes of them is the same."""
     policy = make_policy(0)
@@ -185,12 +228,10 @@ def test_what_becomes_of_a_draft_does_not_depend_on_how_many_candidates_are_trie
     drafts, groups = lost(policy, 60)
     later, twin = moved(policy, by=0.1), copy.deepcopy(groups)
     audit = verify(drafts, later, groups)
-    tried, was = [], draft_verifier._Trial.cut
+    tried, was = [], Trial.cut
     monkeypatch.setattr(draft_verifier, "TURN", turn)
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", {"cpu": turn * 4 * len(policy.lm_head.weight)})
-    monkeypatch.setattr(
-        draft_verifier._Trial, "cut", lambda *of: tried.append(len(of[1])) or was(*of)
-    )
+    monkeypatch.setattr(Trial, "cut", lambda *of: tried.append(len(of[1])) or was(*of))
     verify(drafts, later, twin)
     for one, other in zip(groups, twin, strict=True):
         assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]

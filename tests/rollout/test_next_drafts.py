@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.rollout.controller import Verify
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.scoring import Feedback
 from lit_rlsched.rollout.simulate.rounds import simulated_session
@@ -85,7 +86,7 @@ def test_drafts_fill_the_drain(own, later):
 
 @given(LENGTHS, LENGTHS, st.integers(2, 6), st.sampled_from([1, 2]), st.data())
 def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, data):
-    """As many turns as the trainer's pass has positions for each slot, with half of the slots."""
+    """As many turns as the trainer's pass has positions for each slot."""
     kept = [data.draw(st.integers(1, length)) for length in own]
     session, groups, drafts = started(own, later, slots, engines)
     for group, length in zip(groups, own, strict=True):
@@ -103,7 +104,9 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
             completion.logprobs.extend([0.0] * most)
             completion.finish_reason = "stop" if most == length else None
 
-    rollout = session.rollout(groups, 1, following=Following(drafts, "later"), verify=verify)
+    rollout = session.rollout(
+        groups, 1, following=Following(drafts, "later"), verify=Verify(verify, verify)
+    )
     during = session.trace
     assert len(list(rollout)) == len(groups)
     session.go_on()
@@ -112,8 +115,8 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
     assert [len(ids) for ids in tokens(drafts)] == later
     assert sorted(name for part in parts for name in part) == sorted(group.id for group in groups)
     rest = {f"a{i}": own[i] - kept[i] for i in range(len(own)) if kept[i] < own[i]}
-    if engines == 1 and len(rest) <= slots - slots // 2:  # no completion waits
-        step, last, drafts_end = 0, 0, max(later[: slots // 2])
+    if engines == 1 and len(rest) + len(later) <= slots:  # no completion waits
+        step, last, drafts_end = 0, 0, max(later)
         for part in parts:
             positions = sum(own[int(name[1:])] + 2 for name in part)
             step = min(step + positions // slots, max(step, last, drafts_end))

@@ -19,7 +19,7 @@ from lit_rlsched.engines._engine_server import Server
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.controller import RolloutController, Verify
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Feedback, Unscored
 from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
@@ -238,7 +238,7 @@ class Round:
             controller = RolloutController(worker, Unscored(), seed=3)
             controller.worker = drafting = DraftingWorker(worker, following.requests(3, 1))
             trace = drafting.start_trace()
-            done = controller.run(groups, FullRound(self.prompts), 1, verify=verify)
+            done = controller.run(groups, FullRound(self.prompts), 1, verify=Verify(verify, verify))
             order = [group.id for group in done]
             drafting.end_round()
             drafting.go_on(lambda: None, Unscored())

@@ -6,7 +6,7 @@ import pytest
 
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.controller import RolloutController, Verify
 from lit_rlsched.rollout.next_drafts import DraftingWorker
 from lit_rlsched.rollout.scoring import Feedback, Unscored
 from lit_rlsched.scheduling.admission import Admission
@@ -106,7 +106,9 @@ def test_early_stops_beside_a_verification_do_not_depend_on_the_order_of_scores(
             waits=lambda group: sum(c.finished for c in group.completions) >= 2,
             stops=lambda group: True,
         )
-        parts = stream(loop, groups, FullRound(3), feedback=Feedback(stop=stop), verify=verify)
+        parts = stream(
+            loop, groups, FullRound(3), feedback=Feedback(stop=stop), verify=Verify(verify, verify)
+        )
         return parts, [len(each.completions) for each in groups]
 
     assert streamed("ABC") == streamed("BCA") == streamed("CBA")
@@ -127,7 +129,7 @@ def test_what_is_cut_decodes_while_the_trainer_uses_what_is_whole():
         for each in part:
             keep(each.completions[0], 8 if each.id == "whole" else 4)
 
-    drawn = loop.run(groups, FullRound(2), 1, verify=verify)
+    drawn = loop.run(groups, FullRound(2), 1, verify=Verify(verify, verify))
     assert next(drawn).id == "whole"
     assert [*worker.running] == ["cut/0"]
     assert next(drawn).id == "cut"

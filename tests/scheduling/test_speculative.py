@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.tabular import acceptances, after, completed, random_policy, sequences, verified
 from lit_rlsched.engines.sampling import inverse_cdf
-from lit_rlsched.training.draft_verifier import (
+from lit_rlsched.training.block_verification import (
     acceptance,
     candidates,
     excess,
