@@ -11,11 +11,9 @@ from lit_rlsched.training.advantages import (
     group_relative,
     kl_in_reward,
     leave_one_out,
-    mean_kl,
 )
 from lit_rlsched.training.learner import RoundLogprobs
-from lit_rlsched.training.losses import LossOutput, LossType
-from lit_rlsched.training.micro_batches import MicroBatch
+from lit_rlsched.training.losses import LossType
 
 __all__ = ["GRPOModule", "PolicyModule", "RLOOModule"]
 
@@ -116,13 +114,6 @@ class RLOOModule(PolicyModule):
     @property
     def skip_zero_advantage(self) -> bool:
         return True  # the KL is part of the advantage
-
-    def loss(self, batch: MicroBatch) -> LossOutput:
-        output = super().loss(batch)
-        if batch.old_logp is not None and batch.ref_logp is not None:
-            kl = mean_kl(batch.old_logp, batch.ref_logp, batch.completion_mask)
-            output.metrics["kl"] = kl
-        return output
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         if logprobs is not None:

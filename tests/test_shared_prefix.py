@@ -15,7 +15,8 @@ from lit_rlsched.training import lm_head, shared_prefix
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.losses import policy_loss
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.prompt_rows import RowCost
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 VOCAB = 128

@@ -95,6 +95,11 @@ def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
+def alike(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Return equal rewards: the update has nothing to compute."""
+    return [0.0] * len(completion_ids)
+
+
 class Clock(RolloutCallback):
     """Seconds and counts of each round, from the end of the one before to the end of its update."""
 
@@ -126,7 +131,7 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
     engine: Any = GivenLengths()
     return RolloutDataModule(
         ReasoningGym(TASK, "train", PROMPTS).rows(),
-        [parity],
+        [parity if row.trains else alike],
         engine=ProcessEngine(engine) if row.own_process else engine,
         prompts_per_round=row.prompts,
         num_generations=row.generations,
@@ -150,6 +155,7 @@ def run(row: Row, seed: int) -> dict[str, Any]:
             Path(folder),
             max_epochs=row.warm_up + row.rounds + row.after,
             limit_val_batches=0,
+            precision=row.precision,
             callbacks=[*row.callbacks(), clock],
         )
         trainer.fit(module, datamodule=data_of(row, seed))

@@ -7,7 +7,8 @@ Each row trains some rounds of a schedule in a process of its own and appends it
 `benchmarks/results/papers.csv`. Rows that are already there, for this CPU and seed and with as many
 repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
 replay those of `lengths.csv`, which `--record` draws anew. The reward is whether a completion has
-an odd number of tokens, so that each schedule has the same update to compute.
+an odd number of tokens, so that each schedule has the same update to compute. In the rows that
+begin with `rollout` rewards are equal, so that a round is its rollout and its verification.
 """
 
 import csv

@@ -5,14 +5,12 @@ Run by `python -m benchmarks run papers --record`. The tokens go to `runs/papers
 """
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning import seed_everything
 
 from benchmarks.ours import make_trainer
-from benchmarks.papers.child import PROMPTS, TASK
+from benchmarks.papers.child import PROMPTS, TASK, alike
 from benchmarks.papers.rows import LENGTHS, MODEL
 from benchmarks.record import Recorder, read_recording
 from lit_rlsched import GRPOModule, RolloutDataModule
@@ -25,18 +23,13 @@ FOLDER = Path("runs/papers/recording")
 GENERATIONS, LIMIT, SLOTS = 16, 1024, 64
 
 
-def nothing(completions: Sequence[str], **_: Any) -> list[float]:
-    """Return equal rewards, with which an update has nothing to compute."""
-    return [0.0] * len(completions)
-
-
 def record() -> None:
     """Draw one round of all prompts and write the lengths."""
     keep_heap()
     seed_everything(0, verbose=False)
     data = RolloutDataModule(
         ReasoningGym(TASK, "train", PROMPTS).rows(),
-        [nothing],
+        [alike],
         engine=VLLMEngine(),
         prompts_per_round=PROMPTS,
         num_generations=GENERATIONS,

@@ -1,7 +1,7 @@
 """Rows of the table: the settings of each run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,75 +45,98 @@ class Row:
     """Measured rounds."""
     warm_up: int = 1
     """Rounds before them."""
+    precision: str = "32-true"
+    """Of the trainer; the engine has that of its passes."""
+    trains: bool = True
+    """Whether rewards differ, so that updates have something to compute."""
     after: int = 0
     """Rounds after them: nothing is drawn beside the last update of a run."""
 
 
-def schedules(number: int) -> dict[str, Row]:
-    """Return rows for the schedules with a number of slots.
+def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
+    """Return rows for whole rounds with a number of slots.
 
     Where the engine has its own process, the second round alone is measured, which is long.
     """
     here = slots(number)
     importance = ("AheadRollout", {"correction": "importance"})
     apart: dict[str, Any] = {"threads": 1, "own_process": True, "rounds": 1, "after": 1}
-    return {
-        f"{number} slots, in turn": Row(callbacks(slots(number, refill="rounds"))),
-        f"{number} slots": Row(callbacks(here)),
-        f"{number} slots, longest first": Row(
-            callbacks(slots(number, order="longest_first"), "LengthPrediction")
-        ),
-        f"{number} slots, least attained": Row(callbacks(slots(number, order="least_attained"))),
-        f"{number} slots, DrainFilling": Row(callbacks(here, "DrainFilling")),
-        f"{number} slots, Speculation": Row(callbacks(here, "Speculation")),
-        f"{number} slots, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
-        f"{number} slots, second round": Row(callbacks(here), rounds=1),
-        f"{number} slots, own process": Row(callbacks(here), **{**apart, "after": 0}),
-        f"{number} slots, AheadRollout, importance": Row(callbacks(here, importance), **apart),
-        f"{number} slots, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),
-        f"{number} slots, InFlightUpdates": Row(callbacks(here, "InFlightUpdates"), **apart),
+    name = f"{number} slots"
+    rows = {
+        name: Row(callbacks(here)),
+        f"{name}, longest first": Row(callbacks(*longest_first(number))),
+        f"{name}, DrainFilling": Row(callbacks(here, "DrainFilling")),
+        f"{name}, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
+        f"{name}, second round": Row(callbacks(here), rounds=1),
+        f"{name}, own process": Row(callbacks(here), **{**apart, "after": 0}),
+        f"{name}, AheadRollout, importance": Row(callbacks(here, importance), **apart),
+        f"{name}, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),
+        f"{name}, InFlightUpdates": Row(callbacks(here, "InFlightUpdates"), **apart),
     }
+    if precision is None:
+        return rows
+    return {f"{n}, {precision}": replace(row, precision=precision) for n, row in rows.items()}
+
+
+def longest_first(number: int) -> tuple[Any, ...]:
+    """Return callbacks that begin with the completions that are expected to be longest."""
+    return slots(number, order="longest_first"), "LengthPrediction"
+
+
+def rollouts(number: int) -> dict[str, Row]:
+    """Return rows for rollouts alone, with a number of slots."""
+    here, name = slots(number), f"rollout, {number} slots"
+    made = {
+        "in turn": callbacks(slots(number, refill="rounds")),
+        "continuous": callbacks(here),
+        "longest first": callbacks(*longest_first(number)),
+        "least attained": callbacks(slots(number, order="least_attained")),
+        "DrainFilling": callbacks(here, "DrainFilling"),
+        "Speculation": callbacks(here, "Speculation"),
+    }
+    return {f"{name}, {how}": Row(make, trains=False) for how, make in made.items()}
 
 
 def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
     """Return rows for Infinite Sampling: as many completions in larger groups."""
     shape: dict[str, Any] = {"prompts": 32 // generations, "generations": generations}
-    longest = slots(number, order="longest_first")
-    name = f"groups of {generations}"
-    return {
-        f"{name}, all at once": Row(callbacks(), **shape),
-        f"{name}, in turn": Row(callbacks(slots(number, refill="rounds")), **shape),
-        f"{name}, continuous": Row(callbacks(slots(number)), **shape),
-        f"{name}, longest first": Row(callbacks(longest, "LengthPrediction"), **shape),
+    name = f"rollout, groups of {generations}"
+    made = {
+        "all at once": callbacks(),
+        "in turn": callbacks(slots(number, refill="rounds")),
+        "continuous": callbacks(slots(number)),
+        "longest first": callbacks(*longest_first(number)),
     }
+    return {f"{name}, {how}": Row(make, trains=False, **shape) for how, make in made.items()}
 
 
 def pools(number: int) -> dict[str, Row]:
-    """Return rows for SortedRL and RollPacker: whole pools, after one of each."""
-    here = slots(number)
-    four: dict[str, Any] = {"rounds": 4, "warm_up": 4}
-    cycle: dict[str, Any] = {"rounds": 5, "warm_up": 5}
-    name = f"{number} slots"
-    modes = ("on_policy", "partial", "verified")
+    """Return rows for the rollouts of SortedRL and RollPacker: whole pools, after one of each."""
+    here, name = slots(number), f"rollout, {number} slots"
+    four: dict[str, Any] = {"rounds": 4, "warm_up": 4, "trains": False}
+    cycle: dict[str, Any] = {"rounds": 5, "warm_up": 5, "trains": False}
+    once: dict[str, Any] = {"prompts": 16, "steps": 4, "rounds": 1, "trains": False}
+    sorted_modes = {
+        f"{name}, SortedBatching, {mode}": Row(
+            callbacks(here, ("SortedBatching", {"mode": mode})), **four
+        )
+        for mode in ("on_policy", "partial", "verified")
+    }
+    drafts = ("TailBatching", {"reuse_drafts": True})
     return {
-        f"{name}, four steps a round": Row(callbacks(here), prompts=16, steps=4, rounds=1),
-        **{
-            f"{name}, SortedBatching, {mode}": Row(
-                callbacks(here, ("SortedBatching", {"mode": mode})), **four
-            )
-            for mode in modes
-        },
+        f"{name}, four steps a round": Row(callbacks(here), **once),
+        **sorted_modes,
         f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle),
-        f"{name}, TailBatching, drafts": Row(
-            callbacks(here, ("TailBatching", {"reuse_drafts": True})), **cycle
-        ),
+        f"{name}, TailBatching, drafts": Row(callbacks(here, drafts), **cycle),
     }
 
 
 ROWS: dict[str, Row] = {
-    "all at once": Row(callbacks()),
-    **schedules(8),
-    **schedules(16),
+    **rounds(16),
+    **rounds(16, "bf16-mixed"),
+    "rollout, all at once": Row(callbacks(), trains=False),
+    **rollouts(8),
+    **rollouts(16),
     **groups_of(16),
     **pools(16),
 }

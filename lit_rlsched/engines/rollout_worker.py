@@ -74,11 +74,11 @@ class Worker(ABC):
         """Queue requests for a slot."""
 
     def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
-        """Do some work before all of the round's requests are known; `begin_drafts` follows.
+        """Do some work before all of the round's requests are known; `all_submitted` follows.
 
         Args:
-            work: Forward passes of the trainer, and backward passes, which count twice.
-            positions: Number of tokens in them.
+            work: Passes of the trainer.
+            positions: Number of tokens for which all slots need as many steps as may be made.
 
         Yields:
             Events of the known requests, which decode beside it.
@@ -86,8 +86,8 @@ class Worker(ABC):
         work()
         yield from ()
 
-    def begin_drafts(self) -> None:
-        """Let drafts take free slots, now that all of the round's requests are submitted."""
+    def all_submitted(self) -> None:
+        """Decode freely, now that all of the round's requests are known."""
         self.allow(None)
 
     @abstractmethod

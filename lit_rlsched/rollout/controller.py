@@ -10,7 +10,12 @@ from functools import partial
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.scoring import Feedback, Scorer
-from lit_rlsched.scheduling.ahead_rollout import draft_positions, has_drafts, verified_together
+from lit_rlsched.scheduling.ahead_rollout import (
+    FORWARD,
+    draft_positions,
+    has_drafts,
+    verified_together,
+)
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
@@ -24,8 +29,8 @@ class Verify:
     """Called with all groups, before anything is decoded."""
     beside: Callable[[Sequence[Group]], None]
     """Called with each part of them, while others decode and nothing else decides about them."""
-    passes: int = 1
-    """Forward passes that `beside` takes as long as."""
+    share: float = FORWARD
+    """Share of `beside` in what the trainer computes for these completions in the round."""
 
 
 HEED_SECONDS = 0.5
@@ -212,12 +217,12 @@ class RolloutController:
         for part in verified_together(groups):
             self._heed()
             work = partial(verify.beside, part)
-            for events in self.worker.during(work, verify.passes * draft_positions(part)):
+            for events in self.worker.during(work, int(verify.share * draft_positions(part))):
                 finished += self._take(events)
                 self.scorer.turn()
             samples = [Sample(g, c) for g in part for c in g.completions]
             self._submit_begun_first(self._unfinished(samples))
-        self.worker.begin_drafts()
+        self.worker.all_submitted()
         return finished
 
     def _submit_begun_first(self, samples: list[Sample]) -> None:

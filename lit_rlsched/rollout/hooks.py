@@ -23,8 +23,8 @@ class RoundHooks:
     decides which prompts are replaced."""
     drafts_next: AfterRound | None = None
     """What happens to the drafts that free slots begin; `None`: they begin none."""
-    passes: int = 1
-    """Forward passes that `train_drafts` and `verify` take as long as."""
+    trains_drafts: bool = False
+    """Whether `train_drafts` is called."""
 
     def planned(self, groups: list[Group]) -> None:
         """Called with the groups of the round, before anything is drawn."""
@@ -38,7 +38,8 @@ class RoundHooks:
     ) -> DraftAudit:
         """Verify some drafts with the pass that trains on them, before `verify` gets the others.
 
-        Not called where scores may give a group's place to another one.
+        Not called if the round may change what other completions decode: with early stops, length
+        predictions or budgets, and if prompts may be replaced.
         """
         return DraftAudit()
 

@@ -76,8 +76,7 @@ class DraftingWorker(Worker):
 
     While the trainer verifies the round's own drafts part by part (`during`), its requests become
     known part by part, and take the next slot that a draft leaves. Engine and trainer wait for each
-    other after each part: the engine makes the steps that all slots need for as many positions as
-    the trainer's.
+    other after each part: the engine makes a fixed number of steps.
 
     Args:
         worker: Decodes.
@@ -135,7 +134,7 @@ class DraftingWorker(Worker):
             yield self.step()
         self._worker.allow(0)  # what is submitted next begins with the next part
 
-    def begin_drafts(self) -> None:
+    def all_submitted(self) -> None:
         self._verifying = False
         self._worker.allow(None)
         if self._worker.busy:

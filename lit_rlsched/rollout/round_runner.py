@@ -21,6 +21,7 @@ from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.scoring import Feedback
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.scheduling.ahead_rollout import FORWARD
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
@@ -94,14 +95,15 @@ class RoundInProgress:
         replaces = hooks.max_num_gen_batches > 1
         feedback = Feedback(hooks.stop, self._another if replaces else None)
         self._following, how = None, hooks.drafts_next
-        in_parts = how == "go_on" or hooks.passes > 1
+        in_parts = how == "go_on" or hooks.trains_drafts
         if not in_parts:
             self._verify_begun(self.groups)
         give_scores_back(before)
         if how is not None:
             following = planner.plan_following(rule, self.groups)
             self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")
-        verify = Verify(self._verify_begun, self._train_begun, hooks.passes)
+        share = 1.0 if hooks.trains_drafts else FORWARD
+        verify = Verify(self._verify_begun, self._train_begun, share)
         self._rollout = session.rollout(
             self.groups,
             version,
@@ -123,7 +125,8 @@ class RoundInProgress:
 
     def _train_begun(self, groups: Sequence[Group]) -> None:
         """Verify the drafts of groups, if possible with the pass that trains on them."""
-        self._drafts += self._hooks.train_drafts(groups, self.version, self._session.trace)
+        if self._hooks.trains_drafts:
+            self._drafts += self._hooks.train_drafts(groups, self.version, self._session.trace)
         self._verify_begun(groups)
 
     def _verify(self, groups: Sequence[Group]) -> None:

@@ -123,11 +123,13 @@ class Scorer:
         for sample in samples:
             if sample.id not in self._ahead:  # after a resume
                 self.submit_ahead(sample.group, sample.completion)
+        began = time.monotonic()
         for sample in samples:
             while (job := self._ahead[sample.id].job) is None:
                 heed()
                 self.turn(SCORE_SECONDS)
             self._give(sample.completion, job)
+        self.waits.append((began, time.monotonic()))
 
     @property
     def scores_ahead(self) -> bool:

@@ -26,6 +26,7 @@ from lit_rlsched.settings import (
     check_name,
     types_checked,
 )
+from lit_rlsched.training.advantages import mean_kl
 from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.lora import (
@@ -45,7 +46,7 @@ from lit_rlsched.training.losses import (
     policy_loss,
     rollout_correction,
 )
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.optimizers import (
     Optim,
     check_gradient,
@@ -57,6 +58,7 @@ from lit_rlsched.training.optimizers import (
 )
 from lit_rlsched.training.policy import load_policy, whole
 from lit_rlsched.training.precision import KeepsFloat32, load_dtype, to_like
+from lit_rlsched.training.prompt_rows import RowCost
 from lit_rlsched.training.shared_prefix import Sharing, obstacle
 from lit_rlsched.types import Group, Sample
 
@@ -339,8 +341,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def loss(self, batch: MicroBatch) -> LossOutput:
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
-        if batch.drafts:
-            batch.verify(logp.detach())
+        batch.verify(logp.detach())
         inputs = batch.loss_inputs
         drawn = None
         if self.needs_engine_logprobs(batch.off_policy):
@@ -354,6 +355,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             _, moved = rollout_correction(logp.detach(), drawn, mask.bool(), "token_mask", cap)
             output.metrics.update(moved)
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
+        if not self.kl_in_loss and batch.old_logp is not None and batch.ref_logp is not None:
+            output.metrics["kl"] = mean_kl(batch.old_logp, batch.ref_logp, mask)
         return output
 
     def on_round_start(self, plan: list[Group]) -> None:
@@ -387,9 +390,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
                 batch = batch.to(self.device)
                 with gradient_sync(self.trainer, sync and batch.is_last):
                     output = self.loss(batch)
+                    if batch.is_empty:
+                        continue
                     self.manual_backward(output.loss * batch.scale)
                 if batch.scale:
                     self._total += output.loss.detach()
+                if batch.scale and not batch.again:
                     self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:

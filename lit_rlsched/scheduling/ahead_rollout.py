@@ -13,6 +13,11 @@ PARTS = 4
 trainer verifies the next."""
 
 
+FORWARD = 0.25
+"""Share of a forward pass in what the trainer computes for a verified draft: one forward pass, and
+one with a backward pass, which takes as long as two."""
+
+
 def has_drafts(groups: Sequence[Group]) -> bool:
     """Return whether any completion of the groups has a draft."""
     return any(completion.draft for group in groups for completion in group.completions)

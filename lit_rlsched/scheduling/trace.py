@@ -82,8 +82,8 @@ class RolloutTrace:
         """One row each time that a request left the engine: finished, paused or aborted."""
         self.decode_steps = 0
         """Decode steps of the rollout. With several engines: its turns, the logical clock."""
-        self.work: list[tuple[float, float]] = []
-        """Start and end of each gradient computation during the rollout."""
+        self._worked: list[tuple[float, float]] = []
+        """Start and end of gradient computations, by `time.monotonic`."""
         self.updates: list[tuple[int, int, int]] = []
         """Of each update in flight: version that the rollout began with, turn, new version."""
         self._origin: float | None = None
@@ -98,6 +98,12 @@ class RolloutTrace:
     def origin(self) -> float | None:
         """When the first step began, in seconds on the engine's clock."""
         return self._origin
+
+    @property
+    def work(self) -> list[tuple[float, float]]:
+        """Start and end of each gradient computation, unless nothing needed to be decoded."""
+        origin = self._origin
+        return [] if origin is None else [(a - origin, b - origin) for a, b in self._worked]
 
     @property
     def slots(self) -> int:
@@ -256,8 +262,7 @@ class RolloutTrace:
 
     def worked(self, start: float, end: float) -> None:
         """Record a gradient computation; times are `time.monotonic`, the clock of real engines."""
-        if self._origin is not None:  # else nothing needed to be decoded so far
-            self.work.append((start - self._origin, end - self._origin))
+        self._worked.append((start, end))
 
     def left(self, request_id: str, now: float, tokens: int) -> None:
         """Record that a request left its slot after drawing `tokens`."""
@@ -296,7 +301,7 @@ class RolloutTrace:
     def from_state(cls, state: dict[str, Any]) -> "RolloutTrace":
         """Create the trace that `state_dict` described."""
         trace = cls.__new__(cls)
-        vars(trace).update({"updates": []} | state)
+        vars(trace).update({"updates": [], "_worked": []} | state)
         return trace
 
     def tables(self) -> dict[str, "pa.Table"]:

@@ -20,7 +20,9 @@ from lit_rlsched.training.logprobs import (
     token_logprobs,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.micro_batches import (
+from lit_rlsched.training.policy import evaluating, num_embeddings
+from lit_rlsched.training.precision import ForwardContext
+from lit_rlsched.training.prompt_rows import (
     PASS,
     EncodedRows,
     PromptRow,
@@ -28,8 +30,6 @@ from lit_rlsched.training.micro_batches import (
     share_prompts,
     split_rows,
 )
-from lit_rlsched.training.policy import evaluating, num_embeddings
-from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, stable_hash
 
@@ -52,6 +52,8 @@ class Drafts:
         under the round's weights."""
         self._audit = DraftAudit()
         """Of the round so far."""
+        self._judged: dict[str, Tensor] = {}
+        """Log-probs by which a draft of the round was not accepted whole, by id."""
 
     def keep(
         self, policy: nn.Module, version: int, pool: Iterable[Group], all_tokens: bool = False
@@ -61,7 +63,7 @@ class Drafts:
         `policy` has the weights of `version`, the round's policy version. With `all_tokens` any
         token of the pool may become part of a draft later, so the versions that drew them are kept.
         """
-        self.kept_whole, self._audit = [], DraftAudit()
+        self.kept_whole, self._audit, self._judged = [], DraftAudit(), {}
         completions = [c for group in pool for c in group.completions]
         live = {v for c in completions if c.draft for v in c.draft.versions}
         if all_tokens:
@@ -123,6 +125,8 @@ class Drafts:
                 drew: dict[int, dict[str, Tensor]] = {}
                 for batch, rows in batches:
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
+                    for one in batch:
+                        one.logprobs = self._judged.pop(one.sample.id, one.logprobs)
                     known = [one for one in batch if one.is_finite()]
                     for one in known:
                         one.weigh()
@@ -178,7 +182,7 @@ class Drafts:
             known = known and all(self._knows(one.draft) for one in trials)
             if known and all(completion.finished for completion in copy.completions):
                 whole.append((copy, trials))
-        return EndedDrafts(whole, version, eos_token_ids, self.kept_whole)
+        return EndedDrafts(whole, version, eos_token_ids, self.kept_whole, self._judged)
 
     def _trials(self, groups: Sequence[Group], version: int, seed: int, salt: str) -> list[Trial]:
         """Return the drafts of some groups, as far as the limit, with their noise."""
@@ -211,13 +215,14 @@ class EndedDrafts:
     """Drafts of groups in which all have ended, verified by the pass that computes their gradients.
 
     A draft that this pass accepts whole is a completion. The others are left for `Drafts.verify`,
-    which decides about them with the same noise.
+    which decides about them with the same noise and log-probs.
 
     Args:
         whole: Copies of the groups, with the drafts as completions; and the drafts.
         version: Policy version that verifies.
         eos_token_ids: Tokens that end a completion.
         kept_whole: Gets the completions.
+        judged: Gets the log-probs of the others, by id.
 
     Attributes:
         groups: The copies.
@@ -231,7 +236,9 @@ class EndedDrafts:
         version: int,
         eos_token_ids: Sequence[int],
         kept_whole: list[Completion],
+        judged: dict[str, Tensor],
     ) -> None:
+        self._judged = judged
         self._trials = {one.sample.id: one for _, trials in whole for one in trials}
         self._version, self._eos, self._whole = version, eos_token_ids, kept_whole
         self.groups = [group for group, _ in whole]
@@ -240,20 +247,23 @@ class EndedDrafts:
 
     def accepts(self, samples: Sequence[Sample], logp: Tensor) -> Tensor:
         """Turn the drafts that are accepted whole into completions; see `micro_batches.Accepts`."""
-        for sample, row in zip(samples, logp.double().cpu(), strict=True):
-            one = self._trials[sample.id]
-            one.logprobs = row[: one.tokens]
-            if not one.is_finite():
-                continue
+        trials = [self._trials[sample.id] for sample in samples]
+        for one, row in zip(trials, logp.double().cpu(), strict=True):
+            one.logprobs = row[: one.tokens].clone()
+        if any(one.logprobs.isnan().any() for one in trials):  # gradients would be NaN, too
+            return torch.zeros(len(trials))
+        for one in (one for one in trials if one.is_finite()):
             one.weigh()
-            if one.is_accepted:
-                one.accept(one.tokens)
-                completion = one.sample.completion
-                one.become(completion, self._version, self._eos)
-                completion.draft = None
-                self._whole.append(completion)
-                self.kept.add(one.sample.id)
-                self.audit += DraftAudit(one.tokens, one.tokens, 1, one.distance)
+            if not one.is_accepted:
+                self._judged[one.sample.id] = one.logprobs
+                continue
+            one.accept(one.tokens)
+            completion = one.sample.completion
+            one.become(completion, self._version, self._eos)
+            completion.draft = None
+            self._whole.append(completion)
+            self.kept.add(one.sample.id)
+            self.audit += DraftAudit(one.tokens, one.tokens, 1, one.distance)
         return torch.tensor([sample.id in self.kept for sample in samples])
 
 

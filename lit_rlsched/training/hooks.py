@@ -90,8 +90,8 @@ class TrainerHooks(RoundHooks):
             )
             all_are_trained = not (how.rule.ends_early or how.rule.stops_groups)
             verifies = schedule.ahead == "verify" and all_are_trained
-            if verifies and update.verifies_drafts and session.scorer.scores_drafts:
-                self.passes = 3  # a backward pass takes as long as two
+            scored = session.scorer.scores_drafts
+            self.trains_drafts = verifies and update.verifies_drafts and scored
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         return self._drafts.verify(
@@ -110,8 +110,7 @@ class TrainerHooks(RoundHooks):
     def train_drafts(
         self, groups: Sequence[Group], version: int, trace: RolloutTrace
     ) -> DraftAudit:
-        if self.passes == 1 or self.stream is None:
-            return DraftAudit()
+        assert self.stream is not None, "nothing is streamed"
         ended = self._drafts.ended(
             groups,
             version,
@@ -121,7 +120,7 @@ class TrainerHooks(RoundHooks):
         )
         if ended.groups:
             self._how.session.score_drafts(ended.groups)
-            self.stream.verify(ended.groups, ended, trace)
+            self.stream.verify(ended, trace)
         return ended.audit
 
     def is_replaced(self, group: Group) -> bool:

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from lit_rlsched.training.advantages import group_relative
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.prompt_rows import RowCost
 from lit_rlsched.types import Sample
 
 
@@ -31,8 +32,8 @@ class Learner(Protocol):
     needs_group: bool
     """Whether an advantage is relative to the completion's group, not to the whole update."""
     verifies_drafts: bool
-    """Whether `accumulate` calls `MicroBatch.verify` between loss and log-probs, if there are
-    `drafts`, and the gradient of a round's first step is linear in the advantages."""
+    """Whether `accumulate` calls `MicroBatch.verify` before the loss, and the gradient of a round's
+    first step is linear in the advantages."""
 
     def streaming_obstacle(self) -> str | None:
         """Say why gradients need the whole update, or `None` if they can be accumulated."""

@@ -1,101 +1,30 @@
 """Split an optimizer step's completions into padded micro-batches; nothing else pads."""
 
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from lit_rlsched.scheduling.shares import share
-from lit_rlsched.types import Completion, Group, Sample
+from lit_rlsched.training.prompt_rows import (
+    PASS,
+    EncodedRows,
+    PromptRow,
+    RowCost,
+    float_dtype,
+    pad,
+    share_prompts,
+    split_rows,
+)
+from lit_rlsched.types import Completion, Sample
 
-MASKED_POSITIONS = 2**14
-"""Maximum positions of a micro-batch with an attention mask, which then has at most `2**28`
-entries: 256 MiB, or 1 GiB where PyTorch's attention converts the mask to fp32."""
-
-WORTHWHILE = 0.8
-"""Completions share a prompt only if that costs at most this fraction of separate rows: sharing
-changes the rounding and gives more and smaller micro-batches."""
-
-PASS = 128
-"""Positions that cost about as much as one more forward pass over the quick task's model."""
-
-T = TypeVar("T", bound=Sized)
+ZERO_ADVANTAGE = 1e-8
+"""A smaller advantage is the rounding error of a group with equal rewards."""
 
 Accepts = Callable[[Sequence[Sample], torch.Tensor], torch.Tensor]
 """Given drafts and the log-probs `[B, C]` of their tokens, returns which are kept, `[B]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowCost:
-    """FLOPs in matrix products of a forward pass over one row of `input_ids`."""
-
-    position: float
-    """Per position, without attention."""
-    causal: float
-    """Attention per pair of positions, in a row with one completion."""
-    masked: float
-    """Attention per pair of positions, in a row with several completions."""
-
-    def __call__(self, length: int, shared: bool) -> float:
-        return self.position * length + (self.masked if shared else self.causal) * length**2
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One row of `input_ids`: a prompt followed by one or more of its completions."""
-
-    samples: tuple[Sample, ...]
-    """All of one group."""
-
-    @property
-    def token_ids(self) -> "array[int]":
-        """The prompt once, then each completion."""
-        ids = array("i", self.samples[0].group.prompt.token_ids)
-        for sample in self.samples:
-            ids.extend(sample.completion.token_ids)
-        return ids
-
-    @property
-    def shared(self) -> bool:
-        """Whether several completions share the prompt."""
-        return len(self.samples) > 1
-
-    def __len__(self) -> int:
-        first, *others = self.samples
-        return len(first) + sum(len(sample.completion.token_ids) for sample in others)
-
-
-class EncodedRows(NamedTuple):
-    """`B` completions in `R` right-padded rows; see `MicroBatch`."""
-
-    input_ids: torch.Tensor
-    prompt_lengths: torch.Tensor
-    completion_lengths: torch.Tensor
-    completion_rows: torch.Tensor | None
-
-    @classmethod
-    def of(cls, prompt_rows: Sequence[PromptRow]) -> "EncodedRows":
-        """Encode some rows."""
-        samples = [sample for row in prompt_rows for sample in row.samples]
-        rows = None
-        if any(row.shared for row in prompt_rows):
-            rows = torch.tensor([i for i, row in enumerate(prompt_rows) for _ in row.samples])
-        return cls(
-            _pad([row.token_ids for row in prompt_rows], torch.long),
-            torch.tensor([len(s.group.prompt.token_ids) for s in samples]),
-            torch.tensor([len(s.completion.token_ids) for s in samples]),
-            rows,
-        )
-
-    def to(self, device: torch.device) -> "EncodedRows":
-        """Move all of it."""
-        ids, prompts, completions, rows = self
-        rows = None if rows is None else rows.to(device)
-        return EncodedRows(ids.to(device), prompts.to(device), completions.to(device), rows)
 
 
 class MicroBatch:
@@ -127,7 +56,7 @@ class MicroBatch:
         is_last: Whether this is the last one.
         scale: Factor of the loss before the backward pass: the number of ranks, which average their
             gradients, or 0 for a micro-batch that another rank has too.
-        drafts: Whether the completions are drafts, for `verify` to decide about.
+        again: Whether the completions were trained on before, and `advantages` is what is missing.
     """
 
     def __init__(
@@ -139,10 +68,12 @@ class MicroBatch:
         is_last: bool,
         scale: float = 1.0,
         advantage: Callable[[Sample], float] = lambda sample: sample.completion.advantage,
+        again: bool = False,
         accepts: Accepts | None = None,
     ) -> None:
         samples = [sample for row in prompt_rows for sample in row.samples]
         self._accepts = accepts and partial(accepts, samples)
+        self.again = again
         completions = [sample.completion for sample in samples]
         sampling = samples[0].group.sampling
         self.temperature = sampling.temperature
@@ -158,9 +89,9 @@ class MicroBatch:
         self.input_ids, self.completion_rows = encoded.input_ids, encoded.completion_rows
         self.prompt_lengths = encoded.prompt_lengths
         self.completion_lengths = encoded.completion_lengths
-        self.completion_mask = _pad([step.mask(c) for c in completions])
-        self.advantages = torch.tensor([advantage(s) for s in samples], dtype=_float_dtype())
-        self.rollout_logp = _pad([c.logprobs for c in completions])
+        self.completion_mask = pad([step.mask(c) for c in completions])
+        self.advantages = torch.tensor([advantage(s) for s in samples], dtype=float_dtype())
+        self.rollout_logp = pad([c.logprobs for c in completions])
         self.old_logp = _pad_optional([c.old_logprobs for c in completions])
         self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
 
@@ -192,21 +123,27 @@ class MicroBatch:
             "max_completion_length": self.max_completion_length,
         }
 
-    @property
-    def drafts(self) -> bool:
-        return self._accepts is not None
-
     def verify(self, logp: torch.Tensor) -> None:
-        """Take the drafts that are cut out of the loss.
+        """If the completions are drafts, take those that are cut out of the loss.
+
+        To be called between the forward pass and the loss. Drafts that are kept are as if this
+        policy had drawn them. So are completions that are trained on `again`: the two gradients
+        add up only if neither is corrected.
 
         Args:
-            logp: `[B, C]`, log-probs under the policy. They become `rollout_logp`: what is kept is
-                as if this policy had drawn it.
+            logp: `[B, C]`, log-probs under the policy.
         """
-        assert self._accepts is not None, "there are no drafts"
-        kept = self._accepts(logp).to(self.completion_mask)
-        self.completion_mask = self.completion_mask * kept.unsqueeze(1)
-        self.rollout_logp = logp
+        if self._accepts is not None:
+            kept = self._accepts(logp).to(self.completion_mask)
+            self.completion_mask = self.completion_mask * kept.unsqueeze(1)
+            self.advantages = self.advantages * kept
+        if self._accepts is not None or self.again:
+            self.rollout_logp, self.old_logp = logp, None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is in the loss, because all completions are drafts that are cut."""
+        return self._accepts is not None and not self.completion_mask.any()
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         """Move every tensor, in place."""
@@ -271,7 +208,8 @@ class OptimizerStep:
         samples: The completions that the loss is defined on, including skipped ones.
         totals: Sequences and tokens of the step.
         divisor: Divisor of the losses of the micro-batches.
-        drafts: If the completions were drafts, their groups, with those that were cut.
+        groups: The groups of all completions.
+        drafts: If the completions are drafts, ids of those that are kept, once it is known.
     """
 
     def __init__(
@@ -293,8 +231,10 @@ class OptimizerStep:
     ) -> None:
         self._rank, self._ranks = rank, ranks
         self._accepts = accepts
-        self.drafts: list[Group] | None = None
-        given, samples = samples, [s for s in samples if not s.completion.dropped]
+        self.drafts: set[str] | None = None
+        self._given = samples
+        self.groups = [*{s.group.id: s.group for s in samples}.values()]
+        samples = [s for s in samples if not s.completion.dropped]
         totals = StepTotals(len(samples), 0, off_policy, only_version)
         if mask_truncated:
             samples = [s for s in samples if s.completion.finish_reason != "length"]
@@ -309,7 +249,7 @@ class OptimizerStep:
         self._trained = {id(sample.completion) for sample in self.samples}
         self._encoded = [
             s
-            for s in given
+            for s in self._given
             if self._left(s)
             or (not skip_zero_advantage and s.id not in done and id(s.completion) in self._trained)
         ]
@@ -317,15 +257,35 @@ class OptimizerStep:
         self._least_price = PASS if divisor or accumulated else 0
         self._row_cost = row_cost
 
+    def _own(self, sample: Sample) -> float:
+        """Return its advantage, or 0 if it is not trained on."""
+        return sample.completion.advantage if id(sample.completion) in self._trained else 0.0
+
     def _left(self, sample: Sample) -> float:
         """Return the part of its advantage that is not trained on yet."""
-        own = sample.completion.advantage if id(sample.completion) in self._trained else 0.0
-        return own - self._done.get(sample.id, 0.0)
+        left = self._own(sample) - self._done.get(sample.id, 0.0)
+        return left if abs(left) > ZERO_ADVANTAGE else 0.0
+
+    @property
+    def advantages(self) -> dict[str, float]:
+        """The advantage with which each completion is trained on after this step, by its id."""
+        kept = (s for s in self._given if self.drafts is None or s.id in self.drafts)
+        return {sample.id: self._own(sample) for sample in kept}
 
     @cached_property
-    def _prompt_rows(self) -> list[list[PromptRow]]:
-        samples, tokens = self._encoded, self._micro_batch_tokens
-        cost = self._row_cost(samples, tokens) if self._row_cost else None
+    def _batches(self) -> list[tuple[list[PromptRow], bool]]:
+        """Rows of each micro-batch, and whether its completions were trained on before."""
+        encoded, tokens = self._encoded, self._micro_batch_tokens
+        cost = self._row_cost(encoded, tokens) if self._row_cost else None
+        again = [sample for sample in encoded if sample.id in self._done]
+        first = [sample for sample in encoded if sample.id not in self._done]
+        return [
+            *((rows, False) for rows in self._split(first, cost)),
+            *((rows, True) for rows in self._split(again, cost)),
+        ]
+
+    def _split(self, samples: Sequence[Sample], cost: RowCost | None) -> list[list[PromptRow]]:
+        tokens = self._micro_batch_tokens
         rows = share_prompts(samples, cost, tokens)
         longest = max(map(len, rows), default=0)
         while True:
@@ -337,33 +297,35 @@ class OptimizerStep:
     @property
     def micro_batches(self) -> list[list[Sample]]:
         """The completions of each micro-batch, in the order of its tensors."""
-        return [[sample for row in rows for sample in row.samples] for rows in self._prompt_rows]
+        return [[sample for row in rows for sample in row.samples] for rows, _ in self._batches]
 
     def __len__(self) -> int:
-        return len(self._prompt_rows)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        turns = share([max(map(len, rows)) * len(rows) for rows in self._prompt_rows], self._ranks)
+        turns = share([max(map(len, rows)) * len(rows) for rows, _ in self._batches], self._ranks)
         for number, turn in enumerate(turns):
             item, counts = turn[self._rank]
+            rows, again = self._batches[item]
             yield MicroBatch(
-                self._prompt_rows[item],
+                rows,
                 self.divisor,
                 is_first=number == 0,
                 is_last=number == len(turns) - 1,
                 scale=float(self._ranks) if counts else 0.0,
                 advantage=self._left,
+                again=again,
                 accepts=self._accepts,
             )
 
     def keep(self, ids: Collection[str]) -> None:
-        """Leave drafts that were cut out of `samples`, now that all are verified."""
-        self.drafts = [*{s.group.id: s.group for s in self._encoded}.values()]
-        self.samples = [s for s in self.samples if s.id in ids]
+        """Take drafts that were cut from the samples, now that all are verified."""
+        self.drafts = {*ids}
+        self.samples = [sample for sample in self.samples if sample.id in self.drafts]
 
     def padding(self) -> PaddingCount:
         """Count positions and padding, of the accumulated parts too, without building tensors."""
-        lengths = [[len(row) for row in rows] for rows in self._prompt_rows]
+        lengths = [[len(row) for row in rows] for rows, _ in self._batches]
         positions = sum(max(of_rows) * len(of_rows) for of_rows in lengths)
         parts = [PaddingCount(positions, positions - sum(map(sum, lengths)))]
         parts += [part.padding() for part in self.accumulated]
@@ -376,114 +338,9 @@ def are_among(ids: Collection[str], samples: Sequence[Sample], logp: torch.Tenso
 
 
 def advantages_of(parts: Iterable[OptimizerStep]) -> dict[str, float]:
-    """Return the advantage with which each completion was last trained on, by its id."""
-    return {s.id: s.completion.advantage for part in parts for s in part.samples}
-
-
-def share_prompts(
-    samples: Sequence[Sample], cost: RowCost | None, micro_batch_tokens: int
-) -> list[PromptRow]:
-    """Put completions of a group into one row where that is cheaper than a row for each.
-
-    A group's completions are sorted by length and split into rows at the least total cost. A row
-    with several completions has at most `micro_batch_tokens` and `MASKED_POSITIONS` positions.
-    Without a `cost` nothing is shared.
-    """
-    if cost is None:
-        return [PromptRow((sample,)) for sample in samples]
-    longest = min(micro_batch_tokens, MASKED_POSITIONS)
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group.id, []).append(sample)
-    rows: list[PromptRow] = []
-    for group in groups.values():
-        group.sort(key=len)
-        runs = _cheapest_split(group, partial(_row_costs, cost, group, longest))
-        together = [PromptRow(tuple(run)) for run in runs]
-        alone = [PromptRow((sample,)) for sample in group]
-        shared_cost, separate_cost = (
-            sum(cost(len(row), row.shared) for row in option) for option in (together, alone)
-        )
-        rows += together if shared_cost <= WORTHWHILE * separate_cost else alone
-    return rows
-
-
-def _row_costs(
-    cost: RowCost, group: Sequence[Sample], longest: int, end: int
-) -> Iterator[tuple[float, int]]:
-    """Yield the cost of a row with the completions `start` to `end`, and `start`."""
-    length = len(group[end - 1])
-    yield cost(length, False), end - 1
-    for start in range(end - 2, -1, -1):
-        length += len(group[start].completion.token_ids)
-        if length > longest:
-            return
-        yield cost(length, True), start
-
-
-def split_rows(
-    rows: Sequence[PromptRow], micro_batch_tokens: int, least_price: int = 0
-) -> list[list[PromptRow]]:
-    """Split rows by `split_by_tokens`, apart from shared ones: the others need no mask."""
-    alone, shared = ([row for row in rows if row.shared is of_kind] for of_kind in (False, True))
-    return [
-        *split_by_tokens(alone, micro_batch_tokens, least_price),
-        *split_by_tokens(shared, min(micro_batch_tokens, MASKED_POSITIONS), least_price),
-    ]
-
-
-def split_by_tokens(
-    rows: Sequence[T], micro_batch_tokens: int, least_price: int = 0
-) -> list[list[T]]:
-    """Sort rows by length and split them into runs of at most `micro_batch_tokens` positions.
-
-    The split minimises padded positions plus a price per micro-batch; rows of equal length keep
-    their order. A pass costs about as much as 1/256 of all positions on the quick task; with this
-    price padding stays below 5 % there and hardly depends on `micro_batch_tokens`. `least_price`
-    is a lower bound of it, for calls that compute only a part of a round.
-    """
-    rows = sorted(rows, key=len)
-    lengths = [len(row) for row in rows]
-    price = max(sum(lengths) // 256, least_price)
-
-    def costs(end: int) -> Iterator[tuple[float, int]]:
-        widest = lengths[end - 1]
-        first = max(0, end - max(1, micro_batch_tokens // widest))
-        return ((widest * (end - start) + price, start) for start in range(first, end))
-
-    return _cheapest_split(rows, costs)
-
-
-def _cheapest_split(
-    items: Sequence[T], costs: Callable[[int], Iterable[tuple[float, int]]]
-) -> list[list[T]]:
-    """Split items into runs at the least total cost, by dynamic programming.
-
-    `costs` returns the cost and the start of each allowed run that ends before a position.
-    """
-    best = [0.0] * (len(items) + 1)
-    cut = [0] * (len(items) + 1)
-    for end in range(1, len(items) + 1):
-        best[end], cut[end] = min((best[start] + cost, start) for cost, start in costs(end))
-    runs: list[list[T]] = []
-    end = len(items)
-    while end:
-        runs.append(list(items[cut[end] : end]))
-        end = cut[end]
-    return runs[::-1]
-
-
-def _float_dtype() -> torch.dtype:
-    """Return float64 in a pass of `64-true`, else float32; in `bf16-true` the default is bf16."""
-    return torch.promote_types(torch.get_default_dtype(), torch.float32)
-
-
-def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype | None = None) -> torch.Tensor:
-    padded = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype or _float_dtype())
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.from_numpy(np.asarray(row))  # copies no array
-    return padded
+    """Return the advantage with which each completion is trained on after some parts, by its id."""
+    return {name: value for part in parts for name, value in part.advantages.items()}
 
 
 def _pad_optional(rows: Sequence[Sequence[float] | None]) -> torch.Tensor | None:
-    return None if rows[0] is None else _pad([row or () for row in rows])
+    return None if rows[0] is None else pad([row or () for row in rows])

@@ -13,11 +13,9 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.advantages import combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs
-from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.micro_batches import ZERO_ADVANTAGE, OptimizerStep
 from lit_rlsched.types import Completion, Group, Prompt, Sample
 
-ZERO_ADVANTAGE = 1e-8
-"""A smaller advantage is the rounding error of a group with equal rewards."""
 NONFINITE = "nonfinite_advantage"
 """Why a completion without a finite advantage is dropped."""
 LARGEST_ADVANTAGE = 1e16
@@ -40,11 +38,16 @@ class LostGradients:
         parts: list[Any] = []
         for step in steps:
             if step.drafts is None:
-                parts.append([*dict.fromkeys(s.group.id for s in step.samples)])
+                parts.append([group.id for group in step.groups])
             else:
-                parts.append((pack(step.drafts), [s.id for s in step.samples]))
+                parts.append((pack(step.groups), sorted(step.drafts)))
         divisor = steps[0].divisor
         return cls((divisor.sequences, int(divisor.tokens)), parts)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether drafts were verified by the pass of a part."""
+        return any(not isinstance(part, list) for part in self.parts)
 
     def parts_of(self, round: "Round") -> Iterator[tuple[list[Group], list[str] | None]]:
         """Yield the groups of each part; for drafts, with the ids of those that were kept."""

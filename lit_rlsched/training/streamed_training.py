@@ -54,16 +54,10 @@ class GradientStream:
             trace.worked(began, time.monotonic())
             self._meanwhile()
 
-    def verify(self, groups: list[Group], ended: EndedDrafts, trace: RolloutTrace) -> None:
-        """Verify ended drafts with the pass that computes their gradients.
-
-        Args:
-            groups: The drafts as scored completions.
-            ended: Accepts them.
-            trace: Records the time.
-        """
+    def verify(self, ended: EndedDrafts, trace: RolloutTrace) -> None:
+        """Verify ended drafts, which are scored, with the pass that computes their gradients."""
         began = time.monotonic()
-        part = Round(self._number, self._version, groups)
+        part = Round(self._number, self._version, ended.groups)
         self._update.assign_advantages(part, drafts=True)
         first = not self._parts
         step = self._update.accumulate_part(part, self._divisor, first, accepts=ended.accepts)

@@ -141,6 +141,8 @@ class Update:
         """
         if round.lost is None or taken or self.learner.streaming_obstacle() is not None:
             return
+        if round.lost.has_drafts and not self.learner.verifies_drafts:
+            return
         for groups, kept in round.lost.parts_of(round):
             step = self.accumulate_part(
                 Round(round.number, round.version, groups),

@@ -26,7 +26,7 @@ from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.sorted_batching import SortedSettings
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training import draft_verifier
-from lit_rlsched.training.micro_batches import EncodedRows
+from lit_rlsched.training.prompt_rows import EncodedRows
 
 
 def run(fit, model, *callbacks, drains=True, trainer=None, ckpt_path=None, rate=1e-2, **data):

@@ -3,16 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.training import micro_batches as batching
-from lit_rlsched.training.micro_batches import (
-    MicroBatch,
-    OptimizerStep,
-    PromptRow,
-    RowCost,
-    StepTotals,
-    share_prompts,
-    split_by_tokens,
-)
+from lit_rlsched.training import prompt_rows
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, StepTotals
+from lit_rlsched.training.prompt_rows import PromptRow, RowCost, share_prompts, split_by_tokens
 from lit_rlsched.training.update import split_steps
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
@@ -88,7 +81,8 @@ def test_what_was_trained_on_with_another_advantage_is_trained_on_with_the_diffe
     part = OptimizerStep(before, 100, divisor=(9, 99), accepts=lambda *_: None)
     part.keep({f"{name}/0" for name in of} - {"cut/0"})
     assert [s.group.id for s in part.samples] == [name for name in of if name != "cut"]
-    assert len(part.drafts) == 6
+    assert part.drafts == {f"{name}/0" for name in of if name != "cut"}
+    assert [group.id for group in part.groups] == [*of]
     after = [row(uid=name, advantage=advantage) for name, advantage in of.items()]
     after[3].completion.dropped, after[5].completion.finish_reason = "uninformative", "length"
     step = OptimizerStep(
@@ -99,8 +93,14 @@ def test_what_was_trained_on_with_another_advantage_is_trained_on_with_the_diffe
     for samples, batch in zip(step.micro_batches, step, strict=True):
         names = [sample.group.prompt.uid for sample in samples]
         weights |= dict(zip(names, batch.advantages.tolist(), strict=True))
-        assert not batch.drafts and (batch.step_sequences, batch.step_tokens) == (9, 99)
+        assert batch.again == (names != ["cut"])
+        assert (batch.step_sequences, batch.step_tokens) == (9, 99)
     assert weights == {"more": 0.5, "none": -1.0, "gone": -1.0, "cut": -2.0, "masked": -1.0}
+    # a part that has made up for it leaves nothing to do
+    rest = OptimizerStep(
+        after, 100, skip_zero_advantage=True, mask_truncated=True, accumulated=[part, step]
+    )
+    assert not len(rest) and rest.totals == step.totals
 
 
 def test_drafts_that_are_cut_are_not_in_the_loss():
@@ -110,10 +110,13 @@ def test_drafts_that_are_cut_are_not_in_the_loss():
 
     rows = [row(uid="kept"), row(uid="cut")]
     (batch,) = OptimizerStep(rows, 100, accepts=accepts)
-    assert batch.drafts
     batch.verify(logp := torch.full((2, 5), -3.0))
     assert sorted(batch.completion_mask.sum(1).tolist()) == [0.0, 5.0]
+    assert sorted(batch.advantages.tolist()) == [0.0, 1.0] and not batch.is_empty
     assert batch.rollout_logp is logp
+    (batch,) = OptimizerStep(rows[1:], 100, accepts=accepts)
+    batch.verify(logp[:1])
+    assert batch.is_empty
 
 
 def test_a_part_of_a_step_has_no_smaller_micro_batches_than_pay():
@@ -306,7 +309,7 @@ def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
 
 
 def test_the_mask_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batching, "MASKED_POSITIONS", 150)
+    monkeypatch.setattr(prompt_rows, "MASKED_POSITIONS", 150)
     rows = [*group_of(50, *[20] * 8), *group_of(60, *[20] * 8, uid="b")]
     step = OptimizerStep(rows, 1000, row_cost=always)
     for batch in step:

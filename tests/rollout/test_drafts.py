@@ -23,8 +23,11 @@ from lit_rlsched.training.logprobs import (
     completion_states,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.micro_batches import EncodedRows, OptimizerStep, RowCost
+from lit_rlsched.training.micro_batches import OptimizerStep
+from lit_rlsched.training.prompt_rows import EncodedRows, RowCost
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sample, Sampling, stable_hash
+
+NOISE = {"seed": SEED, "salt": "", "eos_token_ids": (EOS,)}
 
 
 def groups_of(n, size=4, temperature=0.8):
@@ -173,7 +176,7 @@ def test_the_pass_of_the_update_keeps_what_the_verification_keeps_whole(by):
         completion.put_off()
     later, plain = moved(policy, by=by), copy.deepcopy(groups)
     expected = verify(drafts, later, plain)
-    ended = drafts.ended(groups, 4, seed=SEED, salt="", eos_token_ids=(EOS,))
+    ended = drafts.ended(groups, 4, **NOISE)
     assert {g.id for g in whole} <= {g.id for g in ended.groups} and len(ended.groups) < 50
     step = OptimizerStep([Sample(g, c) for g in ended.groups for c in g.completions], 300)
     known = drafts.kept_whole[:]
@@ -196,6 +199,25 @@ def test_the_pass_of_the_update_keeps_what_the_verification_keeps_whole(by):
                 (d.token_ids, d.finish_reason, d.segments, d.draft)
             )
             assert c.logprobs == pytest.approx(d.logprobs, abs=1e-9)
+
+
+@pytest.mark.parametrize("told", [-5.0, math.nan])
+def test_what_the_pass_of_the_update_rejects_is_not_kept_whole_later(told):
+    """By its log-probs, which another pass may not repeat; a NaN decides nothing."""
+    policy = make_policy(0)
+    drafts, groups = lost(policy)
+    groups = [g for g in groups if drafts.ended([g], 4, **NOISE).groups]
+    groups += (whole := groups_of(8))
+    decode(policy, whole, 1)
+    for completion in (c for group in whole for c in group.completions):
+        completion.put_off()
+    ended = drafts.ended(groups, 4, **NOISE)
+    samples = [Sample(g, c) for g in ended.groups for c in g.completions]
+    kept = ended.accepts(samples, torch.full((len(samples), LIMIT), told))
+    assert len(samples) >= 32 and not kept.any() and not ended.kept
+    audit = verify(drafts, policy, groups)
+    assert audit.completed == (0 if told == -5.0 else len(samples))
+    assert (audit.compared > 0) == (told == -5.0)
 
 
 def test_drafts_of_a_prompt_share_it_where_that_is_cheaper(monkeypatch):

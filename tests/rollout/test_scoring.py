@@ -1,12 +1,13 @@
 """Scores of drafts that have ended: kept only if the verified completion is the same."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lit_rlsched.rewards.jobs import ScoredJob
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 GROUP = Group("g", Prompt("g", "?", (1,), {"answer": "2"}), Sampling(9), [])
 
@@ -76,6 +77,41 @@ def test_the_score_of_a_draft_that_was_cut_is_not_used(early):
     of.forget_ahead()
     assert [c.scores for _, c in of.poll()] == [[7.0]]
     assert of.scheduler.calls == 2 and not of.kept_ahead
+
+
+def test_drafts_are_scored_before_they_are_verified():
+    """Begun before or not, as after a resume; other scores that come meanwhile are not lost."""
+    of, beside, heeded = scorer(), ended(3), []
+    of.submit(replace(GROUP, id="other"), beside)
+    of.submit_ahead(GROUP, ended(5, 6))
+    late = replace(ended(7, 8), index=1)
+    samples = [Sample(GROUP, ended(5, 6)), Sample(GROUP, late)]
+    of.score_drafts(samples, lambda: heeded.append(1))
+    assert [s.completion.scores for s in samples] == [[5.0], [7.0]] and heeded
+    assert [c for _, c in of.poll()] == [beside]
+    assert of.scheduler.calls == 3 and len(of.waits) == 1
+    for sample in samples:
+        of.submit(GROUP, replace(sample.completion, scores=None))
+    assert [c.scores for _, c in of.poll()] == [[5.0], [7.0]]
+    assert of.scheduler.calls == 3 and of.kept_ahead == 2
+
+
+def test_a_draft_whose_scoring_fails_has_no_score():
+    of = scorer()
+    of.scheduler.poll = lambda: [ScoredJob("g/0", [1.0], ["timeout"], [9.0], {}, {})]
+    of.score_drafts([Sample(GROUP, draft := ended(5))], lambda: None)
+    assert draft.scores == [None] and draft.failure == "`first`: timeout"
+
+
+def test_waiting_for_the_scores_of_drafts_ends_when_the_run_does():
+    of = scorer()
+    of.scheduler.poll = list
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        of.score_drafts([Sample(GROUP, ended(5))], stop)
 
 
 def test_drafts_that_nothing_has_become_are_forgotten():
