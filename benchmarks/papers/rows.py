@@ -56,7 +56,8 @@ class Row:
 def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
     """Return rows for whole rounds with a number of slots.
 
-    Where the engine has its own process, the second round alone is measured, which is long.
+    Where the engine has its own process, the second round alone is measured. What is drawn ahead
+    beside its update are the completions of the third round, whose rollout alone is another row.
     """
     here = slots(number)
     importance = ("AheadRollout", {"correction": "importance"})
@@ -69,6 +70,9 @@ def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
         f"{name}, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
         f"{name}, second round": Row(callbacks(here), rounds=1),
         f"{name}, own process": Row(callbacks(here), **{**apart, "after": 0}),
+        f"{name}, own process, third rollout": Row(
+            callbacks(here), **{**apart, "after": 0, "warm_up": 2, "trains": False}
+        ),
         f"{name}, AheadRollout, importance": Row(callbacks(here, importance), **apart),
         f"{name}, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),
         f"{name}, InFlightUpdates": Row(callbacks(here, "InFlightUpdates"), **apart),

@@ -73,12 +73,12 @@ class Worker(ABC):
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests for a slot."""
 
-    def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
+    def during(self, work: Callable[[], None], turns: int) -> Iterator[list[Event]]:
         """Do some work before all of the round's requests are known; `all_submitted` follows.
 
         Args:
             work: Passes of the trainer.
-            positions: Number of tokens for which all slots need as many steps as may be made.
+            turns: Maximum number of decode steps beside it.
 
         Yields:
             Events of the known requests, which decode beside it.

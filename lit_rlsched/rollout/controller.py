@@ -12,8 +12,8 @@ from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.ahead_rollout import (
     FORWARD,
-    draft_positions,
     has_drafts,
+    turns_beside,
     verified_together,
 )
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -30,7 +30,7 @@ class Verify:
     beside: Callable[[Sequence[Group]], None]
     """Called with each part of them, while others decode and nothing else decides about them."""
     share: float = FORWARD
-    """Share of `beside` in what the trainer computes for these completions in the round."""
+    """Share of `beside` in what the trainer computes in the round; see `turns_beside`."""
 
 
 HEED_SECONDS = 0.5
@@ -217,7 +217,8 @@ class RolloutController:
         for part in verified_together(groups):
             self._heed()
             work = partial(verify.beside, part)
-            for events in self.worker.during(work, int(verify.share * draft_positions(part))):
+            turns = turns_beside(part, verify.share, self.worker.slots)
+            for events in self.worker.during(work, turns):
                 finished += self._take(events)
                 self.scorer.turn()
             samples = [Sample(g, c) for g in part for c in g.completions]

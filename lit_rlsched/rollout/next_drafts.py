@@ -120,11 +120,10 @@ class DraftingWorker(Worker):
     def resume(self, version: int) -> None:
         self._worker.resume(version)
 
-    def during(self, work: Callable[[], None], positions: int) -> Iterator[list[Event]]:
+    def during(self, work: Callable[[], None], turns: int) -> Iterator[list[Event]]:
         if not self._verifying:
             self.submit([])
             self._verifying = True
-        turns = positions // self.slots
         until = self.trace.decode_steps + turns
         self._worker.allow(turns)
         if turns and self._worker.busy:

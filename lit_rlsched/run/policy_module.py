@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
+from lit_rlsched.run.advice import trains_with_noise
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
@@ -286,7 +287,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     @property
     def verifies_drafts(self) -> bool:
         own = type(self).loss is PolicyModule.loss  # another may have a term besides
-        return own and self.skip_zero_advantage and not self.needs_reference
+        exact = self.model is not None and trains_with_noise(self.model) is None
+        return own and exact and self.skip_zero_advantage and not self.needs_reference
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
@@ -390,8 +392,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
                 batch = batch.to(self.device)
                 with gradient_sync(self.trainer, sync and batch.is_last):
                     output = self.loss(batch)
-                    if batch.is_empty:
-                        continue
+                    if batch.is_empty and self._team.size == 1:
+                        continue  # several ranks go through their backward passes together
                     self.manual_backward(output.loss * batch.scale)
                 if batch.scale:
                     self._total += output.loss.detach()
@@ -405,7 +407,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             self._begin_step()
         self._skipped = not step.samples
         if not len(step):
-            self._add_nothing(any(map(len, step.accumulated)))
+            self._add_nothing(self._has_gradient(step))
         self._accumulate(step, sync=True)
         self._gather_figures()
         self._divide_by_totals(step)
@@ -418,6 +420,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self.log("learning_rate", learning_rate, batch_size=1)
         self.log("loss", total, prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
+
+    def _has_gradient(self, step: OptimizerStep) -> bool:
+        """Whether parts of the step were accumulated; known to all ranks alike."""
+        if self._team.size == 1:
+            return any(p.grad is not None for p in self.parameters())
+        return any(map(len, step.accumulated))
 
     def _add_nothing(self, accumulated: bool) -> None:
         """Take the gradient of a step in which every advantage is zero or every group streamed."""

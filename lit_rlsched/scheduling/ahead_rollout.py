@@ -14,8 +14,8 @@ trainer verifies the next."""
 
 
 FORWARD = 0.25
-"""Share of a forward pass in what the trainer computes for a verified draft: one forward pass, and
-one with a backward pass, which takes as long as two."""
+"""Share of the verification in what the trainer computes in a round, if a pass of its own verifies:
+the update has a forward and a backward pass, which takes as long as two."""
 
 
 def has_drafts(groups: Sequence[Group]) -> bool:
@@ -27,6 +27,16 @@ def draft_positions(groups: Sequence[Group]) -> int:
     """Return the number of tokens in a forward pass over the groups' drafts, with prompts."""
     drafts = [(group, c.draft) for group in groups for c in group.completions]
     return sum(len(g.prompt.token_ids) + len(d.token_ids) for g, d in drafts if d is not None)
+
+
+def turns_beside(groups: Sequence[Group], share: float, slots: int) -> int:
+    """Return the decode steps that the engine makes while the trainer verifies these groups.
+
+    The next round has about as many tokens as this one. So if the verification is a share of what
+    the trainer computes in this round, the engine does the same share of the next one beside it.
+    """
+    tokens = sum(len(c.draft.token_ids) for g in groups for c in g.completions if c.draft)
+    return int(share * tokens) // slots
 
 
 def verified_together(groups: Sequence[Group]) -> list[list[Group]]:

@@ -218,10 +218,10 @@ class Timeline:
     def add_trace(self, trace: RolloutTrace) -> None:
         """Record the steps of a rollout's engines, and gradients that were computed beside it."""
         self._engines = max(self._engines, trace.engines)
+        for start, end in trace.work_times:
+            self.add(TRAINER, "gradients", start, end)
         if (origin := trace.origin) is None:
             return
-        for start, end in trace.work:
-            self.add(TRAINER, "gradients", origin + start, origin + end)
         steps = {name: np.array(column) for name, column in trace.steps.items()}
         of = steps.get("engine", np.zeros(len(steps["start"])))
         for engine in range(trace.engines):

@@ -82,8 +82,8 @@ class RolloutTrace:
         """One row each time that a request left the engine: finished, paused or aborted."""
         self.decode_steps = 0
         """Decode steps of the rollout. With several engines: its turns, the logical clock."""
-        self._worked: list[tuple[float, float]] = []
-        """Start and end of gradient computations, by `time.monotonic`."""
+        self.work_times: list[tuple[float, float]] = []
+        """Start and end of each gradient computation during the rollout, by `time.monotonic`."""
         self.updates: list[tuple[int, int, int]] = []
         """Of each update in flight: version that the rollout began with, turn, new version."""
         self._origin: float | None = None
@@ -101,9 +101,9 @@ class RolloutTrace:
 
     @property
     def work(self) -> list[tuple[float, float]]:
-        """Start and end of each gradient computation, unless nothing needed to be decoded."""
+        """`work_times` since the first step; none if nothing needed to be decoded."""
         origin = self._origin
-        return [] if origin is None else [(a - origin, b - origin) for a, b in self._worked]
+        return [] if origin is None else [(a - origin, b - origin) for a, b in self.work_times]
 
     @property
     def slots(self) -> int:
@@ -196,7 +196,7 @@ class RolloutTrace:
     @property
     def work_seconds(self) -> float:
         """Seconds of gradient computation during the rollout."""
-        return sum(end - start for start, end in self.work)
+        return sum(end - start for start, end in self.work_times)
 
     @property
     def overlap_seconds(self) -> float:
@@ -262,7 +262,7 @@ class RolloutTrace:
 
     def worked(self, start: float, end: float) -> None:
         """Record a gradient computation; times are `time.monotonic`, the clock of real engines."""
-        self._worked.append((start, end))
+        self.work_times.append((start, end))
 
     def left(self, request_id: str, now: float, tokens: int) -> None:
         """Record that a request left its slot after drawing `tokens`."""
@@ -301,7 +301,7 @@ class RolloutTrace:
     def from_state(cls, state: dict[str, Any]) -> "RolloutTrace":
         """Create the trace that `state_dict` described."""
         trace = cls.__new__(cls)
-        vars(trace).update({"updates": [], "_worked": []} | state)
+        vars(trace).update({"updates": [], "work_times": []} | state)
         return trace
 
     def tables(self) -> dict[str, "pa.Table"]:

@@ -124,7 +124,7 @@ class MicroBatch:
         }
 
     def verify(self, logp: torch.Tensor) -> None:
-        """If the completions are drafts, take those that are cut out of the loss.
+        """If the completions are drafts, remove rejected ones from the loss.
 
         To be called between the forward pass and the loss. Drafts that are kept are as if this
         policy had drawn them. So are completions that are trained on `again`: the two gradients
@@ -245,12 +245,13 @@ class OptimizerStep:
         self.divisor: StepTotals = accumulated[0].divisor if accumulated else self.totals
         if divisor is not None:
             self.divisor = replace(self.totals, sequences=divisor[0], tokens=divisor[1])
+        changes = done is not None or any(part.drafts is not None for part in accumulated)
         self._done = done = advantages_of(accumulated) if done is None else done
         self._trained = {id(sample.completion) for sample in self.samples}
         self._encoded = [
             s
             for s in self._given
-            if self._left(s)
+            if (self._left(s) and (changes or s.id not in done))
             or (not skip_zero_advantage and s.id not in done and id(s.completion) in self._trained)
         ]
         self._micro_batch_tokens = micro_batch_tokens
@@ -319,7 +320,7 @@ class OptimizerStep:
             )
 
     def keep(self, ids: Collection[str]) -> None:
-        """Take drafts that were cut from the samples, now that all are verified."""
+        """Remove rejected drafts from the samples, now that all are verified."""
         self.drafts = {*ids}
         self.samples = [sample for sample in self.samples if sample.id in self.drafts]
 

@@ -28,14 +28,14 @@ class LostGradients:
 
     divisor: tuple[int, int]
     """See `OptimizerStep`."""
-    parts: list[Any]
+    parts: list[list[str] | tuple[dict[str, Any], list[str]]]
     """Ids of each part's groups; for drafts, the groups themselves and ids of those kept. The same
     parts give the same sums, bit for bit."""
 
     @classmethod
     def of(cls, steps: Sequence[OptimizerStep]) -> "LostGradients":
         """Note what these steps were."""
-        parts: list[Any] = []
+        parts: list[list[str] | tuple[dict[str, Any], list[str]]] = []
         for step in steps:
             if step.drafts is None:
                 parts.append([group.id for group in step.groups])

@@ -115,7 +115,9 @@ class Update:
     ) -> OptimizerStep:
         """Accumulate the gradients of a part of the round's first step, on all ranks."""
         if self.team.size > 1:
-            len(self.part_of_step(part, divisor))  # decides about shared prompts for all ranks
+            len(
+                self.part_of_step(part, divisor, done=done)
+            )  # decides about shared prompts for all ranks
         return self.team.call("accumulate", self.accumulate_part, part, divisor, first, done)
 
     def accumulate_part(

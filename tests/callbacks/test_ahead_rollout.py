@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from seen_rounds import Rounds, weights
+from seen_rounds import At, Rounds, gradient_norm, weights
 from slow_parts import Sleepy, slowly
 
 from benchmarks.ahead_rollout import Unstreamed
@@ -29,7 +29,7 @@ from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.training.draft_verifier import Drafts
+from lit_rlsched.training.draft_verifier import Drafts, EndedDrafts
 from lit_rlsched.training.weight_sync import PolicyReader
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
@@ -384,6 +384,30 @@ def test_drafts_are_verified_first_where_one_pass_would_be_wrong(
     assert all(r.metrics["drafts/tokens"] for r in seen.rounds[1:])
     kept = [r.metrics["ahead_rollout/rewards_kept"] > 0 for r in seen.rounds[1:]]
     assert not (data and any(kept))
+
+
+def test_a_step_whose_drafts_are_all_cut_still_has_a_gradient(fit, tiny_model, monkeypatch):
+    """Of zeros, with which AdamW's momentum goes on."""
+    monkeypatch.setattr(EndedDrafts, "accepts", lambda self, rows, logp: torch.zeros(len(rows)))
+    norms, seen = At(gradient_norm, "on_before_optimizer_step"), Rounds()
+
+    class Alike(RolloutCallback):
+        """All rewards of the round are equal once it is drawn."""
+
+        def on_completion_end(self, trainer, pl_module, completion):
+            if trainer.current_epoch:
+                completion.scores = [0.5]
+
+    fit(
+        GRPOModule(tiny_model, learning_rate=1e-2),
+        [seen, Alike(), norms, AheadRollout()],
+        {"max_epochs": 3},
+        engine=ProcessEngine(TransformersEngine()),
+        num_generations=3,
+        **EXACT,
+    )
+    assert [tried > 0 for tried, _ in of_one_pass(seen.rounds)] == [False, True, True]
+    assert norms.seen[0] > 0 and norms.seen[1:] == [0.0, 0.0]
 
 
 def test_a_loss_of_ones_own_trains_on_verified_completions(fit, tiny_model):

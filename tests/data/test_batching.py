@@ -103,6 +103,15 @@ def test_what_was_trained_on_with_another_advantage_is_trained_on_with_the_diffe
     assert not len(rest) and rest.totals == step.totals
 
 
+def test_without_drafts_nothing_is_trained_on_twice():
+    """Whatever a callback has done to the advantages: the loss may have other terms."""
+    part = OptimizerStep([row(advantage=1.0)], 100, divisor=(9, 99))
+    for advantage, dropped in ((3.0, None), (1.0, "mine")):
+        changed = [row(advantage=advantage, dropped=dropped), row(uid="b")]
+        step = OptimizerStep(changed, 100, accumulated=[part])
+        assert [[s.group.id for s in batch] for batch in step.micro_batches] == [["b"]]
+
+
 def test_drafts_that_are_cut_are_not_in_the_loss():
     def accepts(samples, logp):
         assert logp.shape == (len(samples), 5)

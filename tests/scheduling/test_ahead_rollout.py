@@ -3,7 +3,12 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.ahead_rollout import draft_positions, has_drafts, verified_together
+from lit_rlsched.scheduling.ahead_rollout import (
+    draft_positions,
+    has_drafts,
+    turns_beside,
+    verified_together,
+)
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling
 
 
@@ -12,6 +17,12 @@ def group(name, lengths):
     drafts = [Draft([7] * n, [0.0] * n, [(0, n)]) if n else None for n in lengths]
     completions = [Completion(i, draft=draft) for i, draft in enumerate(drafts)]
     return Group(name, Prompt(name, "", (2, 3)), Sampling(16), completions)
+
+
+def test_the_engine_makes_its_share_of_the_steps_that_the_drafted_tokens_need():
+    groups = [group("a", [40, 0, 21]), group("b", [39])]  # prompts do not count
+    assert turns_beside(groups, 1.0, 10) == 10 and turns_beside(groups, 0.25, 10) == 2
+    assert turns_beside(groups, 1.0, 101) == 0 == turns_beside([], 1.0, 1)
 
 
 @example([[0, 1], [0]])
