@@ -95,11 +95,19 @@ class Coin(Unscored):
     names = ("coin",)
     kept_ahead = 0
     scores_ahead = False
+    scores_drafts = True
 
     def poll(self):
         for group, completion in super().poll():
-            completion.scores = [float(sum(completion.token_ids) % 2)]
+            self.toss(completion)
             yield group, completion
+
+    def toss(self, completion):
+        completion.scores = [float(sum(completion.token_ids) % 2)]
+
+    def score_drafts(self, samples, heed):
+        for sample in samples:
+            self.toss(sample.completion)
 
 
 class SomeDrafts(Drafts):
@@ -134,6 +142,8 @@ class Module(PlainLearner):
     """Notes what it is trained on, in place of gradients, and counts what happens."""
 
     automatic_optimization = False
+    verifies_drafts = True
+    kept = cut = 0
     hparams = {}
 
     def __init__(self, needs_group, event):
@@ -149,7 +159,15 @@ class Module(PlainLearner):
             self.gradients = []
         for batch in step:
             self._event()
-            self.gradients.append(state_hash(vars(batch)))
+            batch.verify(batch.rollout_logp - 0.02)
+            if batch._accepts is not None:
+                kept = int(batch.completion_mask.any(dim=1).sum())
+                Module.kept, Module.cut = (
+                    Module.kept + kept,
+                    Module.cut + len(batch.advantages) - kept,
+                )
+            public = {name: value for name, value in vars(batch).items() if name[0] != "_"}
+            self.gradients.append(state_hash(public))
 
     def on_round_start(self, *args):
         self._event()
@@ -357,3 +375,4 @@ def test_stopped_anywhere_and_resumed_equals_never_stopped(name, data):
     run.fit()
     assert [*steps, *run.taken] == taken
     assert run.end() == end
+    assert name != "ahead streamed" or (Module.kept > 0 and Module.cut > 0), "one pass verified"

@@ -115,9 +115,8 @@ class Update:
     ) -> OptimizerStep:
         """Accumulate the gradients of a part of the round's first step, on all ranks."""
         if self.team.size > 1:
-            len(
-                self.part_of_step(part, divisor, done=done)
-            )  # decides about shared prompts for all ranks
+            step = self.part_of_step(part, divisor, done=done)
+            len(step)  # decides about shared prompts for all ranks
         return self.team.call("accumulate", self.accumulate_part, part, divisor, first, done)
 
     def accumulate_part(
@@ -145,18 +144,19 @@ class Update:
             return
         if round.lost.has_drafts and not self.learner.verifies_drafts:
             return
+        parts: list[OptimizerStep] = []
         for groups, kept in round.lost.parts_of(round):
             step = self.accumulate_part(
                 Round(round.number, round.version, groups),
                 round.lost.divisor,
-                not round.accumulated,
-                advantages_of(round.accumulated),
+                not parts,
+                advantages_of(parts),
                 None if kept is None else partial(are_among, kept),
             )
             if kept is not None:
                 step.keep(kept)
-            round.accumulated.append(step)
-        round.lost = None
+            parts.append(step)
+        round.accumulated, round.lost = parts, None  # at once: SIGTERM may come before
 
     def part_of_step(self, part: Round, divisor: tuple[int, int], **how: Any) -> OptimizerStep:
         """Build a part of the round's first step; the arguments are those of `OptimizerStep`."""
