@@ -248,12 +248,13 @@ class OptimizerStep:
         changes = done is not None or any(part.drafts is not None for part in accumulated)
         self._done = done = advantages_of(accumulated) if done is None else done
         self._trained = {id(sample.completion) for sample in self.samples}
-        self._encoded = [
+        self._first = [
             s
-            for s in self._given
-            if (self._left(s) and (changes or s.id not in done))
-            or (not skip_zero_advantage and s.id not in done and id(s.completion) in self._trained)
+            for s in self.samples
+            if s.id not in done and (s.completion.advantage or not skip_zero_advantage)
         ]
+        again = [s for s in self._given if changes and s.id in done]
+        self._again = [s for s in again if abs(self._left(s)) > ZERO_ADVANTAGE]
         self._micro_batch_tokens = micro_batch_tokens
         self._least_price = PASS if divisor or accumulated else 0
         self._row_cost = row_cost
@@ -264,8 +265,7 @@ class OptimizerStep:
 
     def _left(self, sample: Sample) -> float:
         """Return the part of its advantage that is not trained on yet."""
-        left = self._own(sample) - self._done.get(sample.id, 0.0)
-        return left if abs(left) > ZERO_ADVANTAGE else 0.0
+        return self._own(sample) - self._done.get(sample.id, 0.0)
 
     @property
     def advantages(self) -> dict[str, float]:
@@ -276,13 +276,11 @@ class OptimizerStep:
     @cached_property
     def _batches(self) -> list[tuple[list[PromptRow], bool]]:
         """Rows of each micro-batch, and whether its completions were trained on before."""
-        encoded, tokens = self._encoded, self._micro_batch_tokens
+        encoded, tokens = [*self._first, *self._again], self._micro_batch_tokens
         cost = self._row_cost(encoded, tokens) if self._row_cost else None
-        again = [sample for sample in encoded if sample.id in self._done]
-        first = [sample for sample in encoded if sample.id not in self._done]
         return [
-            *((rows, False) for rows in self._split(first, cost)),
-            *((rows, True) for rows in self._split(again, cost)),
+            *((rows, False) for rows in self._split(self._first, cost)),
+            *((rows, True) for rows in self._split(self._again, cost)),
         ]
 
     def _split(self, samples: Sequence[Sample], cost: RowCost | None) -> list[list[PromptRow]]:
