@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_rlsched.callbacks.rollout_progress_bar import replace_default_bar
 from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.run import checks
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
@@ -24,7 +25,7 @@ from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
 from lit_rlsched.settings import KnownArguments, types_checked
-from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings
+from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings, ToolSettings
 from lit_rlsched.types import Sampling
 
 
@@ -50,8 +51,21 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         reward_workers: Number of processes that run reward functions.
         reward_memory_limit: Maximum memory for the reward calls of each worker, such as `4GiB`; by
             default half of the machine's memory, shared by all workers.
-        reward_env_vars: Names of environment variables that reward functions may read, besides the
-            few that Python needs.
+        reward_env_vars: Names of environment variables that reward functions and tools may read,
+            besides the few that Python needs.
+        tools: Functions that completions may call, with types and Google-style docstrings, or
+            their import paths. As in TRL, sync or async.
+        environment_factory: A class whose objects hold the state of one completion: `reset` gets
+            the columns of the row and may return a text for the end of the prompt, other public
+            methods are tools, and `get_reward`, if there is one, gives a reward. Or its import
+            path, a function that makes such objects, or a dict of several: then the column
+            `environment` names that of a row.
+        max_tool_calling_iterations: Turns with calls that a completion may have; by default as many
+            as fit into `max_completion_length`, which counts replies too.
+        environment_workers: Number of processes that run tools; each runs many at once.
+        tool_timeout: Maximum number of seconds for the calls of a turn. A completion whose tool
+            takes longer is dropped.
+        max_sessions: Maximum number of objects of environments that are in use at once.
         tokenizer: Folder or hub name; by default the policy's tokenizer.
         chat_template_kwargs: Additional arguments for the chat template, such as
             `{"enable_thinking": False}`. A last message of the assistant is continued; with
@@ -100,7 +114,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     def __init__(
         self,
         train_data: Rows,
-        reward_funcs: list[Callable] | Callable,  # type: ignore[type-arg]  # for jsonargparse
+        reward_funcs: list[Callable] | Callable | None = None,  # type: ignore[type-arg]  # for jsonargparse
         *,
         val_data: Rows | None = None,
         test_data: Rows | None = None,
@@ -110,6 +124,12 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         reward_workers: int = 1,
         reward_memory_limit: str | int | None = None,
         reward_env_vars: list[str] | None = None,
+        tools: list[Any] | None = None,
+        environment_factory: Any = None,
+        max_tool_calling_iterations: int | None = None,
+        environment_workers: int = 1,
+        tool_timeout: float = 60.0,
+        max_sessions: int | None = None,
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         skip_special_tokens: bool = True,
@@ -140,14 +160,29 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         with types_checked("RolloutDataModule", parameters, given):
             checks.check_settings(given)
         data_sets = ["train_data", "val_data", "test_data", "predict_data"]
-        self.save_hyperparameters(ignore=[*data_sets, "reward_funcs", "engine"])
+        objects = ["reward_funcs", "tools", "environment_factory", "engine"]
+        self.save_hyperparameters(ignore=[*data_sets, *objects])
+        called = None
+        if tools or environment_factory is not None:
+            called = ToolSettings(
+                Environments(tools, environment_factory),
+                max_tool_calling_iterations,
+                environment_workers,
+                tool_timeout,
+                max_sessions,
+            )
+        own = called.environments.rewards if called else []
+        functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        if reward_weights is not None:
+            reward_weights = [*reward_weights, *[1.0] * len(own)]
         rewards = RewardScheduler(
-            reward_funcs,
+            [*(function for function in functions if function is not None), *own],
             reward_weights=reward_weights,
             workers=reward_workers,
             timeout=reward_timeout,
             memory_limit=reward_memory_limit,
             env_vars=reward_env_vars or (),
+            environments=environment_factory is not None,
         )
         sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
         self.run = TrainingRun(
@@ -179,6 +214,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
                 shuffle=shuffle,
                 seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed,
                 verify_sync=verify_sync,
+                tools=called,
             )
         )
         """The run's settings, schedule, session, rounds, and its position in them."""

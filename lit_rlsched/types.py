@@ -98,6 +98,8 @@ class Request:
     """Predicted number of tokens that it will still draw."""
     later: bool = False
     """Whether it takes a slot only if no other request waits for one."""
+    returns: bool = False
+    """Whether it comes back from its environment, so that an engine may still have its cache."""
 
     @property
     def group(self) -> str:
@@ -189,6 +191,10 @@ class Completion:
     """Values that reward functions passed to `log_extra`: columns of the completions table."""
     logged: dict[str, list[float]] = field(default_factory=dict)
     """Values that reward functions passed to `log_metric`."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Its turns and the replies of tools as chat messages, if it may call tools."""
+    given: dict[int, Any] = field(default_factory=dict)
+    """Results of reward functions that were called with its environment, by number."""
     failure: str | None = field(default=None, compare=False)
     """The first reward function that failed, and its error; not in checkpoints."""
     dropped: str | None = None
@@ -254,6 +260,7 @@ class Completion:
             token_ids=self.token_ids[:],
             logprobs=self.logprobs[:],
             segments=[*self.segments],
+            messages=[*self.messages],
         )
 
     def staleness(self, version: int) -> int:

@@ -144,7 +144,7 @@ def test_best_names_the_files_there_are(refused, tmp_path):
 
 def test_commands(refused):
     assert "use fit, validate, test" in refused(base=["fits"])
-    assert "`data.reward_funcs`, `model` must be given" in refused(base=["fit"])
+    assert "`data.train_data`, `model` must be given" in refused(base=["fit"])
     assert "A command is missing: use fit, validate" in refused(base=[])
 
 

@@ -2,14 +2,19 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
-PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
+PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs", "environment")
 """Columns that decide the tokens of a prompt."""
 _INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys that a message may have in place of a content."""
+
+
+strftime_now = datetime.now().strftime
+"""For templates that show the date: it must not change during a run."""
 
 
 def normalized(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.tokenizing import PromptTokenizer, token_batches, unknown_token
+from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches, unknown_token
 from lit_rlsched.settings import ENDS, UsageError
 from lit_rlsched.types import Prompt
 
@@ -162,6 +162,7 @@ def tokenize(
     max_completion_length: int,
     chat_template_kwargs: dict[str, Any] | None,
     embeddings: int | None = None,
+    environments: RowTools | None = None,
 ) -> PromptSets:
     """Tokenise the rows of each stage.
 
@@ -172,6 +173,7 @@ def tokenize(
         max_completion_length: Maximum number of tokens per completion.
         chat_template_kwargs: See `make_prompts`.
         embeddings: Number of the model's embeddings, if prompts are checked for them.
+        environments: See `PromptTokenizer`.
 
     Raises:
         UsageError: a prompt and its completion do not fit into the context, or a row is unusable.
@@ -190,6 +192,7 @@ def tokenize(
                 chat_template_kwargs=chat_template_kwargs,
                 max_prompt_length=context - max_completion_length,
                 embeddings=embeddings,
+                environments=environments,
             )
         except ValueError as error:
             raise UsageError(f"`{name}_data`: {error}") from error
@@ -209,6 +212,7 @@ def make_prompts(
     max_prompt_length: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     embeddings: int | None = None,
+    environments: RowTools | None = None,
 ) -> Prompts:
     """Tokenise each prompt once; see `PromptTokenizer`.
 
@@ -223,6 +227,7 @@ def make_prompts(
         chat_template_kwargs: Arguments for `apply_chat_template`, such as
             `{"enable_thinking": False}`. Those of a row's column of this name come before them.
         embeddings: Number of the model's embeddings, if prompts are checked for them.
+        environments: See `PromptTokenizer`.
 
     Raises:
         UsageError: two rows have the same uid, or a prompt cannot be tokenised, is too long, has no
@@ -253,8 +258,8 @@ def make_prompts(
             stacklevel=2,
         )
     tokens = mapped(
-        _key(table, tokenizer, settings),
-        lambda: token_batches(table, PromptTokenizer(tokenizer, settings)),
+        _key(table, tokenizer, settings, environments),
+        lambda: token_batches(table, PromptTokenizer(tokenizer, settings, environments)),
     )
     prompts = Prompts(table, tokens, numbers)
     _check_lengths(prompts, max_prompt_length)
@@ -278,7 +283,12 @@ def _template(tokenizer: Any, settings: Mapping[str, Any]) -> str:
     return str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
 
-def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | None:
+def _key(
+    rows: RowTable,
+    tokenizer: Any,
+    settings: Mapping[str, Any],
+    environments: RowTools | None = None,
+) -> str | None:
     """Name of the rows' token ids; `None` if rows or tokenizer have no stable name."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or rows.key is None:
@@ -294,6 +304,7 @@ def _key(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> str | N
         tokenizer.special_tokens_map,
         template,
         json.dumps(settings, sort_keys=True, default=repr),
+        environments.key if environments else "",
         date.today() if "strftime_now" in template else "",
         version("transformers"),
         version("tokenizers"),

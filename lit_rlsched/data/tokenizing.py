@@ -3,19 +3,19 @@
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from lit_rlsched.data.messages import template_arguments
+from lit_rlsched.data.messages import strftime_now, template_arguments
 from lit_rlsched.data.row_table import BATCH, Row, RowTable
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
@@ -23,8 +23,23 @@ _MOST_THREADS = 16
 """More would wait for Python's lock."""
 _OWN_THREADS = "TOKENIZERS_PARALLELISM"
 """Variable with which the tokenizer's Rust part decides at each call whether to use its threads."""
+_MARK = "\N{REPLACEMENT CHARACTER}observation\N{REPLACEMENT CHARACTER}"
+"""Stands for what an environment adds to a prompt."""
+_TAIL = 8
+"""Tokens before it that it may change, as it may be merged with them."""
 _AT_ONCE = 100
 """Prompts per call of the tokenizer. A call needs about 100 bytes a token."""
+
+
+class RowTools(Protocol):
+    """What the completions of a row may call: `environments.protocol.Environments`."""
+
+    @property
+    def key(self) -> str:
+        """Everything that decides the tokens of prompts."""
+
+    def of(self, columns: Mapping[str, Any]) -> Any:
+        """Return an object with the tools' `schemas`, and a `factory` if it adds to the prompt."""
 
 
 class PromptTokenizer:
@@ -39,10 +54,18 @@ class PromptTokenizer:
     Args:
         tokenizer: Tokenizer of the policy.
         settings: Arguments for `apply_chat_template`.
+        environments: Tools whose schemas the template gets. If a row has an environment, its prompt
+            ends before the place where that adds an observation, and `Turns` appends the rest.
     """
 
-    def __init__(self, tokenizer: Any, settings: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: Mapping[str, Any] | None,
+        environments: RowTools | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._environments = environments
         self._settings = settings or {}
         check_template_kwargs(self._settings)
         self._backend = None
@@ -66,6 +89,11 @@ class PromptTokenizer:
                 that are not for one.
         """
         prompts = [row["prompt"] for row in rows]
+        if self._environments is not None and any(isinstance(p, str) for p in prompts):
+            raise UsageError(
+                "A prompt is a string, and tools are called in chats. Make it a list of messages: "
+                '`[{"role": "user", "content": ...}]`.'
+            )
         strings = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
         chats = self._of_chats([row for row in rows if not isinstance(row["prompt"], str)])
         ids = dict(zip(strings, self._of_strings(strings), strict=True))
@@ -89,7 +117,8 @@ class PromptTokenizer:
         return array("i")
 
     def _of_chats(self, rows: list[Row]) -> "Iterator[array[int]]":
-        for given, some in groupby(rows, lambda row: template_arguments(row, self._settings)):
+        for given, some in groupby(rows, self._arguments):
+            observes = given.pop(_MARK, False)
             if not given.get("chat_template") and not getattr(
                 self._tokenizer, "chat_template", None
             ):
@@ -99,6 +128,9 @@ class PromptTokenizer:
                 )
             template = partial(self._tokenizer.apply_chat_template, **given)
             chats = [row["prompt"] for row in some]
+            if observes:
+                yield from self._begun([_marked(chat) for chat in chats], template)
+                continue
             if self._backend is not None:
                 yield from self._encoded(template(chats, tokenize=False))
                 continue
@@ -109,6 +141,27 @@ class PromptTokenizer:
                 tokenizer_kwargs={"return_attention_mask": False},
             )["input_ids"]
             yield from (array("i", one) for one in ids)
+
+    def _arguments(self, row: Row) -> dict[str, Any]:
+        """Return the arguments of the template for a row, and whether something is added to it."""
+        given = template_arguments(row, self._settings)
+        if self._environments is None:
+            return given
+        environment = self._environments.of(row)
+        if environment.schemas:
+            given["tools"] = [*environment.schemas]
+        observes = environment.factory is not None
+        return {**given, "strftime_now": strftime_now, _MARK: observes}
+
+    def _begun(
+        self, chats: list[Any], template: Callable[..., list[str]]
+    ) -> "Iterator[array[int]]":
+        """Yield the tokens of chats up to the mark in their last message."""
+        texts = [text.partition(_MARK) for text in template(chats, tokenize=False)]
+        if not all(mark for _, mark, _ in texts):
+            raise UsageError("the chat template leaves out the end of the last message.")
+        for ids in self._encoded([before for before, _, _ in texts]):
+            yield ids[: max(1, len(ids) - _TAIL)]
 
     def _encoded(
         self, texts: list[str], add_special_tokens: bool = False
@@ -143,6 +196,10 @@ def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | 
                 "for this one (`resize_token_embeddings`)."
             )
     return None
+
+
+def _marked(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + _MARK}]
 
 
 def _is_plain(tokenizer: Any) -> bool:

@@ -249,7 +249,8 @@ def tokens_looked_for(
         template: The chat template.
         prompts: Some prompts, as text.
     """
-    own, around = map("\n".join, zip(*map(_sources, functions), strict=True))
+    sources = [_sources(function) for function in functions]
+    own, around = ("\n".join(source[i] for source in sources) for i in (0, 1))
     asked = [around, *prompts]
 
     def paired(token: str) -> bool:

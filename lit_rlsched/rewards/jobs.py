@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import pickle
+from array import array
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ FAILURE_KINDS = {
     "unparsed": "unparsed",
 }
 """First word of a failure -> last part of its metric key."""
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 LOGGED_KINDS = ("no_answer", "unparsed")
 """Kinds that a function reports itself, with `log_failure`."""
 MESSAGES: dict[str, list[type]] = {
@@ -90,6 +93,24 @@ def parse_message(data: bytes) -> tuple[str, list[Any]]:
     if types is None or [*map(type, checked)] != types:
         raise BadMessage(f"an unknown message: {[kind, *message]!r:.80}")
     return kind, message
+
+
+def packed_row(
+    prompt: Any,
+    completion: Any,
+    completion_ids: Sequence[int],
+    columns: Mapping[str, Any],
+    trainer_state: Any,
+) -> bytes:
+    """Return what `reward_worker.Call` makes the arguments of a function from."""
+    row = {name: value for name, value in columns.items() if name not in _NOT_COLUMNS}
+    row.update(
+        prompts=prompt,
+        completions=completion,
+        completion_ids=array("q", completion_ids),
+        trainer_state=trainer_state,
+    )
+    return pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(slots=True)

@@ -254,16 +254,17 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def main(connection: int, lifeline: int, parent: int) -> None:
+def connect(connection: int, lifeline: int, parent: int) -> Connection:
+    """Prepare this process, which gets the arguments of a `ChildProcess`; return its pipe."""
     die_with(parent, lifeline)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # the trainer has no standard output
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    worker = Worker(Connection(connection))
-    worker.load()
-    worker.serve()
+    return Connection(connection)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    worker = Worker(connect(*map(int, sys.argv[1:])))
+    worker.load()
+    worker.serve()

@@ -2,11 +2,9 @@
 
 import math
 import os
-import pickle
 import selectors
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +26,15 @@ from lit_rlsched.rewards.checks import (
     unique_names,
     unwrap,
 )
-from lit_rlsched.rewards.jobs import BadMessage, FailureCounts, Job, Result, ScoredJob, scored
+from lit_rlsched.rewards.jobs import (
+    BadMessage,
+    FailureCounts,
+    Job,
+    Result,
+    ScoredJob,
+    packed_row,
+    scored,
+)
 from lit_rlsched.rewards.pool import WorkerPool
 from lit_rlsched.rewards.worker_process import (
     WorkerProcess,
@@ -37,8 +43,6 @@ from lit_rlsched.rewards.worker_process import (
     warn_of_no_limit,
 )
 from lit_rlsched.settings import UsageError, check_finite
-
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class RewardScheduler:
@@ -67,6 +71,8 @@ class RewardScheduler:
             machine's memory, divided among the workers. Linux only.
         env_vars: Names of environment variables that all workers see, besides those that Python
             and its packages need (`docs/howto/rewards.md` lists them).
+        environments: Whether completions have environments. Functions with an argument of this name
+            are then called where those are, and `submit` gets their results.
 
     Example:
         >>> from lit_rlsched.rewards.functions import countdown_reward
@@ -84,6 +90,7 @@ class RewardScheduler:
         timeout: float = 30.0,
         memory_limit: str | int | None = None,
         env_vars: Sequence[str] = (),
+        environments: bool = False,
     ) -> None:
         reward_funcs = as_functions(reward_funcs)
         if reward_weights is not None and len(reward_weights) != len(reward_funcs):
@@ -101,9 +108,11 @@ class RewardScheduler:
         """May be changed at any time; applies to jobs submitted afterwards."""
         self._functions = reward_funcs
         self._is_async = [is_async(function) for function in reward_funcs]
-        self._offered = [offered_arguments(function) for function in reward_funcs]
+        self.offered = [offered_arguments(function) for function in reward_funcs]
+        """Arguments besides TRL's that each function is called with."""
         self._num_workers = workers
-        self._env_vars = check_env_vars(env_vars)
+        self.env_vars = check_env_vars(env_vars)
+        """Names of environment variables that all workers see besides the usual ones."""
         self._memory_limit = check_memory_limit(memory_limit)
         self._pace = [0.0] * len(reward_funcs)
         """Recent seconds per call; 0 for coroutines, which do not wait for each other."""
@@ -112,7 +121,13 @@ class RewardScheduler:
         self._jobs: dict[Hashable, Job] = {}
         self._finished: list[Job] = []
         self._submitted = 0
-        self._failures = FailureCounts(self.names, ["log_failure" in o for o in self._offered])
+        self._failures = FailureCounts(self.names, ["log_failure" in o for o in self.offered])
+        self.of_environments = {
+            index: function
+            for index, function in enumerate(reward_funcs)
+            if environments and names_argument(function, "environments")
+        }
+        """Functions by number that are called with the environment of a completion."""
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     def asks_for(self, argument: str) -> bool:
@@ -173,8 +188,9 @@ class RewardScheduler:
         """
         names = list(map(str, columns))
         check_names(names, at)
-        for name, function in zip(self.names, self._functions, strict=True):
-            check_columns(function, name, names, at)
+        for index, function in enumerate(self._functions):
+            more = ["environments"] if index in self.of_environments else []
+            check_columns(function, self.names[index], [*names, *more], at)
 
     def tokens_looked_for(
         self, tokens: Sequence[str], template: str, prompts: Sequence[str]
@@ -189,11 +205,11 @@ class RewardScheduler:
             UsageError: a function cannot be sent to another process.
             RuntimeError: a function cannot be loaded there; or on Windows.
         """
-        if self._pools:
+        if self._pools or len(self.of_environments) == len(self._functions):
             return
         require_posix("The reward workers")
         warn_of_no_limit(self._memory_limit)
-        pickled = [self._pickle(index) for index in range(len(self._functions))]
+        pickled = [self.pickled(index) for index in range(len(self._functions))]
         hide_environment()
         kinds = self._functions_by_environment()
         memory = self._memory_limit or machine_memory() // 2 // (self._num_workers * len(kinds))
@@ -201,7 +217,7 @@ class RewardScheduler:
             setup = {
                 "functions": {index: pickled[index] for index in indices},
                 "is_async": self._is_async,
-                "offered": self._offered,
+                "offered": self.offered,
                 "memory_limit": memory,
             }
             environment = worker_environment(variables)
@@ -219,11 +235,13 @@ class RewardScheduler:
 
     def _functions_by_environment(self) -> dict[frozenset[str], list[int]]:
         """Group the functions by the environment variables that they may see."""
-        common = worker_environment(self._env_vars)
+        common = worker_environment(self.env_vars)
         kinds: dict[frozenset[str], list[int]] = {}
         for index, function in enumerate(self._functions):
+            if index in self.of_environments:
+                continue
             own = {name for name in environment_of(function) if name in os.environ}
-            kinds.setdefault(frozenset(own - common.keys() | set(self._env_vars)), []).append(index)
+            kinds.setdefault(frozenset(own - common.keys() | set(self.env_vars)), []).append(index)
         return kinds
 
     @property
@@ -240,17 +258,20 @@ class RewardScheduler:
         columns: Mapping[str, Any],
         timeout: float | None = None,
         trainer_state: Any = None,
+        given: Mapping[int, Result] | None = None,
     ) -> None:
         """Queue a completion for scoring; the next `poll` sends it.
 
         Args:
             job_id: Identifies the job in what `poll` returns.
             prompt: A string, or chat messages.
-            completion: A string, or for chat messages a list of one assistant message.
+            completion: A string, or for chat messages a list of the assistant's messages and the
+                replies of tools.
             completion_ids: Token ids of the completion.
             columns: Other columns of the row, and this completion's `finish_reasons`.
             timeout: Seconds for each call, instead of the scheduler's own time-out.
             trainer_state: Passed to the functions.
+            given: Results of the functions of `of_environments`.
 
         Raises:
             UsageError: the job is still being scored, or the time-out is not a positive number.
@@ -260,21 +281,16 @@ class RewardScheduler:
         if timeout is not None:
             check_timeout(timeout)
         self.start()
-        row = {name: value for name, value in columns.items() if name not in _NOT_COLUMNS}
-        row.update(
-            prompts=prompt,
-            completions=completion,
-            completion_ids=array("q", completion_ids),
-            trainer_state=trainer_state,
-        )
         job = self._jobs[job_id] = Job(
             key=self._submitted,
             id=job_id,
-            payload=pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL),
+            payload=packed_row(prompt, completion, completion_ids, columns, trainer_state),
             timeout=timeout or self.timeout,
             results=[None] * len(self.names),
         )
         self._submitted += 1
+        for index in self.of_environments:
+            self._take(job, index, (given or {}).get(index, Result(0.0, None, None, {}, {})))
         for pool in self._pools:
             pool.queue.append(job)
 
@@ -346,7 +362,12 @@ class RewardScheduler:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _pickle(self, index: int) -> bytes:
+    def pickled(self, index: int) -> bytes:
+        """Return a function for another process.
+
+        Raises:
+            UsageError: it cannot be sent there.
+        """
         try:
             return cloudpickle.dumps(self._functions[index])
         except Exception as error:

@@ -126,7 +126,97 @@ _MARK = "LIT_RLSCHED_REWARD_WORKER"
 _SCRIPT = Path(__file__).with_name("reward_worker.py")
 
 
-class WorkerProcess:
+class GuardedProcess:
+    """A process that runs code of users or models: it dies with this one, and if it takes too much.
+
+    Args:
+        script: Python file, which gets a `ChildProcess`'s arguments and reads `setup` first.
+        setup: What the script needs.
+        environment: Environment variables of the process.
+        memory_limit: Bytes that it may take on top of what it holds when `watch_memory` is called.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        setup: Mapping[str, Any],
+        environment: Mapping[str, str],
+        memory_limit: int,
+    ) -> None:
+        self.too_much = ""
+        """Why it was killed for its memory, as a failure."""
+        self.mark = uuid.uuid4().hex
+        self._memory_limit = memory_limit
+        self._kill_lock = threading.Lock()
+        self._over = threading.Event()
+        """Set once the process was waited for: its id may then belong to another process."""
+        self._oom_kills = oom_kills()
+        self._child = ChildProcess(
+            ["-P", str(script)],
+            # the same hash seed in every worker: scores may depend on the order of a set (sympy)
+            {"PYTHONHASHSEED": "0", **environment, _MARK: self.mark},
+        )
+        self.process, self.connection = self._child.process, self._child.connection
+        try:
+            limit_blocking(self.connection, PIPE_TIMEOUT)
+        except OSError:
+            self.kill()
+            raise
+        self.send(
+            {
+                **setup,
+                "memory_limit": memory_limit,
+                "sys_path": [path or os.getcwd() for path in sys.path],
+                "withheld": [name for name in os.environ if name not in environment],
+            }
+        )
+
+    def send(self, message: Any) -> None:
+        with suppress(OSError):  # it died meanwhile, which is noticed on the next read
+            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def kill(self) -> str:
+        """Kill the process and its group; return how the process ended."""
+        with self._kill_lock:
+            # before `wait`: until then it keeps its process id and exit code
+            self._child.kill_group()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+            self._over.set()
+        self._child.close()
+        end = how_it_ended(self.process.returncode)
+        if self.process.returncode == -signal.SIGKILL and oom_kills() > self._oom_kills:
+            end += ", while the kernel's out-of-memory killer was at work"
+        return end
+
+    def watch_memory(self) -> None:
+        """Start a thread that kills the process and all it started if they hold too much.
+
+        The kernel's limit on a process does not count shared memory, and holds for each process
+        that a function starts separately. A thread, as the trainer is busy between decode steps.
+        """
+        if sys.platform == "linux":
+            loaded = held_memory(self.process.pid)
+            threading.Thread(
+                target=self._watch_memory, args=(loaded,), name="worker-memory", daemon=True
+            ).start()
+
+    def _watch_memory(self, loaded: int) -> None:
+        limit = loaded + self._memory_limit
+        while not self._over.wait(MEMORY_INTERVAL):
+            held = held_memory(self.process.pid, more_than=limit)
+            if held > limit:
+                with self._kill_lock:
+                    if not self._over.is_set():
+                        self.too_much = (
+                            f"out_of_memory: {(held - loaded) >> 20} MiB, shared memory and child "
+                            f"processes included; the limit is {self._memory_limit >> 20} MiB"
+                        )
+                        self._child.kill_group()
+                return
+
+
+class WorkerProcess(GuardedProcess):
     """Process of `reward_worker.py`.
 
     It runs the sync calls of a batch in order, so the first one without a score is the running one;
@@ -154,34 +244,9 @@ class WorkerProcess:
         """Whether it works on the batch. Before that, no call is to blame for its end."""
         self.limit = STARTUP_TIMEOUT
         self.deadline = time.monotonic() + STARTUP_TIMEOUT
-        self.too_much = ""
-        """Why it was killed for its memory, as a failure."""
-        self.mark = uuid.uuid4().hex
         self._functions = setup["functions"]
         self._is_async = setup["is_async"]
-        self._memory_limit = setup["memory_limit"]
-        self._kill_lock = threading.Lock()
-        self._over = threading.Event()
-        """Set once the process was waited for: its id may then belong to another process."""
-        self._oom_kills = oom_kills()
-        self._child = ChildProcess(
-            ["-P", str(_SCRIPT)],
-            # the same hash seed in every worker: scores may depend on the order of a set (sympy)
-            {"PYTHONHASHSEED": "0", **environment, _MARK: self.mark},
-        )
-        self.process, self.connection = self._child.process, self._child.connection
-        try:
-            limit_blocking(self.connection, PIPE_TIMEOUT)
-        except OSError:
-            self.kill()
-            raise
-        self._send(
-            {
-                **setup,
-                "sys_path": [path or os.getcwd() for path in sys.path],
-                "withheld": [name for name in os.environ if name not in environment],
-            }
-        )
+        super().__init__(_SCRIPT, setup, environment, setup["memory_limit"])
 
     @property
     def busy(self) -> bool:
@@ -200,7 +265,7 @@ class WorkerProcess:
             message.append((job.key, job.payload, [(index, job.timeout) for index in todo]))
             self.calls.extend((job.key, index) for index in todo if not self._is_async[index])
             self.coroutines.update((job.key, index) for index in todo if self._is_async[index])
-        self._send(message)
+        self.send(message)
         self._set_deadline(time.monotonic())
 
     def receive(self) -> tuple[Job, int, Result] | None:
@@ -227,7 +292,7 @@ class WorkerProcess:
         elif self.ready or not {*fields[:1]} <= self._functions.keys():
             raise BadMessage(f"`{kind}` after it was ready, or of an unknown function")
         elif kind == "ready":
-            self._start_watching_memory()
+            self.watch_memory()
             self.ready = True
             self.deadline = math.inf
         else:
@@ -243,20 +308,6 @@ class WorkerProcess:
         if len({key for key, _ in self.coroutines}) == 1:
             return sorted(self.coroutines)
         return []
-
-    def kill(self) -> str:
-        """Kill the process and its group; return how the process ended."""
-        with self._kill_lock:
-            # before `wait`: until then it keeps its process id and exit code
-            self._child.kill_group()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5)
-            self._over.set()
-        self._child.close()
-        end = how_it_ended(self.process.returncode)
-        if self.process.returncode == -signal.SIGKILL and oom_kills() > self._oom_kills:
-            end += ", while the kernel's out-of-memory killer was at work"
-        return end
 
     def _end_call(self, call: tuple[int, int], stamp: float) -> None:
         if self.begun and call in self.coroutines and not self.calls:
@@ -281,36 +332,6 @@ class WorkerProcess:
             self.limit = math.inf
         self.deadline = start + self.limit
 
-    def _start_watching_memory(self) -> None:
-        """Start a thread that kills the process and all it started if they hold too much.
-
-        The kernel's limit on a process does not count shared memory, and holds for each process
-        that a function starts separately. A thread, as the trainer is busy between decode steps.
-        """
-        if sys.platform == "linux":
-            loaded = held_memory(self.process.pid)
-            threading.Thread(
-                target=self._watch_memory, args=(loaded,), name="reward-memory", daemon=True
-            ).start()
-
-    def _watch_memory(self, loaded: int) -> None:
-        limit = loaded + self._memory_limit
-        while not self._over.wait(MEMORY_INTERVAL):
-            held = held_memory(self.process.pid, more_than=limit)
-            if held > limit:
-                with self._kill_lock:
-                    if not self._over.is_set():
-                        self.too_much = (
-                            f"out_of_memory: {(held - loaded) >> 20} MiB, shared memory and child "
-                            f"processes included; the limit is {self._memory_limit >> 20} MiB"
-                        )
-                        self._child.kill_group()
-                return
-
-    def _send(self, message: Any) -> None:
-        with suppress(OSError):  # it died meanwhile, which is noticed on the next read
-            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
 
 def limit_blocking(connection: Connection, seconds: float) -> None:
     """Let a read or write that makes no progress for so long raise BlockingIOError."""
@@ -320,7 +341,7 @@ def limit_blocking(connection: Connection, seconds: float) -> None:
         pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def kill_strays(workers: Iterable[WorkerProcess]) -> None:
+def kill_strays(workers: Iterable[GuardedProcess]) -> None:
     """Kill processes that functions started in sessions of their own, outside the worker's group.
 
     They are found by their environment, on Linux; one that cleared its environment is not found.

@@ -1,6 +1,7 @@
 """Draws one round: plans its groups, decodes and scores them, and settles who is trained on.
 
-Imports `types`, `_lazy`, `settings`, `text`, `scheduling`, `engines`, `rewards`, `data`.
+Imports `types`, `_lazy`, `settings`, `text`, `scheduling`, `engines`, `rewards`,
+`data`, `environments`.
 """
 
 from typing import TYPE_CHECKING

@@ -10,6 +10,7 @@ from functools import partial
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.scoring import Feedback, Scorer
+from lit_rlsched.rollout.turns import Next, Turns
 from lit_rlsched.scheduling.ahead_rollout import (
     FORWARD,
     has_drafts,
@@ -63,6 +64,7 @@ class RolloutController:
         on_group: Called with each group once all of its completions are scored.
         heed: Called before each step and while waiting for scores; an exception from it ends the
             round, which is then drawn again.
+        turns: Calls the tools of completions.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RolloutController:
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
         heed: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
     ) -> None:
         self.worker = worker
         self.scorer = scorer
@@ -95,6 +98,7 @@ class RolloutController:
         self._on_completion = on_completion
         self._on_group = on_group
         self._heed = heed
+        self.turns = turns
         self._live: dict[str, tuple[Sample, Request]] = {}
         self._feedback = Feedback()
         self._rule: RoundRule = FullRound(0)
@@ -133,6 +137,8 @@ class RolloutController:
             verify: Verifies drafts. If the loop cannot influence other completions, this goes part
                 by part, and each verified part decodes while the next is verified.
         """
+        if self.turns is not None:
+            self.turns.begin_round()
         self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
         self._patience = rule.patience or 0.0
@@ -172,13 +178,13 @@ class RolloutController:
             now = self.worker.trace.decode_steps
             self.state.final = sum(at < now for at, _ in self._decoded_at.values())
             yield from self._react(finished)  # drafts accepted whole may already be enough
-            while self._live and not rule.done(self.state):
+            while self._decodes and not rule.done(self.state):
                 self._heed()
                 if self.before_step is not None:
                     self.before_step(self.worker, self._heed)
-                events = self.worker.step()
+                events = self.worker.step() if self._live else []
                 self.state.final = len(self.state.decoded)  # later groups are appended
-                yield from self._react(self._take(events))
+                yield from self._react([*self._take(events), *self._answered()])
             self._take(self.worker.abort())
             self.state.patient = False
             races = rule.patience is not None
@@ -191,6 +197,39 @@ class RolloutController:
             self.worker.abort()
             self.scorer.cancel()
             self._live.clear()
+            if self.turns is not None:
+                self.turns.end_round()
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether completions decode, or wait for their environments."""
+        return bool(self._live) or (self.turns is not None and self.turns.pending > 0)
+
+    def _answered(self) -> list[Sample]:
+        """Let completions go on that environments have answered; return those that are over."""
+        if self.turns is None:
+            return []
+        self.turns.note_free(self.worker.slots - len(self._live))
+        if not self._live:
+            self.turns.wait(HEED_SECONDS)
+            self.turns.note_free(self.worker.slots)
+        over = self._go_on_as(self.turns.poll())
+        self._finish(over)
+        return over
+
+    def _go_on_as(self, turned: Iterable[tuple[Sample, Next | None]]) -> list[Sample]:
+        """Let completions decode or begin again; return those that are over."""
+        over = []
+        for sample, becomes in turned:
+            if becomes == "over":
+                over.append(sample)
+            elif becomes == "decodes":
+                self._submit_begun([sample])
+            elif becomes == "lost":
+                self.drops["environment_lost"] += sample.completion.drawn
+                sample.completion.restart()
+                self._submit([sample])
+        return self._sorted(over)
 
     def end_predictions(self) -> dict[str, float]:
         """Let the predictor learn from the finished round, and return its accuracy metrics."""
@@ -321,7 +360,9 @@ class RolloutController:
         samples = {Sample(group, c).id: c for c in group.completions if not c.finished}
         self._take(self.worker.abort(samples.keys()))
         for request_id, completion in samples.items():
-            del self._live[request_id]
+            self._live.pop(request_id, None)  # it may wait for its environment
+            if self.turns is not None:
+                self.turns.leave(Sample(group, completion))
             self._count(Sample(group, completion))
         self.scorer.cancel(group)
         chosen = {c.index for c in kept}
@@ -342,6 +383,14 @@ class RolloutController:
             insort(self.state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
 
     def _submit(self, samples: Sequence[Sample]) -> None:
+        """Submit completions, once their environments are there."""
+        if self.turns is None:
+            self._submit_begun(samples)
+            return
+        for sample in samples:
+            self.turns.begin(sample)
+
+    def _submit_begun(self, samples: Sequence[Sample]) -> None:
         probe = self._probe
         requests = [
             Request(
@@ -353,6 +402,7 @@ class RolloutController:
                 sampling=sample.group.sampling,
                 prefix_ids=sample.completion.token_ids[:],
                 pause_at=probe if len(sample.completion.token_ids) < probe else None,
+                returns=self.turns is not None and sample.completion.drawn > 0,
             )
             for sample in samples
         ]
@@ -380,18 +430,23 @@ class RolloutController:
                 (paused if event.finish_reason == "paused" else finished).append(sample)
         if finished:
             # the order of slots would depend on earlier aborts
-            finished.sort(
-                key=lambda sample: (self._places[sample.group.id], sample.completion.index)
-            )
+            finished = self._sorted(finished)
+            if self.turns is not None:
+                for sample in finished:
+                    del live[sample.id]
+                finished = self._go_on_as((s, self.turns.ended(s)) for s in finished)
             self._finish(finished)
         if paused:
             self._go_on(paused)
         return finished
 
+    def _sorted(self, samples: Sequence[Sample]) -> list[Sample]:
+        return sorted(samples, key=lambda s: (self._places[s.group.id], s.completion.index))
+
     def _finish(self, samples: Sequence[Sample]) -> None:
         lengths = self._lengths
         for sample in samples:
-            del self._live[sample.id]
+            self._live.pop(sample.id, None)
         if lengths is not None:
             lengths.observe(samples)
             if lengths.revises:
@@ -401,6 +456,7 @@ class RolloutController:
             completion = sample.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"
+            if completion.dropped:
                 self.drops[completion.dropped] += 1
             self.scorer.submit(sample.group, completion)
 

@@ -150,18 +150,27 @@ class Scorer:
                 ahead.job = job
         return [job for job in jobs if job.job_id in self._pending]
 
-    def _start(self, group: Group, completion: Completion) -> None:
+    def arguments(self, group: Group, completion: Completion) -> dict[str, Any]:
+        """Return what functions are called with, for `rewards.jobs.packed_row`."""
         answer: Any = completion.text
-        if not isinstance(group.prompt.text, str):  # a chat
+        if completion.messages:
+            answer = completion.messages
+        elif not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]
+        return {
+            "prompt": group.prompt.text,
+            "completion": answer,
+            "completion_ids": completion.token_ids,
+            "columns": {**group.prompt.columns, "finish_reasons": completion.finish_reason},
+            "trainer_state": self.trainer_state(self.version),
+        }
+
+    def _start(self, group: Group, completion: Completion) -> None:
         self.scheduler.submit(
             f"{group.id}/{completion.index}",
-            prompt=group.prompt.text,
-            completion=answer,
-            completion_ids=completion.token_ids,
-            columns={**group.prompt.columns, "finish_reasons": completion.finish_reason},
+            **self.arguments(group, completion),
             timeout=None if self.timeouts is None else self.timeouts.of(group.prompt.uid),
-            trainer_state=self.trainer_state(self.version),
+            given=completion.given,
         )
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:

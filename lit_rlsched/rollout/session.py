@@ -112,6 +112,8 @@ class RolloutSession:
             metrics["in_flight/engine_wait_seconds"] = met.rollout_seconds
             metrics["in_flight/trainer_wait_seconds"] = met.trainer_seconds
             metrics["in_flight/updates"] = len(met.switches)
+        if (turns := self.controller.turns) is not None:
+            metrics |= turns.metrics(self.trace.seconds * self.trace.slots)
         return metrics | self.controller.worker.metrics() | dict(self._synced)
 
     def rollout(
@@ -288,6 +290,8 @@ class RolloutSession:
         self.background.close()
         with ExitStack() as stack:
             stack.callback(self.scorer.close)
+            if (turns := self.controller.turns) is not None:
+                stack.callback(turns.close)
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)
             stack.callback(self.background.shutdown)

@@ -71,6 +71,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise UsageError(f"`{name}={settings[name]}`: use {least} or more.")
     if (reward_timeout := settings["reward_timeout"]) <= 0:
         raise UsageError(f"`{reward_timeout=}`: use more than 0 seconds.")
+    for name in ("max_tool_calling_iterations", "environment_workers", "max_sessions"):
+        if settings[name] is not None and settings[name] < 1:
+            raise UsageError(f"`{name}={settings[name]}`: use 1 or more.")
+    if (tool_timeout := settings["tool_timeout"]) <= 0:
+        raise UsageError(f"`{tool_timeout=}`: use more than 0 seconds.")
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
     if prompts % steps:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]

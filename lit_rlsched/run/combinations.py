@@ -103,6 +103,16 @@ def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
     return when(applies, rule=type(rule).__name__, other=other)
 
 
+def _with_tools(schedule: Schedule, facts: RunFacts) -> Found:
+    """The first setting that keeps unfinished completions, or predicts their lengths."""
+    names = ("LengthPrediction", "DrainFilling", "AheadRollout", "InFlightUpdates")
+    given = [f"`{name}`" for name in names if name in facts.callbacks]
+    rule = schedule.rule
+    if rule.max_staleness != 0 or rule.keeps_drafts or rule.verifies_from is not None:
+        given.append("a rule that keeps tokens of unfinished completions")
+    return when(facts.settings.tools and given, who=given[0] if given else "")
+
+
 ROUND_ENDS = "Both decide when a round ends. Remove one of them."
 _NOT_YET = "They do not work together yet. Remove one of them."
 _STEPS_DECIDE = (
@@ -116,6 +126,13 @@ _IN_TIME = (
 _BETWEEN_STEPS = "the engine waits for the trainer between two decode steps, so little overlaps."
 
 COMBINATIONS: Sequence[Combination] = [
+    Combination(
+        "Tools",
+        "{who}",
+        "not yet: sessions of environments do not outlive a round, and lengths of turns are not "
+        "predicted. Leave {who} out.",
+        _with_tools,
+    ),
     both("InFlightUpdates", "SortedBatching", ROUND_ENDS),
     both("InFlightUpdates", "TailBatching", ROUND_ENDS),
     both("SortedBatching", "TailBatching", ROUND_ENDS),
@@ -452,6 +469,8 @@ _SHOWN = {
     "other": "stale tokens",
     "strategy": "FSDP2Strategy",
     "sampling": "top_p, top_k or min_p",
+    "who": "`AheadRollout`, `DrainFilling`, `InFlightUpdates`, `LengthPrediction` or rounds that "
+    "keep unfinished completions",
     "use": "Use less, or a",
     **dict.fromkeys(("fix", "old"), ""),
 }

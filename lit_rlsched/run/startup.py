@@ -20,9 +20,12 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.environments.chat import ToolChat
+from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
+from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.combinations import check
 from lit_rlsched.run.fsdp2 import is_sharded
@@ -80,16 +83,21 @@ class Startup:
         self._tokenizer = load_tokenizer(settings.tokenizer or str(self.policy.name_or_path))
         self._eos_token_ids = eos_token_ids(self.policy, self._tokenizer)
         context, embeddings = context_length(self.policy), num_embeddings(self.policy)
+        template, environments = settings.chat_template_kwargs, None
+        if settings.tools is not None:
+            environments = settings.tools.environments
+            self._chat = ToolChat(self._tokenizer, template, self._eos_token_ids)
         self.prompts: PromptSets = tokenize(
             {name: read for name, read in rows.items() if isinstance(read, RowTable)},
             self._tokenizer,
             context=context,
             max_completion_length=limit,
-            chat_template_kwargs=settings.chat_template_kwargs,
+            chat_template_kwargs=template,
             embeddings=embeddings,
+            environments=environments,
         )
         if isinstance(stream := rows.get("train"), RowStream):
-            tokenized = PromptTokenizer(self._tokenizer, settings.chat_template_kwargs)
+            tokenized = PromptTokenizer(self._tokenizer, template, environments)
 
             def token_ids(row: Row) -> list[int]:
                 (ids,) = tokenized([row])
@@ -259,12 +267,13 @@ class Startup:
         if schedule.lengths is not None:
             schedule.lengths.bind(self.decode)
         settings.rewards.start()
+        scorer = Scorer(
+            settings.rewards, self.decode, schedule.timeouts, self._trainer_state, self._scored
+        )
         return RolloutSession(
             settings.engine,
             self.spec,
-            Scorer(
-                settings.rewards, self.decode, schedule.timeouts, self._trainer_state, self._scored
-            ),
+            scorer,
             WeightSync(
                 settings.engine,
                 self.spec,
@@ -280,6 +289,30 @@ class Startup:
             on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
             in_flight=schedule.in_flight,
+            turns=self._turns(scorer),
+        )
+
+    def _turns(self, scorer: Scorer) -> Turns | None:
+        """Start the workers of tools and environments, if there are some."""
+        given = self._settings.tools
+        if given is None:
+            return None
+        scheduler = EnvironmentScheduler(
+            given.environments,
+            self._settings.rewards if self._scored else None,
+            workers=given.workers,
+            timeout=given.timeout,
+            max_sessions=given.max_sessions,
+            env_vars=self._settings.rewards.env_vars,
+        )
+        scheduler.start()
+        return Turns(
+            given.environments,
+            self._chat,
+            scheduler,
+            self._settings.seed,
+            scorer.arguments,
+            given.max_tool_calling_iterations,
         )
 
     def _warn(self, advice: Advice) -> None:

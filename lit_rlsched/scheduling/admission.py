@@ -185,8 +185,9 @@ class CacheBudget:
 class Admission:
     """Decides which waiting requests an engine of `slots` slots starts in each step.
 
-    Requests that resume after a lease go first. Then come requests with a `pause_at`: they probe,
-    so they are short, and a length predictor needs their tokens. The others follow in `order`.
+    Requests that resume after a lease go first. Then come those that return from an environment,
+    and requests with a `pause_at`: they probe, so they are short, and a length predictor needs
+    their tokens. The others follow in `order`.
 
     In `least_attained` order (least attained service first, as in operating systems) requests take
     turns. While others wait, a request is admitted for an eighth of the maximum length, then pauses
@@ -239,9 +240,10 @@ class Admission:
         for request in requests:
             leased = request.id in self._leased
             self._leased.discard(request.id)
-            if leased and self.order != "least_attained":
+            turns = self.order == "least_attained"
+            if leased and not turns:
                 self._first.appendleft(request)  # its cache is the last to be overwritten
-            elif request.pause_at is not None:
+            elif request.pause_at is not None or (request.returns and not turns):
                 self._first.append(request)
             else:
                 self._waiting.push(request)

@@ -1,7 +1,7 @@
 """Turns a drawn round into gradients: selection, advantages, log-probs, losses, micro-batches.
 
-Imports `types`, `_lazy`, `settings`, `ranks`, `scheduling`, `engines`, `rewards`, `data`,
-`rollout`.
+Imports `types`, `_lazy`, `settings`, `ranks`, `scheduling`, `engines`, `rewards`,
+`data`, `environments`, `rollout`.
 """
 
 from typing import TYPE_CHECKING

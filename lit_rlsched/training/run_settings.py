@@ -7,6 +7,7 @@ from typing import Any
 from lit_rlsched.data.repetition import repeat
 from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.types import Group, Prompt, Sampling
 
@@ -36,6 +37,18 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolSettings:
+    """What completions may call, and how it is run."""
+
+    environments: Environments
+    max_tool_calling_iterations: int | None = None
+    workers: int = 1
+    timeout: float = 60.0
+    """Seconds that a tool may take."""
+    max_sessions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunSettings:
     """Settings of a run; `RolloutDataModule` describes those of its arguments' names."""
 
@@ -60,6 +73,7 @@ class RunSettings:
     shuffle: bool
     seed: int
     verify_sync: bool
+    tools: ToolSettings | None = None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -210,4 +210,4 @@ def test_a_worker_runs_the_copy_of_the_package_that_its_parent_runs(tmp_path):
     script = [sys.executable, "-P", reward_worker.__file__]
     environment = {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert "main() missing 3 required" in run.stderr, run.stderr
+    assert "connect() missing 3 required" in run.stderr, run.stderr

@@ -164,6 +164,22 @@ def test_probes_go_first_whatever_the_order():
     assert ids(admission.pop({})) == ["1"]
 
 
+@pytest.mark.parametrize("order", get_args(Order))
+@given(returning=st.lists(st.booleans(), min_size=1, max_size=12))
+def test_what_returns_from_an_environment_goes_first(order, returning):
+    """In the order in which it came; taking turns is fairer to the others."""
+    admission = Admission(1, order=order)
+    ids = [f"{i}" for i in range(len(returning))]
+    admission.push(
+        Request(name, [1], i, Sampling(64), prefix_ids=(7,), expected=i, returns=back)
+        for i, (name, back) in enumerate(zip(ids, returning, strict=True))
+    )
+    came = [admission.pop({})[0].id for _ in ids]
+    back = [name for name, returns in zip(ids, returning, strict=True) if returns]
+    assert sorted(came) == sorted(ids)
+    assert (came[: len(back)] == back) or order == "least_attained"
+
+
 class Cache:
     """A paged cache that holds what runs, block by block, as vLLM does."""
 

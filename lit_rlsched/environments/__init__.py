@@ -1,0 +1,4 @@
+"""Tools and environments: what completions call, in processes that may crash.
+
+Imports `settings`, `processes`, `rewards`, `data`.
+"""

@@ -1,0 +1,210 @@
+"""TRL's protocol of tools and environments: what a completion may call, and with what names."""
+
+import inspect
+import json
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_rlsched.settings import UsageError, did_you_mean
+
+Tool = Callable[..., Any]
+Reward = Callable[..., Any]
+COLUMN = "environment"
+"""Column that names the environment of a row, if there are several."""
+_OWN = ("reset", "get_reward")
+"""Public methods that are no tools."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the completions of a row may call: tools, and the methods of an object of their own.
+
+    Attributes:
+        name: Value of the column `environment`; None if all rows have the same.
+        factory: Makes the object; None if there are tools alone.
+        schemas: JSON schema of each tool, for the chat template.
+        methods: Names of the tools that are methods of the object.
+        seeded: Whether `reset` has an argument `seed`.
+    """
+
+    name: str | None
+    factory: Callable[[], Any] | None
+    schemas: tuple[dict[str, Any], ...]
+    methods: tuple[str, ...] = ()
+    seeded: bool = False
+
+
+def own_reward(kind: type) -> Reward:
+    """Return a reward function that asks environments of one class for their reward, as TRL's."""
+    name = kind.__module__, kind.__name__  # pickled by value, a class is another one
+
+    def of_kind(environment: Any) -> bool:
+        return (type(environment).__module__, type(environment).__name__) == name
+
+    def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
+        return [each.get_reward() if of_kind(each) else None for each in environments]
+
+    async def get_reward_later(environments: Sequence[Any], **_: Any) -> list[float | None]:
+        return [await each.get_reward() if of_kind(each) else None for each in environments]
+
+    waits = inspect.iscoroutinefunction(kind.get_reward)  # type: ignore[attr-defined]
+    reward: Reward = get_reward_later if waits else get_reward
+    reward.__name__ = kind.__name__
+    return reward
+
+
+class Environments:
+    """The tools and environments of a run.
+
+    Args:
+        tools: Functions that every completion may call, or their import paths. Types and a
+            Google-style docstring say how: see `transformers.utils.get_json_schema`.
+        factory: A class, or a function without arguments, whose objects have a method `reset`; its
+            import path; or a dict of several by name. Then each row names its own in the column
+            `environment`. Public methods are tools.
+
+    Raises:
+        UsageError: a tool has no types or docstring, two have one name, or a class has no `reset`.
+
+    Example:
+        >>> def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: First number.
+        ...         b: Second number.
+        ...     '''
+        ...     return a + b
+        >>> [tool["function"]["name"] for tool in Environments([add]).of({}).schemas]
+        ['add']
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool | str] | None = None,
+        factory: Any = None,
+    ) -> None:
+        self.tools = {name: tool for name, tool in map(_named_tool, tools or ())}
+        if len(self.tools) < len(tools or ()):
+            names = [_named_tool(tool)[0] for tool in tools or ()]
+            raise UsageError(
+                f"`tools` has two functions of one name: {sorted(names)}. Calls go by the name: "
+                "rename one."
+            )
+        schemas = tuple(_schema(tool, f"the tool `{name}`") for name, tool in self.tools.items())
+        self.several = isinstance(factory, Mapping)
+        self._kinds: list[type] = []
+        factories = factory if self.several else {None: factory}
+        if self.several and not factories:
+            raise UsageError("`environment_factory` is an empty dict. Give at least one class.")
+        self.by_name = {
+            name: self._environment(name, each, schemas) for name, each in factories.items()
+        }
+
+    def _environment(
+        self, name: str | None, factory: Any, schemas: tuple[dict[str, Any], ...]
+    ) -> Environment:
+        if factory is None:
+            return Environment(name, None, schemas)
+        what = "environment_factory" + (f"[{name!r}]" if self.several else "")
+        factory = _imported(factory, what)
+        if not callable(factory):
+            raise UsageError(
+                f"`{what}={factory!r}` is not callable. Give a class, not an object of it, or a "
+                "function that makes one."
+            )
+        kind = factory if inspect.isclass(factory) else type(_made(factory, what))
+        self._kinds.append(kind)
+        members = dict(inspect.getmembers(kind, inspect.isfunction))  # as TRL: no properties
+        if "reset" not in members:
+            raise UsageError(
+                f"`{what}`: {kind.__name__} has no method `reset`. It begins each completion: it "
+                "gets the columns of the row, and returns None or a text for the prompt's end."
+            )
+        methods = [m for m in members if m not in _OWN and not m.startswith("_")]
+        if twice := sorted({*methods} & {*self.tools}):
+            raise UsageError(
+                f"`{twice[0]}` is a tool and a method of {kind.__name__}. Calls go by the name: "
+                "rename one."
+            )
+        own = tuple(_schema(members[m], f"`{kind.__name__}.{m}`") for m in methods)
+        return Environment(
+            name,
+            factory,
+            schemas + own,
+            tuple(methods),
+            "seed" in inspect.signature(members["reset"]).parameters,
+        )
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """Reward functions for the classes with a `get_reward`, each once, as in TRL."""
+        return [
+            own_reward(kind) for kind in dict.fromkeys(self._kinds) if hasattr(kind, "get_reward")
+        ]
+
+    @property
+    def key(self) -> str:
+        """Everything that decides the tokens of prompts."""
+        kinds = [(str(n), e.factory is not None, e.schemas) for n, e in self.by_name.items()]
+        return json.dumps(kinds, sort_keys=True)
+
+    def of(self, columns: Mapping[str, Any]) -> Environment:
+        """Return the environment of a row.
+
+        Raises:
+            UsageError: the row names none of them.
+        """
+        if not self.several:
+            return self.by_name[None]
+        name = columns.get(COLUMN)
+        if name not in self.by_name:
+            known = sorted(map(str, self.by_name))
+            raise UsageError(
+                f"the column `{COLUMN}` is {name!r}, and `environment_factory` has {known}."
+                f"{did_you_mean(str(name), known)}"
+            )
+        return self.by_name[name]
+
+
+def _named_tool(tool: Tool | str) -> tuple[str, Tool]:
+    tool = _imported(tool, "tools")
+    if not inspect.isroutine(tool):
+        raise UsageError(
+            f"`tools` has {tool!r}, which is not a function. Give functions with types and a "
+            "docstring, or their import paths."
+        )
+    return str(tool.__name__), tool
+
+
+def _imported(given: Any, what: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return pkgutil.resolve_name(given)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"`{what}={given}`: {error}. Give it itself or its import path, such as `my_tools.add`."
+        ) from None
+
+
+def _made(factory: Callable[[], Any], what: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise UsageError(f"`{what}()` raised {type(error).__name__}: {error}.") from error
+
+
+def _schema(tool: Tool, what: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:  # its own kinds of errors are no part of its interface
+        raise UsageError(
+            f"The model cannot be told how to call {what}: {error} Give every argument a type, and "
+            "the function a Google-style docstring that describes it and each argument."
+        ) from None
+    return schema

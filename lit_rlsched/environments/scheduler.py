@@ -1,0 +1,486 @@
+"""Sessions of environments in worker processes, with time-outs and limits, as rewards have them."""
+
+import json
+import math
+import os
+import selectors
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.processes import hide_environment, require_posix, worker_environment
+from lit_rlsched.rewards.jobs import BadMessage, Result, packed_row
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rewards.worker_process import (
+    MAX_MESSAGE,
+    STARTUP_TIMEOUT,
+    GuardedProcess,
+    kill_strays,
+    machine_memory,
+)
+from lit_rlsched.settings import RunFailed, UsageError
+
+_SCRIPT = Path(__file__).with_name("session_worker.py")
+MAX_OPENING = 32
+"""Sessions that a worker opens at the same time: the others' time does not begin yet."""
+GRACE = 1.0
+"""Seconds that a worker has to stop a late coroutine itself, and then to say that it listens."""
+MAX_DEATHS = 20
+"""Workers in a row that may die without an answer, and without a call to blame."""
+
+
+class Answer(NamedTuple):
+    """What an environment has answered, or why it has not."""
+
+    key: Hashable
+    what: str
+    """`open`, `call`, `reward`; or `lost`: its worker has died because of another session."""
+    result: Any
+    """Of `open` the observation, of `call` name, reply and failure of each call, of `reward` the
+    results of functions by number."""
+    failure: str | None
+    """Begins with `raised`, `timeout`, `crashed` or `out_of_memory`."""
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    key: Hashable
+    number: int
+    """Its name in the worker."""
+    opening: tuple[Any, ...]
+    alone: bool = False
+    worker: "_Worker | None" = None
+    waits_for: str | None = None
+    """The answer that it waits for."""
+    deadline: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: GuardedProcess
+    deadline: float
+    """When it must be ready."""
+    alone: bool = False
+    """Whether it holds one session at a time."""
+    ready: bool = False
+    loading: str = ""
+    error: str = ""
+    asked: float | None = None
+    """When it was asked whether it still listens, because an answer is late."""
+    sessions: dict[int, _Session] = field(default_factory=dict)
+
+    @property
+    def opening(self) -> int:
+        return sum(session.waits_for == "open" for session in self.sessions.values())
+
+    @property
+    def due(self) -> float:
+        """When somebody must look at it."""
+        if self.asked is not None:
+            return self.asked + GRACE
+        return min([self.deadline, *(session.deadline for session in self.sessions.values())])
+
+
+class EnvironmentScheduler:
+    """Opens sessions, calls tools and collects the answers, without waiting for any of them.
+
+    A session stays in its worker. A call that takes too long, crashes or takes too much memory
+    costs its own session: the worker is killed, and its other sessions are `lost`, to be opened
+    again. If it is not clear whose call it was, each of them is opened again alone in a worker.
+
+    Args:
+        environments: Tools and environments.
+        rewards: Reward functions that are called with environments.
+        workers: Number of worker processes. Calls of several sessions run at the same time in each.
+        timeout: Seconds that an answer may take before the worker is killed.
+        max_sessions: Maximum number of open sessions; others wait. None: any number.
+        memory_limit: Bytes for all sessions of a worker, on top of what it holds at first. None:
+            half of the machine's memory, divided among the workers.
+        env_vars: Names of environment variables that the workers see besides the usual ones.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        rewards: RewardScheduler | None = None,
+        *,
+        workers: int = 1,
+        timeout: float = 60.0,
+        max_sessions: int | None = None,
+        memory_limit: int | None = None,
+        env_vars: Sequence[str] = (),
+    ) -> None:
+        self.environments = environments
+        self._rewards = rewards
+        self.timeout = timeout
+        self._num_workers = workers
+        self._most = math.inf if max_sessions is None else max_sessions
+        self._memory_limit = memory_limit
+        self._env_vars = env_vars
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._sessions: dict[Hashable, _Session] = {}
+        self._queue: deque[_Session] = deque()
+        self._answers: list[Answer] = []
+        self._suspects: set[Hashable] = set()
+        """Keys of sessions that may have ended a worker."""
+        self._numbers = 0
+        self._deaths = 0
+        self.failures: Counter[str] = Counter()
+        """Failures by kind."""
+        self._kill_at_exit = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+
+    @property
+    def pending(self) -> int:
+        """Number of answers that `poll` has not returned yet."""
+        waiting = sum(s.waits_for is not None for s in self._sessions.values())
+        return waiting + len(self._answers)
+
+    @property
+    def open_sessions(self) -> int:
+        """Number of sessions that have a worker."""
+        return sum(len(worker.sessions) for worker in self._workers)
+
+    def start(self) -> None:
+        """Launch the workers and wait until they have imported tools and classes.
+
+        Raises:
+            UsageError: a tool or a class cannot be sent to another process.
+            RunFailed: it cannot be loaded there.
+        """
+        if self._workers:
+            return
+        require_posix("The environment workers")
+        self._setup = {
+            "pickled": self._pickled(),
+            "methods": {n: e.methods for n, e in self.environments.by_name.items()},
+            "timeout": self.timeout,
+        }
+        hide_environment()
+        for _ in range(self._num_workers):
+            self._launch()
+        while not all(worker.ready for worker in self._workers):
+            self._turn(1.0)
+
+    def _pickled(self) -> list[tuple[str, Any, bytes]]:
+        tools = [("tool", name, tool) for name, tool in self.environments.tools.items()]
+        kinds = self.environments.by_name.items()
+        made: list[Any] = [("environment", n, e.factory) for n, e in kinds if e.factory is not None]
+        pickled = []
+        if self._rewards is not None:
+            of_environments, offered = self._rewards.of_environments, self._rewards.offered
+            made += [("reward function", i, (f, offered[i])) for i, f in of_environments.items()]
+        for what, name, one in (*tools, *made):
+            try:
+                pickled.append((what, name, cloudpickle.dumps(one)))
+            except Exception as error:
+                shown = (
+                    self._rewards.names[name] if isinstance(name, int) and self._rewards else name
+                )
+                raise UsageError(
+                    f"The {what} `{shown or getattr(one, '__name__', one)}` cannot be sent to a "
+                    f"worker: {type(error).__name__}: {error}. Define it at the top level of a "
+                    "module, or open what it holds (locks, clients, models) inside it."
+                ) from error
+        return pickled
+
+    def _launch(self, alone: bool = False) -> _Worker:
+        limit = self._memory_limit or machine_memory() // 2 // self._num_workers
+        environment = worker_environment(self._env_vars)
+        process = GuardedProcess(_SCRIPT, self._setup, environment, limit)
+        worker = _Worker(process, time.monotonic() + STARTUP_TIMEOUT, alone)
+        self._workers.append(worker)
+        self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
+        return worker
+
+    def open(self, key: Hashable, name: str | None, columns: Mapping[str, Any]) -> None:
+        """Begin a session; the answer is the observation of `reset`, or None.
+
+        Args:
+            key: Names the session.
+            name: Name of the environment.
+            columns: Arguments of `reset`.
+        """
+        assert key not in self._sessions, f"{key} is open"
+        self.start()
+        self._numbers += 1
+        opening = (name, dict(columns))
+        session = _Session(key, self._numbers, opening, key in self._suspects, waits_for="open")
+        self._sessions[key] = session
+        self._queue.append(session)
+        self._place()
+
+    def call(self, key: Hashable, calls: Sequence[tuple[str, Any]]) -> None:
+        """Call tools; the answer has name, reply and failure of each call."""
+        self._ask(self._sessions[key], "call", list(calls))
+
+    @property
+    def scores(self) -> bool:
+        """Whether reward functions are called with environments."""
+        return self._rewards is not None and bool(self._rewards.of_environments)
+
+    def reward(self, key: Hashable, row: Mapping[str, Any]) -> None:
+        """Call the reward functions; the answer has the `Result` of each, by its number.
+
+        Args:
+            key: Names the session.
+            row: Arguments of `packed_row`.
+        """
+        self._ask(self._sessions[key], "reward", packed_row(**row), self.timeout)
+
+    def close(self, key: Hashable) -> None:
+        """End a session, whatever it waits for."""
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
+        self._answers = [answer for answer in self._answers if answer.key != key]
+        if session.worker is None:
+            self._queue.remove(session)
+        elif session.waits_for is not None:  # it ends with its answer, or when its time is up
+            session.key = None
+        else:
+            self._leave(session)
+            session.worker.process.send(("close", session.number))
+            self._suspects.discard(key)
+        self._place()
+
+    def _leave(self, session: _Session) -> None:
+        assert session.worker is not None
+        del session.worker.sessions[session.number]
+
+    def _ask(self, session: _Session, what: str, *given: Any) -> None:
+        assert session.worker is not None and session.waits_for is None
+        session.waits_for, session.deadline = what, time.monotonic() + self.timeout + GRACE
+        session.worker.process.send((what, session.number, *given))
+
+    def _place(self) -> None:
+        """Give waiting sessions a worker, in their order."""
+        later: deque[_Session] = deque()
+        while self._queue and self.open_sessions < self._most:
+            session = self._queue.popleft()
+            worker = self._worker_for(session)
+            if worker is None:
+                later.append(session)
+                continue
+            session.worker, session.waits_for = worker, None
+            worker.sessions[session.number] = session
+            self._ask(session, "open", *session.opening)
+        self._queue.extendleft(reversed(later))
+
+    def _worker_for(self, session: _Session) -> _Worker | None:
+        alike = [worker for worker in self._workers if worker.alone == session.alone]
+        most = 0 if session.alone else MAX_OPENING - 1
+        usable = [
+            worker
+            for worker in alike
+            if worker.ready and (worker.opening if most else len(worker.sessions)) <= most
+        ]
+        if session.alone and not usable and len(alike) < self._num_workers:
+            self._launch(alone=True)
+        return min(usable, key=lambda worker: len(worker.sessions), default=None)
+
+    def poll(self) -> list[Answer]:
+        """Return the answers that have come since the last call."""
+        self._turn(0.0)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `poll` has something to return, for this time at most."""
+        end = time.monotonic() + seconds
+        while self.pending and not self._answers and (left := end - time.monotonic()) > 0:
+            self._turn(left)
+
+    def _turn(self, seconds: float) -> None:
+        block = min([seconds, *(worker.due - time.monotonic() for worker in self._workers)])
+        while ready := self._selector.select(max(0.0, block)):
+            block = 0.0
+            for key, _ in ready:
+                self._receive(key.data)
+        now = time.monotonic()
+        for worker in [*self._workers]:
+            if worker.due > now:
+                continue
+            if worker.deadline <= now:
+                worker.error = f"not loaded within {STARTUP_TIMEOUT:g} s"
+                self._replace(worker)
+            elif worker.asked is None:
+                worker.asked = now
+                worker.process.send(("ping", 0))
+            else:  # code that holds Python's lock may be that of any call
+                self._replace(worker, why=self._late)
+        self._place()
+
+    @property
+    def _late(self) -> str:
+        return f"timeout: no answer within {self.timeout:g} s"
+
+    def _receive(self, worker: _Worker) -> None:
+        try:
+            kind, *fields = _message(worker.process.connection.recv_bytes(MAX_MESSAGE))
+        except (EOFError, OSError, BadMessage):
+            self._replace(worker)
+            return
+        if kind == "ready":
+            worker.ready, worker.deadline = True, math.inf
+            worker.process.watch_memory()
+        elif kind == "loading":
+            worker.loading = str(fields[0])
+        elif kind == "unloadable":
+            worker.error = str(fields[0])
+        elif kind == "pong":
+            worker.asked, now = None, time.monotonic()
+            if late := [s for s in worker.sessions.values() if s.deadline <= now]:
+                self._replace(worker, {s.number: self._late for s in late})
+        else:
+            self._take(worker, *fields)
+
+    def _take(
+        self, worker: _Worker, number: int, seconds: float, result: Any, failure: str | None
+    ) -> None:
+        session = worker.sessions.get(number)
+        if session is None or session.waits_for is None:
+            return
+        try:
+            result = _checked(session.waits_for, result, failure)
+        except (TypeError, ValueError, BadMessage):  # a tool has written to the pipe
+            self._replace(worker, {number: "crashed: the worker has sent nonsense"})
+            return
+        self._deaths = 0
+        what, session.waits_for, session.deadline = session.waits_for, None, math.inf
+        if session.key is None:  # closed meanwhile
+            self._leave(session)
+            worker.process.send(("close", number))
+            return
+        if failure is not None and failure.startswith("out_of_memory"):
+            self._replace(worker, {number: failure})  # it may still hold the memory
+            return
+        self._answers.append(Answer(session.key, what, result, failure, seconds))
+        if failure is not None:
+            self._fail(session, failure)
+            self._leave(session)
+            worker.process.send(("close", number))
+
+    def _fail(self, session: _Session, failure: str) -> None:
+        """Count a failure and forget its session, which must not be closed in the worker."""
+        self.failures[failure.partition(":")[0]] += 1
+        del self._sessions[session.key]
+
+    def _replace(
+        self, worker: _Worker, to_blame: Mapping[int, str] | None = None, why: str = ""
+    ) -> None:
+        """Kill a worker and launch another one.
+
+        Args:
+            worker: A worker that has died, or is to be killed.
+            to_blame: Failures of the sessions that are the reason, by number. None: one of those
+                that wait for an answer.
+            why: Failure of that one; by default that the worker has died.
+        """
+        self._selector.unregister(worker.process.connection)
+        self._workers.remove(worker)
+        death = worker.process.kill()
+        kill_strays([worker.process])
+        if not worker.ready:
+            raise RunFailed(
+                f"The {worker.loading or 'first module'} cannot be loaded in an environment worker:"
+                f" {worker.error or death}. Tools and environments run in separate processes: they,"
+                " and all they use, must be importable there."
+            )
+        working = [s for s in worker.sessions.values() if s.waits_for is not None]
+        if to_blame is None:
+            why = worker.process.too_much or why or f"crashed: the worker {death}"
+            to_blame = {s.number: why for s in working} if len(working) == 1 else {}
+            self._suspects.update(s.key for s in working)
+            self._deaths += not to_blame
+        ended = {session.key for session in worker.sessions.values()}
+        self._answers = [answer for answer in self._answers if answer.key not in ended]
+        for number, session in worker.sessions.items():
+            if session.key is None:  # closed
+                continue
+            if number in to_blame:
+                failure = to_blame[number]
+                waited = session.waits_for or "call"
+                self._answers.append(Answer(session.key, waited, None, failure, self.timeout))
+                self._fail(session, failure)
+            else:
+                self._answers.append(Answer(session.key, "lost", None, None, 0.0))
+                del self._sessions[session.key]
+        if self._deaths > MAX_DEATHS:
+            raise RunFailed(
+                f"{self._deaths} environment workers in a row have ended before anything was "
+                f"answered: the last {death}. Look for what ends processes on this machine."
+            )
+        if not worker.alone:
+            self._launch()
+
+    def end_round(self) -> None:
+        """End all sessions; the workers stay."""
+        for session in self._queue:
+            del self._sessions[session.key]
+        self._queue.clear()
+        for key in [*self._sessions]:
+            self.close(key)
+        self._suspects.clear()
+
+    def shut_down(self) -> None:
+        """Kill the workers and forget all sessions."""
+        for worker in self._workers:
+            self._selector.unregister(worker.process.connection)
+        _kill_all(self._workers, os.getpid())
+        self._sessions.clear()
+        self._queue.clear()
+        self._answers.clear()
+
+
+def _message(data: bytes) -> list[Any]:
+    """Return a worker's message.
+
+    Raises:
+        BadMessage: a worker sends no such message.
+    """
+    fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 4, "pong": 0}
+    try:
+        message = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise BadMessage(f"invalid JSON: {data!r:.80}") from None
+    known = type(message) is list and message and type(message[0]) is str
+    if not known or fields.get(message[0]) != len(message) - 1:
+        raise BadMessage(f"an unknown message: {message!r:.80}")
+    return message
+
+
+def _checked(what: str, result: Any, failure: Any) -> Any:
+    """Return the result of an answer, whose parts have the types that they must have.
+
+    Raises:
+        TypeError: they have others.
+        ValueError: or other numbers of parts.
+        BadMessage: or a score is none.
+    """
+    if failure is not None:
+        if type(failure) is not str:
+            raise TypeError
+        return None
+    if what == "open":
+        return result if result is None else str(result)
+    if what == "call":
+        return [(str(name), str(content), bool(failed)) for name, content, failed in result]
+    return {int(index): Result.received(*fields) for index, *fields in result}
+
+
+def _kill_all(workers: list[_Worker], owner: int) -> None:
+    """Kill all workers. Not a method, as it runs when the scheduler is garbage-collected."""
+    if os.getpid() == owner and workers:  # a forked child leaves its parent's workers alone
+        for worker in workers:
+            worker.process.kill()
+        kill_strays([worker.process for worker in workers])
+        workers.clear()

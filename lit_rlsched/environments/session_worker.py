@@ -1,0 +1,270 @@
+"""Process that holds environments and calls tools. Run as a script; standard library only."""
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# for this import only: the package of the parent, even if another copy is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from lit_rlsched.rewards.reward_worker import (
+    WITHHELD,
+    Call,
+    connect,
+    describe,
+    limit_memory,
+    plain,
+)
+
+del sys.path[0]
+
+MAX_REPLY = 4 << 20
+"""Characters of a reply that are sent: more never fit into a completion."""
+THREADS = 256
+"""Sync calls that may run at the same time."""
+STACK = 1 << 20
+"""Bytes of stack of each, which count towards the limit on memory."""
+
+
+class Late(BaseException):
+    """An async call has taken too long. No `Exception`: it is no reply of a tool."""
+
+
+class Session:
+    """The object and the tools of one completion."""
+
+    def __init__(self, name: str | None, instance: Any, tools: Mapping[str, Any]) -> None:
+        self.name = name
+        self.instance = instance
+        self.tools = tools
+
+
+class Sessions:
+    """Holds a session for each completion; calls of different ones run at the same time.
+
+    Args:
+        connection: Pipe to the trainer.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+        self._tools: dict[str, Callable[..., Any]] = {}
+        self._factories: dict[str | None, Callable[[], Any]] = {}
+        self._methods: dict[str | None, Sequence[str]] = {}
+        self._rewards: dict[int, tuple[Callable[..., Any], set[str]]] = {}
+        """Reward functions by number, and the arguments besides TRL's that they are called with."""
+        self._sessions: dict[int, Session] = {}
+        self._idle: dict[str | None, list[Any]] = {}
+        """Objects whose session is over, by environment: made once, reset often, as in TRL."""
+        self._timeout = 0.0
+        threading.stack_size(STACK)
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True).start()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def load(self) -> None:
+        """Import tools and classes. Each is announced, so that one that fails can be named."""
+        os.register_at_fork(after_in_child=self._connection.close)
+        setup = pickle.loads(self._connection.recv_bytes())
+        sys.path[:] = setup["sys_path"]
+        sys.argv[1:] = []
+        WITHHELD.update(setup["withheld"])
+        self._methods, self._timeout = setup["methods"], setup["timeout"]
+        for what, name, pickled in setup["pickled"]:
+            self._send("loading", f"{what} {name}")
+            try:
+                loaded = pickle.loads(pickled)
+                if what == "reward function":
+                    getattr(loaded[0], "warm_up", lambda: None)()
+            except BaseException as error:
+                self._send("unloadable", describe(error))
+                time.sleep(1.0)  # until it is sent
+                raise SystemExit(1) from None
+            if what == "tool":
+                self._tools[name] = loaded
+            elif what == "reward function":
+                self._rewards[name] = loaded
+            else:
+                self._factories[name] = loaded
+        limit_memory(setup["memory_limit"])
+        self._send("ready")
+
+    def serve(self) -> None:
+        """Answer until the parent closes the connection."""
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+
+        def read() -> None:
+            try:
+                message = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                if not over.done():
+                    over.set_result(None)
+                return
+            if message[0] == "ping":
+                self._send("pong")
+                return
+            if message[0] == "close":
+                self._close(message[1])
+                return
+            task = loop.create_task(self._answer(*message))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+        loop.add_reader(self._connection.fileno(), read)
+        await over
+        os._exit(0)  # a thread may still run a tool
+
+    def _close(self, key: int) -> None:
+        """End a session; its object waits for the next one."""
+        session = self._sessions.pop(key, None)
+        if session is not None and session.instance is not None:
+            self._idle.setdefault(session.name, []).append(session.instance)
+
+    async def _answer(self, what: str, key: int, *given: Any) -> None:
+        began = time.monotonic()
+        failure: str | None = None
+        result: Any = None
+        try:
+            if what == "open":
+                result = await self._open(key, *given)
+            elif what == "call":
+                result = await self._call(self._sessions[key], *given)
+            else:
+                result = await self._reward(self._sessions[key], *given)
+        except MemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # frees memory for the report
+            failure = f"out_of_memory: {describe(error)}"
+        except Late:
+            failure = f"timeout: no answer within {self._timeout:g} s"
+        except BaseException as error:
+            failure = f"raised: {describe(error)}"
+        self._send("answer", key, time.monotonic() - began, result, failure)
+
+    async def _open(self, key: int, name: str | None, columns: dict[str, Any]) -> str | None:
+        """Begin a session, and return what `reset` has returned.
+
+        Raises:
+            TypeError: it is no text.
+        """
+        instance, tools = None, self._tools
+        if name in self._factories:
+            idle = self._idle.get(name)
+            instance = idle.pop() if idle else await self._run(self._factories[name])
+            observation = await self._run(instance.reset, **columns)
+            tools = tools | {method: getattr(instance, method) for method in self._methods[name]}
+        else:
+            observation = None
+        self._sessions[key] = Session(name, instance, tools)
+        return None if observation is None else text_of(observation)
+
+    async def _call(
+        self, session: Session, calls: Sequence[tuple[str, Any]]
+    ) -> list[tuple[str, str, bool]]:
+        """Call tools in TRL's order: sync ones one after the other, then async ones together.
+
+        Returns:
+            Name and reply of each call, and whether it failed.
+        """
+        replies, waiting = [], []
+        for name, arguments in calls:
+            tool = session.tools.get(name)
+            if is_async(tool):
+                waiting.append((name, tool, arguments))
+            else:
+                replies.append(await self._reply(name, tool, arguments))
+        return replies + list(await asyncio.gather(*(self._reply(*each) for each in waiting)))
+
+    async def _reply(self, name: str, tool: Any, arguments: Any) -> tuple[str, str, bool]:
+        try:
+            if tool is None:
+                raise ValueError(f"Tool {name} not found.")
+            return name, text_of(await self._run(tool, **arguments)), False
+        except (MemoryError, Late):
+            raise
+        except BaseException as error:
+            return name, text_of({"error": str(error)}), True
+
+    async def _reward(
+        self, session: Session, payload: bytes, timeout: float
+    ) -> list[tuple[Any, ...]]:
+        """Call the reward functions; return number and the fields of a `Result` of each."""
+        results = []
+        for index, (function, offered) in self._rewards.items():
+            call = Call(0, index, payload, timeout, offered)
+            with call:
+                given = {**call.keywords(), "environments": [session.instance]}
+                call.take(await self._run(function, **given))
+            seconds = time.monotonic() - call.start
+            logged: tuple[Any, ...] = call.extra, call.metrics
+            try:
+                json.dumps(logged, default=plain)
+            except (TypeError, ValueError):  # it cannot be sent; the score still counts
+                logged = {}, {}
+            results.append((index, seconds, call.score, call.failure, *logged))
+        return results
+
+    async def _run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        if is_async(function):
+            scope = asyncio.timeout(self._timeout)
+            try:
+                async with scope:
+                    return await function(**arguments)
+            except TimeoutError:
+                if scope.expired():
+                    raise Late from None
+                raise
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: function(**arguments))
+
+    def _send(self, *message: Any) -> None:
+        if os.getpid() != self._pid:  # a child that a tool forked has returned from it too
+            os._exit(0)
+        self._outbox.put(json.dumps(message, default=plain).encode())
+
+    def _write(self) -> None:
+        """Send answers in a thread: the trainer may send before it reads."""
+        while True:
+            self._connection.send_bytes(self._outbox.get())
+
+
+def is_async(function: Any) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def text_of(reply: Any) -> str:
+    """Return a reply as text, as TRL does; a list of text parts is joined.
+
+    Raises:
+        TypeError: a part of the list is no text.
+    """
+    if isinstance(reply, list):
+        for part in reply:
+            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+                raise TypeError("a part of the reply is no text")
+        reply = "".join(part["text"] for part in reply)
+    # half of a surrogate pair, as in JSON of a model, is no text for a tokenizer
+    return str(reply)[:MAX_REPLY].encode(errors="replace").decode()
+
+
+if __name__ == "__main__":
+    sessions = Sessions(connect(*map(int, sys.argv[1:])))
+    sessions.load()
+    sessions.serve()

@@ -1,0 +1,249 @@
+"""Turns of completions that call tools: they leave their slot, and come back with a reply."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from lit_rlsched.environments.chat import ToolChat
+from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
+from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
+from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
+
+Next = Literal["decodes", "over", "lost"]
+"""What becomes of a completion: it goes on, it is finished, or it has to begin again."""
+
+
+class Turns:
+    """Opens the sessions of completions, calls their tools and appends the replies.
+
+    Args:
+        environments: Tools and environments.
+        chat: Reads calls, and makes the tokens of replies.
+        scheduler: Runs the tools.
+        seed: Seed of the run.
+        row: Returns what reward functions are called with, for those that are called with
+            environments.
+        max_tool_calling_iterations: Turns with calls that a completion may have; None: any number.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        chat: ToolChat,
+        scheduler: EnvironmentScheduler,
+        seed: int,
+        row: Callable[[Group, Completion], dict[str, Any]],
+        max_tool_calling_iterations: int | None = None,
+    ) -> None:
+        self._environments = environments
+        self._chat = chat
+        self._scheduler = scheduler
+        self._seed = seed
+        self._row = row
+        self._most = max_tool_calling_iterations
+        self._open: dict[str, Sample] = {}
+        """Samples whose session is open, or waits to be opened, by id."""
+        self._waiting: set[str] = set()
+        """Ids of those that wait for their environment."""
+        self._reasons: dict[str, FinishReason | None] = {}
+        """Why completions have ended that wait for their rewards."""
+        self._lost: set[str] = set()
+        """Ids of completions that decode, and begin again after their turn."""
+        self.counts: Counter[str] = Counter()
+        """Completions begun, tools called and failed calls of the round."""
+        self._waited = 0.0
+        """Seconds for which slots were free while as many completions waited, of all slots."""
+        self._noted = time.perf_counter()
+
+    @property
+    def pending(self) -> int:
+        """Number of completions that wait for their environment."""
+        return len(self._waiting)
+
+    def _of(self, sample: Sample) -> Environment:
+        return self._environments.of(sample.group.prompt.columns)
+
+    def begin(self, sample: Sample) -> None:
+        """Open a session for a completion that is to begin."""
+        environment, prompt = self._of(sample), sample.group.prompt
+        columns: dict[str, Any] = {"prompt": prompt.text, **prompt.columns}
+        if self._environments.several:
+            del columns[COLUMN]
+        if environment.seeded:
+            # the same for all completions of a group, which are compared with each other
+            seed = stable_hash("environment", self._seed, sample.group.id) % 2**31
+            columns = {"seed": seed, **columns}
+        self.counts["begun"] += 1
+        self._open[sample.id] = sample
+        self._waiting.add(sample.id)
+        self._scheduler.open(sample.id, environment.name, columns)
+
+    def begin_round(self) -> None:
+        """Count anew."""
+        self.counts.clear()
+        self._waited, self._noted = 0.0, time.perf_counter()
+
+    def ended(self, sample: Sample) -> Next | None:
+        """Ask the environment of a completion whose turn has ended, if there is something to ask.
+
+        It calls tools, or it is over and reward functions are called with its environment.
+
+        Returns:
+            What becomes of the completion; None if it waits for an answer.
+        """
+        if sample.id in self._lost:
+            self._lost.remove(sample.id)
+            return "lost"
+        completion = sample.completion
+        start = start_of_turn(completion)
+        before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
+        turn = completion.token_ids[start:]
+        message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
+        completion.messages.append(message)
+        turns = sum(message["role"] == "assistant" for message in completion.messages)
+        if calls and completion.finish_reason == "stop" and turns <= (self._most or turns):
+            self.counts["calls"] += len(calls)
+            completion.finish_reason = None
+            self._waiting.add(sample.id)
+            self._scheduler.call(sample.id, calls)
+            return None
+        return self._end(sample)
+
+    def _end(self, sample: Sample) -> Next | None:
+        """Ask for the rewards of a completion that is over, or end its session."""
+        if self._scheduler.scores and self._of(sample).factory is not None:
+            self._waiting.add(sample.id)
+            self._scheduler.reward(sample.id, self._row(sample.group, sample.completion))
+            # unfinished, as long as it is not handed over to be scored
+            self._reasons[sample.id] = sample.completion.finish_reason
+            sample.completion.finish_reason = None
+            return None
+        self.leave(sample)
+        return "over"
+
+    def poll(self) -> Iterator[tuple[Sample, Next]]:
+        """Yield completions that their environments have answered, and what becomes of them."""
+        for answer in self._scheduler.poll():
+            sample = self._open[str(answer.key)]
+            decodes = sample.id not in self._waiting
+            self._waiting.discard(sample.id)
+            reason = self._reasons.pop(sample.id, None)
+            sample.completion.finish_reason = reason
+            if decodes:  # the engine may still report tokens: it begins again after its turn
+                del self._open[sample.id]
+                self._lost.add(sample.id)
+                continue
+            becomes = self._take(sample, answer)
+            if becomes is not None:
+                yield sample, becomes
+
+    def _take(self, sample: Sample, answer: Answer) -> Next | None:
+        """Use an answer; None if there is another one to wait for."""
+        if answer.what == "lost":
+            del self._open[sample.id]
+            return "lost"
+        if answer.failure is not None:
+            del self._open[sample.id]
+            return self._drop(sample, *answer.failure.split(":", 1))
+        if answer.what == "open":
+            return self._begun(sample, answer.result)
+        if answer.what == "call":
+            return self._replied(sample, answer.result)
+        sample.completion.given = answer.result
+        self.leave(sample)
+        return "over"
+
+    def _begun(self, sample: Sample, observation: str | None) -> Next:
+        """Append the end of the prompt, with what `reset` has returned."""
+        environment, prompt = self._of(sample), sample.group.prompt
+        if environment.factory is None:
+            return "decodes"  # the prompt is whole
+        assert not isinstance(prompt.text, str), "checked at the start"
+        schemas = environment.schemas
+        ids = self._chat.opening(prompt.text, observation, schemas, prompt.columns)
+        begun, more = tuple(ids[: len(prompt.token_ids)]), ids[len(prompt.token_ids) :]
+        fits = len(more) < sample.group.sampling.max_completion_length
+        if begun != prompt.token_ids or not fits:
+            self.leave(sample)
+            return self._drop(sample, "observation", "it is too long, or changes the prompt")
+        sample.completion.take_reply(more)
+        return "decodes"
+
+    def _replied(self, sample: Sample, replies: Sequence[tuple[str, str, bool]]) -> Next | None:
+        """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
+        completion = sample.completion
+        self.counts["failures"] += sum(failed for _, _, failed in replies)
+        messages = [{"role": "tool", "name": n, "content": content} for n, content, _ in replies]
+        room = sample.group.sampling.max_completion_length - len(completion.token_ids)
+        try:
+            ids = self._chat.reply(messages, room, sample.group.prompt.columns)
+        except Exception as error:  # what a template raises has many types
+            self.leave(sample)
+            return self._drop(sample, "reply", f"{type(error).__name__}: {error}")
+        if ids is None:
+            completion.finish_reason = "stop"
+            return self._end(sample)
+        completion.messages += messages
+        completion.take_reply(ids)
+        if len(ids) < room:
+            return "decodes"
+        completion.finish_reason = "length"
+        return self._end(sample)
+
+    def _drop(self, sample: Sample, kind: str, why: str = "") -> Next:
+        completion = sample.completion
+        completion.dropped, completion.failure = f"environment_{kind}", why
+        completion.finish_reason = completion.finish_reason or "stop"
+        return "over"
+
+    def leave(self, sample: Sample) -> None:
+        """End the session of a completion, whatever it waits for."""
+        self._lost.discard(sample.id)
+        self._reasons.pop(sample.id, None)
+        if self._open.pop(sample.id, None) is not None:
+            self._waiting.discard(sample.id)
+            self._scheduler.close(sample.id)
+
+    def end_round(self) -> None:
+        """End all sessions."""
+        for of_ids in (self._open, self._waiting, self._reasons, self._lost):
+            of_ids.clear()
+        self._scheduler.end_round()
+
+    def note_free(self, slots: int) -> None:
+        """Note that so many slots have been free since the last call."""
+        now = time.perf_counter()
+        self._waited += (now - self._noted) * max(0, min(slots, len(self._waiting)))
+        self._noted = now
+
+    def metrics(self, slot_seconds: float) -> dict[str, float]:
+        """Return TRL's `tools/*` of the round, and waits.
+
+        Args:
+            slot_seconds: Seconds of the rollout times slots.
+        """
+        calls, failed, begun = (self.counts[name] for name in ("calls", "failures", "begun"))
+        return {
+            "tools/call_frequency": calls / max(1, begun),
+            "tools/failure_frequency": failed / max(1, calls),
+            "tools/wait_ratio": min(1.0, self._waited / slot_seconds) if slot_seconds else 0.0,
+        }
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self._scheduler.shut_down()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until an environment has answered, for this time at most."""
+        self._scheduler.wait(seconds)
+
+
+def start_of_turn(completion: Completion) -> int:
+    """Return the number of tokens before the last turn of a completion."""
+    start = len(completion.token_ids)
+    for author, tokens in reversed(completion.segments):
+        if author == ENVIRONMENT:
+            break
+        start -= tokens
+    return start

@@ -1,0 +1,271 @@
+"""Sessions in worker processes: what goes wrong costs the session that it goes wrong in."""
+
+import asyncio
+import threading
+import time
+from functools import partial
+
+import pytest
+from worlds import Troubled, look, notes, wait_and_look
+
+from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.scheduler import EnvironmentScheduler
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.settings import RunFailed, UsageError
+
+MEMORY = 512 << 20
+
+
+@pytest.fixture
+def schedule():
+    """Make schedulers that are shut down at the end."""
+    made = []
+
+    def schedule(tools=None, factory=None, **settings):
+        environments = Environments(tools, factory)
+        rewards = None
+        if environments.rewards:
+            rewards = RewardScheduler(environments.rewards, environments=True)
+        scheduler = EnvironmentScheduler(environments, rewards, **settings)
+        made.append(scheduler)
+        return scheduler
+
+    yield schedule
+    for scheduler in made:
+        scheduler.shut_down()
+
+
+def answers(scheduler, number, seconds=30):
+    """The next answers, by key."""
+    found, end = {}, time.monotonic() + seconds
+    while len(found) < number:
+        assert time.monotonic() < end, f"only {found}"
+        scheduler.wait(1.0)
+        found |= {answer.key: answer for answer in scheduler.poll()}
+    return found
+
+
+def test_a_session_remembers_what_was_called(schedule):
+    scheduler = schedule(factory=notes())
+    for key in "ab":
+        scheduler.open(key, None, {"prompt": "?", "seed": 8})
+    assert {a.result for a in answers(scheduler, 2).values()} == {" (1)"}
+    scheduler.call("a", [("look", {"key": "x"}), ("look", {"key": "xy"})])
+    scheduler.call("b", [("look", {"key": "x"})])
+    found = answers(scheduler, 2)
+    assert found["a"].result == [("look", "19", False), ("look", "20", False)]
+    assert found["b"].result == [("look", "19", False)]
+    row = {"prompt": "?", "completion": "", "completion_ids": [1], "columns": {}}
+    for key in "ab":
+        scheduler.reward(key, {**row, "trainer_state": None})
+    results = {key: answer.result[0] for key, answer in answers(scheduler, 2).items()}
+    assert {key: result.score for key, result in results.items()} == {"a": 2.0, "b": 1.0}
+    for key in "ab":
+        scheduler.close(key)
+    assert scheduler.open_sessions == scheduler.pending == 0
+
+
+def test_calls_that_fail_are_answered_as_by_trl(schedule):
+    scheduler = schedule([look, wait_and_look])
+    scheduler.open("a", None, {})
+    answers(scheduler, 1)
+    calls = [
+        ("wait_and_look", {"key": "xy"}),
+        ("look", {"key": "xyz"}),
+        ("sing", {}),
+        ("look", {"lock": "x"}),
+        ("look", "x"),
+    ]
+    scheduler.call("a", calls)
+    sync, unknown, bad, no_dict, later = answers(scheduler, 1)["a"].result
+    assert sync == ("look", "3", False)
+    assert unknown == ("sing", "{'error': 'Tool sing not found.'}", True)
+    assert bad[2] and "lock" in bad[1] and no_dict[2]
+    assert later == ("wait_and_look", "2", False)  # async calls come after sync ones
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [("reset", "raised"), ("exit", "crashed"), ("hang", "timeout"), ("memory", "out_of_memory")],
+)
+def test_trouble_costs_one_session(schedule, trouble, kind):
+    scheduler = schedule(factory=Troubled, timeout=1.0, memory_limit=MEMORY)
+    for key in "abc":
+        scheduler.open(key, None, {"trouble": trouble if key == "b" else None})
+    found = answers(scheduler, 3)
+    if trouble == "reset":
+        assert found["b"].failure.startswith("raised: RuntimeError: no such game")
+    else:
+        scheduler.call("b", [("look", {"key": "x"})])
+        found = answers(scheduler, 1 if kind == "out_of_memory" else 3)
+        assert found["b"].failure.startswith(kind)
+        lost = [key for key, answer in found.items() if answer.what == "lost"]
+        assert lost == [] or sorted(lost) == ["a", "c"]
+        for key in lost:
+            scheduler.open(key, None, {})
+        answers(scheduler, len(lost))
+    for key in "ac":
+        scheduler.call(key, [("look", {"key": "x"})])
+    one = [("look", "1", False)]
+    assert {k: a.result for k, a in answers(scheduler, 2).items()} == {"a": one, "c": one}
+    assert scheduler.open_sessions == 2
+    assert scheduler.failures == {kind: 1}
+
+
+def test_a_call_that_stops_all_others_is_found(schedule):
+    scheduler = schedule(factory=Troubled, timeout=1.0)
+    for key in "ab":
+        scheduler.open(key, None, {"trouble": "lock" if key == "b" else "slow"})
+    answers(scheduler, 2)
+    for key in "ab":
+        scheduler.call(key, [("look", {"key": "x"})])
+    assert {a.what for a in answers(scheduler, 2).values()} == {"lost"}
+    scheduler.open("a", None, {})
+    scheduler.open("b", None, {"trouble": "lock"})
+    ends = {}
+    while len(ends) < 2:
+        for key, answer in answers(scheduler, 1).items():
+            if answer.what == "open":
+                scheduler.call(key, [("look", {"key": "x"})])
+            else:
+                ends[key] = answer.failure
+                scheduler.close(key)
+    assert ends["a"] is None and ends["b"].startswith("timeout")
+
+
+def test_several_suspects_run_alone_until_the_culprit_is_known(schedule):
+    scheduler = schedule(factory=Troubled, timeout=20.0)
+    keys = "abcd"
+    for key in keys:
+        scheduler.open(key, None, {"trouble": "exit" if key == "c" else None})
+    answers(scheduler, 4)
+    ends, open_keys = {}, {*keys}
+    for key in keys:
+        scheduler.call(key, [("look", {"key": "x"})])
+    end = time.monotonic() + 60
+    while open_keys:
+        assert time.monotonic() < end
+        scheduler.wait(1.0)
+        for answer in scheduler.poll():
+            key = answer.key
+            if answer.what == "lost":
+                scheduler.open(key, None, {"trouble": "exit" if key == "c" else None})
+            elif answer.failure:
+                ends[key] = answer.failure.partition(":")[0]
+                open_keys.discard(key)
+            elif answer.what == "open":
+                scheduler.call(key, [("look", {"key": "x"})])
+            else:
+                ends[key] = answer.result[0][1]
+                scheduler.close(key)
+                open_keys.discard(key)
+    assert ends == {"a": "1", "b": "1", "c": "crashed", "d": "1"}
+    assert scheduler.open_sessions == 0
+
+
+def test_sessions_wait_for_each_other_beyond_the_maximum(schedule):
+    scheduler = schedule(factory=notes(), max_sessions=2, workers=2)
+    for key in range(6):
+        scheduler.open(key, None, {"prompt": "?", "seed": key})
+    over = []
+    while len(over) < 6:
+        for key in answers(scheduler, 1):
+            assert scheduler.open_sessions <= 2
+            over.append(key)
+            scheduler.close(key)
+    assert sorted(over) == [*range(6)]
+
+
+def test_a_session_that_is_closed_while_it_works_leaves_nothing(schedule):
+    scheduler = schedule(factory=notes(lambda key, seed: 0.2))
+    scheduler.open("a", None, {"prompt": "?", "seed": 1})
+    answers(scheduler, 1)
+    scheduler.call("a", [("look", {"key": "x"})])
+    scheduler.close("a")
+    assert scheduler.pending == 0
+    scheduler.open("a", None, {"prompt": "?", "seed": 2})  # the same key, another session
+    assert answers(scheduler, 1)["a"].result == " (2)"
+    time.sleep(0.4)
+    assert scheduler.poll() == [] and scheduler.open_sessions == 1
+
+
+class Locked:
+    lock = threading.Lock()
+
+    def reset(self):
+        pass
+
+
+class Bomb:
+    def __reduce__(self):
+        return eval, ("1 / 0",)
+
+
+def test_a_class_that_cannot_be_loaded_is_named(schedule):
+    with pytest.raises(UsageError, match=r"Locked.*cannot be sent to a worker"):
+        schedule(factory=Locked).start()
+    made = partial(lambda bomb: Troubled(), Bomb())
+    with pytest.raises(RunFailed, match=r"environment None cannot be loaded.*ZeroDivisionError"):
+        schedule(factory=made).start()
+
+
+def test_hundreds_of_sessions_are_opened_at_once(schedule):
+    """More than fit into a pipe: both sides write before they read."""
+    scheduler = schedule(factory=notes())
+    keys = range(700)
+    for key in keys:
+        scheduler.open(key, None, {"prompt": "?" * 1000, "seed": key})
+    assert len(answers(scheduler, 700, seconds=60)) == 700
+    for key in keys:
+        scheduler.call(key, [("look", {"key": "x" * 1000})])
+    assert all(a.failure is None for a in answers(scheduler, 700, seconds=60).values())
+
+
+def test_rewards_that_take_long_hold_up_nothing(schedule):
+    class Slow:
+        def reset(self):
+            pass
+
+        def get_reward(self):
+            time.sleep(1.5)
+            return 1.0
+
+    scheduler = schedule(factory=Slow, timeout=5.0)
+    keys = range(8)
+    for key in keys:
+        scheduler.open(key, None, {})
+    answers(scheduler, 8)
+    row = {"prompt": "?", "completion": "", "completion_ids": [1], "columns": {}}
+    for key in keys:
+        scheduler.reward(key, {**row, "trainer_state": None})
+    found = answers(scheduler, 8, seconds=10).values()
+    assert [a.result[0].score for a in found] == [1.0] * 8
+
+
+def test_a_worker_that_sends_nonsense_is_replaced(schedule):
+    scheduler = schedule(factory=Troubled)
+    scheduler.open("a", None, {"trouble": "write"})
+    answers(scheduler, 1)
+    scheduler.call("a", [("look", {"key": "x"})])
+    assert answers(scheduler, 1)["a"].failure.startswith("crashed")
+    assert scheduler.open_sessions == 0
+
+
+async def never(key: str) -> str:
+    """Wait.
+
+    Args:
+        key: For what.
+    """
+    await asyncio.sleep(1000)
+
+
+def test_an_async_call_that_takes_too_long_costs_its_session_alone(schedule):
+    scheduler = schedule([never, look], timeout=0.5)
+    for key in "ab":
+        scheduler.open(key, None, {})
+    answers(scheduler, 2)
+    scheduler.call("a", [("never", {"key": "x"})])
+    assert answers(scheduler, 1)["a"].failure.startswith("timeout")
+    scheduler.call("b", [("look", {"key": "x"})])
+    assert answers(scheduler, 1)["b"].result == [("look", "1", False)]

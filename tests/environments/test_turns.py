@@ -1,0 +1,365 @@
+"""Runs with tools: turns, masks, and that latency decides nothing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from lightning import Trainer
+from seen_rounds import weights
+from transformers import AutoTokenizer
+from worlds import Troubled, look, notes, with_tools
+
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import (
+    DownSampling,
+    LengthPrediction,
+    MicroGroupSampling,
+    RolloutCallback,
+    SortedBatching,
+)
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.settings import UsageError
+from lit_rlsched.types import ENVIRONMENT
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+    for a in range(4)
+    for b in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def tools_tokenizer(exact_model, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("tools"))
+    with_tools(AutoTokenizer.from_pretrained(exact_model)).save_pretrained(folder)
+    return folder
+
+
+class Seen(RolloutCallback):
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, trainer, pl_module, round):
+        self.rounds.append(round)
+
+
+@pytest.fixture
+def run(exact_model, tools_tokenizer, tmp_path):
+    """Train for two rounds in float64; returns the module and the rounds."""
+
+    def run(
+        *callbacks,
+        rows=ROWS,
+        rewards=None,
+        model=exact_model,
+        precision="64-true",
+        max_epochs=2,
+        ckpt_path=None,
+        **data,
+    ):
+        seen = Seen()
+        settings = {
+            "prompts_per_round": 4,
+            "num_generations": 4,
+            "max_completion_length": 96,
+            "micro_batch_tokens": 512,
+            "engine": TransformersEngine(),
+            "seed": 3,
+            "val_greedy": False,
+        }
+        module = GRPOModule(model, learning_rate=1e-3)
+        trainer = Trainer(
+            accelerator="cpu",
+            precision=precision,
+            max_epochs=max_epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[*callbacks, seen],
+        )
+        datamodule = RolloutDataModule(
+            rows, rewards, tokenizer=tools_tokenizer, **{**settings, **data}
+        )
+        trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
+        return module, seen.rounds
+
+    return run
+
+
+def drawn(rounds):
+    """All that was drawn and replied, by round."""
+    return [
+        [(c.token_ids, c.segments, c.scores, c.messages) for c in round.completions]
+        for round in rounds
+    ]
+
+
+def test_a_run_with_tools_masks_their_replies(run):
+    def length(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    _, rounds = run(tools=[look], rewards=[length])
+    completions = [c for round in rounds for c in round.completions]
+    turns = [c for c in completions if len(c.messages) > 1]
+    assert len(turns) > len(completions) / 4
+    for c in completions:
+        assert sum(n for _, n in c.segments) == len(c.token_ids) <= 96
+        authors = [author for author, _ in c.segments]
+        assert (ENVIRONMENT in authors) == (len(c.messages) > 1)
+        assert [m["role"] for m in c.messages][::2] == ["assistant"] * ((len(c.messages) + 1) // 2)
+        assert c.scores == [len(c.messages)]
+    metrics = rounds[0].metrics
+    assert metrics["tools/call_frequency"] > 0.25
+    assert metrics["tools/failure_frequency"] == 0
+
+
+def assert_same(weights, others):
+    """Up to the rounding of other rows in a decode step, which the optimizer makes larger."""
+    torch.testing.assert_close(weights, others, rtol=0, atol=1e-9)
+
+
+DELAYS = {
+    "none": None,
+    "short keys last": lambda key, seed: 0.02 / len(key),
+    "by chance": lambda key, seed: hash((key, seed)) % 5 / 200,
+}
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        lambda: [],
+        lambda: [MicroGroupSampling(slots=3)],
+        lambda: [DownSampling(keep=2), MicroGroupSampling(slots=5)],
+    ],
+    ids=["plain", "slots", "selected"],
+)
+def test_how_long_tools_take_decides_nothing(run, callbacks):
+    module, rounds = run(*callbacks(), environment_factory=notes())
+    first, trained = drawn(rounds), weights(module)
+    assert any(c.scores[0] for c in rounds[0].completions)
+    for delay in list(DELAYS.values())[1:]:
+        module, rounds = run(*callbacks(), environment_factory=notes(delay), environment_workers=2)
+        assert drawn(rounds) == first
+        assert_same(weights(module), trained)
+
+
+def test_siblings_see_the_same_task(run):
+    _, rounds = run(environment_factory=notes())
+    for group in rounds[0].groups:
+        opened = {tuple(c.token_ids[: c.segments[0][1]]) for c in group.completions}
+        assert len(opened) == 1
+        assert all(c.segments[0][0] == ENVIRONMENT for c in group.completions)
+
+
+KINDS = {"reset": "raised", "exit": "crashed", "hang": "timeout", "memory": "out_of_memory"}
+
+
+@pytest.mark.parametrize("trouble", [*KINDS, "raise", "long", "picture", "surrogate"])
+def test_trouble_costs_a_completion_and_the_run_goes_on(run, trouble):
+    rows = [{**row, "trouble": trouble if i % 3 == 0 else None} for i, row in enumerate(ROWS)]
+
+    def length(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    _, rounds = run(rows=rows, rewards=[length], environment_factory=Troubled, tool_timeout=1.0)
+    failed, replies = 0, []
+    for c, group in ((c, g) for round in rounds for g in round.groups for c in g.completions):
+        bad = group.prompt.columns["trouble"] is not None
+        called = len(c.messages) > 0 and "tool_calls" in c.messages[0]
+        fails = bad and trouble in KINDS and (called or trouble == "reset")
+        assert c.dropped == (f"environment_{KINDS[trouble]}" if fails else None)
+        failed += fails
+        if bad:
+            replies += [m["content"] for m in c.messages if m["role"] == "tool"]
+    assert (failed > 0) == (trouble in KINDS)
+    if trouble in ("raise", "picture"):
+        assert replies and all("error" in reply for reply in replies)
+    if trouble == "surrogate":
+        assert {*replies} == {"?"}
+    if trouble == "long":
+        assert replies == []  # it does not fit
+
+
+def test_one_session_is_enough(run):
+    _, rounds = run(environment_factory=notes())
+    _, few = run(environment_factory=notes(), max_sessions=1)
+    assert drawn(few) == drawn(rounds)
+
+
+def test_turns_are_limited(run):
+    _, rounds = run(environment_factory=notes(), max_tool_calling_iterations=1)
+    replies = [sum(m["role"] == "tool" for m in c.messages) for c in rounds[0].completions]
+    assert max(replies) == 1
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"engine": ProcessEngine(TransformersEngine())},
+        {"engine": TransformersEngine(), "num_engines": 2},
+    ],
+    ids=["process", "two engines"],
+)
+def test_any_engine_draws_the_same(run, engine):
+    module, rounds = run(environment_factory=notes())
+    elsewhere, others = run(MicroGroupSampling(slots=4), environment_factory=notes(), **engine)
+    assert drawn(others) == drawn(rounds)
+    assert_same(weights(module), weights(elsewhere))
+
+
+@pytest.fixture(scope="module")
+def chatty_model(tiny_model, tmp_path_factory):
+    """The tiny Qwen3 with more tokens that end a turn."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(tiny_model, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text()) | {"eos_token_id": [1, *range(10, 20)]}
+    file.write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.parametrize("placed", [lambda engine: engine, ProcessEngine], ids=["here", "process"])
+def test_on_vllm_trainer_and_engine_agree_over_turns(run, chatty_model, placed):
+    engine = placed(VLLMEngine())
+    module, rounds = run(
+        MicroGroupSampling(slots=5),
+        environment_factory=notes(lambda key, seed: 0.01),
+        model=chatty_model,
+        precision="32-true",
+        engine=engine,
+    )
+    turns = [c for round in rounds for c in round.completions if len(c.messages) > 1]
+    assert len(turns) > 8
+    assert module.trainer.callback_metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    for round in rounds:
+        for c in round.completions:
+            replies = [i for i, on in enumerate(c.mask()) if not on]
+            assert replies and all(c.logprobs[i] == 0 for i in replies)
+
+
+def test_reward_functions_see_environments(run):
+    """As those of TRL's examples; other functions do not, and each has its own weight."""
+
+    def keys(environments, completions, log_extra, **columns):
+        log_extra("keys", [len(environment.keys) for environment in environments])
+        return [float(len(environment.keys)) for environment in environments]
+
+    def replies(completions, **columns):
+        return [float(sum(m["role"] == "tool" for m in c)) for c in completions]
+
+    _, rounds = run(environment_factory=notes(), rewards=[keys, replies], reward_weights=[2.0, 1.0])
+    for c in rounds[0].completions:
+        number = sum(m["role"] == "tool" for m in c.messages)
+        asked, replied, own = c.scores
+        assert (c.extra["keys"], replied) == (asked, number)
+        assert asked >= number and own == asked % 3  # the last reply may not have fitted
+    assert rounds[0].metrics["rewards/Notes/mean"] >= 0
+
+
+def test_a_resumed_run_draws_the_same(run, tmp_path):
+    module, rounds = run(environment_factory=notes())
+    first, _ = run(environment_factory=notes(), max_epochs=1)
+    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed, others = run(environment_factory=notes(), ckpt_path=tmp_path / "one.ckpt")
+    assert drawn(others) == drawn(rounds[1:])
+    assert_same(weights(resumed), weights(module))
+
+
+def test_validation_has_turns_too(run):
+    module, _ = run(
+        environment_factory=notes(),
+        max_epochs=1,
+        val_data=ROWS[:3],
+        val_num_generations=2,
+        val_greedy=True,
+    )
+    logged = module.trainer.callback_metrics
+    assert logged["val/mean@2"] >= 0 and logged["val/completions/mean_length"] > 0
+
+
+def test_import_paths_are_enough():
+    data = RolloutDataModule(ROWS, len, environment_factory={"a": "worlds.Troubled"})
+    assert data.run.settings.tools.environments.by_name["a"].methods == ("look",)
+    with pytest.raises(UsageError, match="is a tool and a method of Troubled"):
+        RolloutDataModule(ROWS, len, tools=["worlds.look"], environment_factory="worlds.Troubled")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"max_sessions": 0}, "`max_sessions=0`: use 1 or more"),
+        ({"environment_workers": 0}, "`environment_workers=0`: use 1 or more"),
+        ({"max_tool_calling_iterations": 0}, "use 1 or more"),
+        ({"tool_timeout": 0}, "`tool_timeout=0`: use more than 0 seconds"),
+    ],
+)
+def test_settings_out_of_range_are_refused(given, match):
+    with pytest.raises(UsageError, match=match):
+        RolloutDataModule(ROWS, len, tools=["worlds.look"], **given)
+
+
+def one(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def test_what_does_not_work_with_tools_yet_is_refused(run):
+    with pytest.raises(UsageError, match="Tools with `LengthPrediction`: not yet"):
+        run(LengthPrediction(), MicroGroupSampling(slots=2), tools=[look], rewards=[one])
+    with pytest.raises(UsageError, match="Tools with a rule that keeps tokens"):
+        run(SortedBatching(mode="partial"), tools=[look], rewards=[one])
+    rows = [{"prompt": "1+2="}] * 2
+    with pytest.raises(UsageError, match="A prompt is a string, and tools are called in chats"):
+        run(rows=rows, tools=[look], rewards=[one], prompts_per_round=1)
+    rows = [{**row, "environment": "b"} for row in ROWS]
+    with pytest.raises(UsageError, match="the column `environment` is 'b'"):
+        run(rows=rows, environment_factory={"a": Troubled}, rewards=[one])
+
+
+@pytest.mark.parametrize("delay", [None, lambda key, seed: 0.02 / len(key)])
+def test_groups_that_stop_early_leave_no_session(run, delay):
+    early = DownSampling(keep=2, early_stop=True)
+    _, rounds = run(early, environment_factory=notes(delay), max_sessions=9)
+    assert len(rounds) == 2
+    for round in rounds:
+        assert all(len(g.completions) <= 4 for g in round.groups)
+
+
+def test_a_crash_under_an_engine_that_runs_ahead_changes_no_other_completion(run):
+    """Completions whose worker has died with another's begin again, and draw the same."""
+    rows = [{**row, "uid": f"{i}", "trouble": "slow"} for i, row in enumerate(ROWS)]
+
+    def length(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    settings = {"rewards": [length], "environment_factory": Troubled, "tool_timeout": 5.0}
+    _, whole = run(rows=rows, **settings)
+    drawn_first = int(whole[0].groups[0].prompt.uid)
+    rows[drawn_first] = {**rows[drawn_first], "trouble": "exit"}
+    engine = ProcessEngine(TransformersEngine())
+    _, rounds = run(rows=rows, engine=engine, **settings)
+    same = dropped = 0
+    for group, before in zip(rounds[0].groups, whole[0].groups, strict=True):
+        for c, other in zip(group.completions, before.completions, strict=True):
+            if c.dropped:
+                dropped += 1
+                continue
+            assert (c.token_ids, c.segments) == (other.token_ids, other.segments)
+            same += 1
+    assert dropped > 0 and same >= 12
+
+
+def test_several_environments_in_one_run(run):
+    rows = [{**row, "environment": "ab"[i % 2]} for i, row in enumerate(ROWS)]
+
+    def length(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    factory = {"a": notes(), "b": Troubled}
+    _, rounds = run(rows=rows, rewards=[length], environment_factory=factory)
+    for group in rounds[0].groups:
+        own = group.prompt.columns["environment"] == "a"
+        assert all((c.scores[1] is not None) == own for c in group.completions)
