@@ -44,6 +44,15 @@ RARE = {
     "dropped/nonfinite_advantage": "huge rewards",
     "dropped/nonfinite_logprob": "an engine that reports NaN",
     "dropped/nonfinite_draft": "a policy that gives NaN",
+    **dict.fromkeys(
+        (
+            *("tools/call_frequency", "tools/failure_frequency", "tools/wait_ratio"),
+            *(f"dropped/environment_{why}" for why in ("raised", "timeout", "crashed")),
+            *(f"dropped/environment_{why}" for why in ("out_of_memory", "observation", "reply")),
+            "dropped/environment_lost",
+        ),
+        "tools; `tests/environments`",
+    ),
     "in_flight/cache_kl": "`cache='keep'`",
     "dropped/stale": "a completion that was drawn under a larger `max_staleness`",
     "dropped/limit_train_batches": "a Trainer that stops within a round",
@@ -175,7 +184,8 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
     }
     assert PAGE.keys() - seen == RARE.keys()
     code = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    assert all(re.search(rf'[/"]{name.rpartition("/")[2]}"', code) for name in RARE)
+    names = [name.rpartition("/")[2].removeprefix("environment_") for name in RARE]
+    assert all(re.search(rf'[/"_]{name}[":]', code) for name in names)
 
 
 def logprobs(model, ids, tokens):

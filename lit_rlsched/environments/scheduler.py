@@ -6,7 +6,7 @@ import os
 import selectors
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,6 @@ class Answer(NamedTuple):
     results of functions by number."""
     failure: str | None
     """Begins with `raised`, `timeout`, `crashed` or `out_of_memory`."""
-    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -132,10 +131,10 @@ class EnvironmentScheduler:
         self._answers: list[Answer] = []
         self._suspects: set[Hashable] = set()
         """Keys of sessions that may have ended a worker."""
+        self._started = False
+        """Whether some worker has been ready."""
         self._numbers = 0
         self._deaths = 0
-        self.failures: Counter[str] = Counter()
-        """Failures by kind."""
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
     @property
@@ -330,7 +329,8 @@ class EnvironmentScheduler:
             self._replace(worker)
             return
         if kind == "ready":
-            worker.ready, worker.deadline = True, math.inf
+            self._started = worker.ready = True
+            worker.deadline = math.inf
             worker.process.watch_memory()
         elif kind == "loading":
             worker.loading = str(fields[0])
@@ -343,9 +343,7 @@ class EnvironmentScheduler:
         else:
             self._take(worker, *fields)
 
-    def _take(
-        self, worker: _Worker, number: int, seconds: float, result: Any, failure: str | None
-    ) -> None:
+    def _take(self, worker: _Worker, number: int, result: Any, failure: str | None) -> None:
         session = worker.sessions.get(number)
         if session is None or session.waits_for is None:
             return
@@ -363,16 +361,11 @@ class EnvironmentScheduler:
         if failure is not None and failure.startswith("out_of_memory"):
             self._replace(worker, {number: failure})  # it may still hold the memory
             return
-        self._answers.append(Answer(session.key, what, result, failure, seconds))
+        self._answers.append(Answer(session.key, what, result, failure))
         if failure is not None:
-            self._fail(session, failure)
+            del self._sessions[session.key]
             self._leave(session)
             worker.process.send(("close", number))
-
-    def _fail(self, session: _Session, failure: str) -> None:
-        """Count a failure and forget its session, which must not be closed in the worker."""
-        self.failures[failure.partition(":")[0]] += 1
-        del self._sessions[session.key]
 
     def _replace(
         self, worker: _Worker, to_blame: Mapping[int, str] | None = None, why: str = ""
@@ -389,7 +382,7 @@ class EnvironmentScheduler:
         self._workers.remove(worker)
         death = worker.process.kill()
         kill_strays([worker.process])
-        if not worker.ready:
+        if not worker.ready and (worker.error or not self._started):
             raise RunFailed(
                 f"The {worker.loading or 'first module'} cannot be loaded in an environment worker:"
                 f" {worker.error or death}. Tools and environments run in separate processes: they,"
@@ -406,14 +399,10 @@ class EnvironmentScheduler:
         for number, session in worker.sessions.items():
             if session.key is None:  # closed
                 continue
-            if number in to_blame:
-                failure = to_blame[number]
-                waited = session.waits_for or "call"
-                self._answers.append(Answer(session.key, waited, None, failure, self.timeout))
-                self._fail(session, failure)
-            else:
-                self._answers.append(Answer(session.key, "lost", None, None, 0.0))
-                del self._sessions[session.key]
+            failure = to_blame.get(number)
+            what = "lost" if failure is None else session.waits_for or "call"
+            self._answers.append(Answer(session.key, what, None, failure))
+            del self._sessions[session.key]
         if self._deaths > MAX_DEATHS:
             raise RunFailed(
                 f"{self._deaths} environment workers in a row have ended before anything was "
@@ -447,7 +436,7 @@ def _message(data: bytes) -> list[Any]:
     Raises:
         BadMessage: a worker sends no such message.
     """
-    fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 4, "pong": 0}
+    fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 3, "pong": 0}
     try:
         message = json.loads(data.decode())
     except (ValueError, RecursionError):

@@ -138,7 +138,6 @@ class Sessions:
             self._idle.setdefault(session.name, []).append(session.instance)
 
     async def _answer(self, what: str, key: int, *given: Any) -> None:
-        began = time.monotonic()
         failure: str | None = None
         result: Any = None
         try:
@@ -155,7 +154,7 @@ class Sessions:
             failure = f"timeout: no answer within {self._timeout:g} s"
         except BaseException as error:
             failure = f"raised: {describe(error)}"
-        self._send("answer", key, time.monotonic() - began, result, failure)
+        self._send("answer", key, result, failure)
 
     async def _open(self, key: int, name: str | None, columns: dict[str, Any]) -> str | None:
         """Begin a session, and return what `reset` has returned.

@@ -178,13 +178,17 @@ class RolloutController:
             now = self.worker.trace.decode_steps
             self.state.final = sum(at < now for at, _ in self._decoded_at.values())
             yield from self._react(finished)  # drafts accepted whole may already be enough
-            while self._decodes and not rule.done(self.state):
+            turns = self.turns
+            while (self._live or (turns and turns.pending)) and not rule.done(self.state):
                 self._heed()
                 if self.before_step is not None:
                     self.before_step(self.worker, self._heed)
                 events = self.worker.step() if self._live else []
                 self.state.final = len(self.state.decoded)  # later groups are appended
-                yield from self._react([*self._take(events), *self._answered()])
+                finished = self._take(events)
+                if turns is not None:
+                    finished = [*finished, *self._answered(turns)]
+                yield from self._react(finished)
             self._take(self.worker.abort())
             self.state.patient = False
             races = rule.patience is not None
@@ -200,20 +204,13 @@ class RolloutController:
             if self.turns is not None:
                 self.turns.end_round()
 
-    @property
-    def _decodes(self) -> bool:
-        """Whether completions decode, or wait for their environments."""
-        return bool(self._live) or (self.turns is not None and self.turns.pending > 0)
-
-    def _answered(self) -> list[Sample]:
+    def _answered(self, turns: Turns) -> list[Sample]:
         """Let completions go on that environments have answered; return those that are over."""
-        if self.turns is None:
-            return []
-        self.turns.note_free(self.worker.slots - len(self._live))
+        turns.note_free(self.worker.slots - len(self._live))
         if not self._live:
-            self.turns.wait(HEED_SECONDS)
-            self.turns.note_free(self.worker.slots)
-        over = self._go_on_as(self.turns.poll())
+            turns.wait(HEED_SECONDS)
+            turns.note_free(self.worker.slots)
+        over = self._go_on_as(turns.poll())
         self._finish(over)
         return over
 
@@ -223,6 +220,8 @@ class RolloutController:
         for sample, becomes in turned:
             if becomes == "over":
                 over.append(sample)
+                if why := sample.completion.dropped:
+                    self.drops[why] += 1
             elif becomes == "decodes":
                 self._submit_begun([sample])
             elif becomes == "lost":
@@ -391,7 +390,7 @@ class RolloutController:
             self.turns.begin(sample)
 
     def _submit_begun(self, samples: Sequence[Sample]) -> None:
-        probe = self._probe
+        probe, tools = self._probe, self.turns is not None
         requests = [
             Request(
                 id=sample.id,
@@ -402,7 +401,7 @@ class RolloutController:
                 sampling=sample.group.sampling,
                 prefix_ids=sample.completion.token_ids[:],
                 pause_at=probe if len(sample.completion.token_ids) < probe else None,
-                returns=self.turns is not None and sample.completion.drawn > 0,
+                returns=tools and sample.completion.drawn > 0,
             )
             for sample in samples
         ]
@@ -445,8 +444,9 @@ class RolloutController:
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         lengths = self._lengths
-        for sample in samples:
-            self._live.pop(sample.id, None)
+        if self.turns is None:
+            for sample in samples:
+                del self._live[sample.id]
         if lengths is not None:
             lengths.observe(samples)
             if lengths.revises:
@@ -456,7 +456,6 @@ class RolloutController:
             completion = sample.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"
-            if completion.dropped:
                 self.drops[completion.dropped] += 1
             self.scorer.submit(sample.group, completion)
 

@@ -240,10 +240,11 @@ class Admission:
         for request in requests:
             leased = request.id in self._leased
             self._leased.discard(request.id)
-            turns = self.order == "least_attained"
-            if leased and not turns:
+            if leased and self.order != "least_attained":
                 self._first.appendleft(request)  # its cache is the last to be overwritten
-            elif request.pause_at is not None or (request.returns and not turns):
+            elif request.pause_at is not None or (
+                request.returns and self.order != "least_attained"
+            ):
                 self._first.append(request)
             else:
                 self._waiting.push(request)

@@ -1,5 +1,7 @@
 """Calls and replies in chat templates, against TRL."""
 
+import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,10 @@ from worlds import with_tools
 
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.scheduler import EnvironmentScheduler
+from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.settings import UsageError
+from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 
 trl = pytest.importorskip("trl")
 utils = pytest.importorskip("trl.chat_template_utils")
@@ -98,6 +103,114 @@ def test_calls_are_those_that_trl_parses(name, cut):
     parsed = [each["function"] for each in theirs.get("tool_calls", ())]
     assert calls == [Call(each["name"], each["arguments"]) for each in parsed]
     assert cut or calls == [Call("add", {"a": 3, "b": "x"})]
+
+
+def call(**arguments):
+    return f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+SCRIPTS = {
+    "one call": [call(a=3, b="x"), "done"],
+    "no call": ["nothing to do"],
+    "unknown tool": [call(a=1, b="y").replace("add", "sing"), "well"],
+    "bad arguments": [call(c=1), call(a=1, b="z"), "so"],
+    "two calls": [call(a=1, b="p") + "\n" + call(a=2, b="q"), "both"],
+    "too long a reply": [call(a=3, b="x" * 300), "never"],
+    "too many turns": [call(a=i, b="x") for i in range(6)],
+    "broken call": ["<tool_call>\n{broken", "never"],
+}
+
+
+def trl_loop(tokenizer, scripts, prompts, limit, iterations):
+    """TRL's loop over completions that are given, turn by turn."""
+    ids = [[tokenizer(turn + tokenizer.eos_token)["input_ids"] for turn in s] for s in scripts]
+    turn = dict.fromkeys(range(len(scripts)), 0)
+    prompt_ids = [
+        tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False, tools=[add])
+        for p in prompts
+    ]
+    asked = {tuple(given): i for i, given in enumerate(prompt_ids)}
+
+    def generate(given, *_, **__):
+        drawn = []
+        for one in given:
+            index = next(i for begin, i in asked.items() if tuple(one[: len(begin)]) == begin)
+            turn[index] += 1
+            drawn.append([*ids[index][turn[index]]])
+        return drawn, [[-1.0] * len(one) for one in drawn]
+
+    trainer = SimpleNamespace(
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        _is_vlm=False,
+        chat_template=None,
+        chat_template_kwargs={},
+        max_tool_calling_iterations=iterations,
+        max_completion_length=limit,
+        environment_factories=None,
+        tools=[add],
+        _sync_tool_dicts=[{"add": add}] * len(scripts),
+        _async_tool_dicts=[{}] * len(scripts),
+        use_vllm=False,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10**6)),
+        _generate_single_turn=generate,
+    )
+    trainer._get_tool_suffix_ids = partial(trl.GRPOTrainer._get_tool_suffix_ids, trainer)
+    first = [[*one[0]] for one in ids]
+    messages = [
+        [utils.parse_response(tokenizer, one, prefix=p, tools=[add])]
+        for one, p in zip(first, prompt_ids, strict=True)
+    ]
+    logprobs = [[-1.0] * len(one) for one in first]
+    mask, messages, drawn, logprobs, calls, failures, _ = trl.GRPOTrainer._tool_call_loop(
+        trainer, [[*p] for p in prompts], prompt_ids, first, messages, logprobs, None, {}
+    )
+    return prompt_ids, mask, messages, drawn, logprobs, calls, failures
+
+
+def our_loop(tokenizer, scripts, prompts, prompt_ids, limit, iterations):
+    """The same turns here, with real workers."""
+    environments = Environments([add])
+    scheduler = EnvironmentScheduler(environments)
+    chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+    turns = Turns(environments, chat, scheduler, 0, lambda *_: {}, iterations)
+    completions, left = [], {}
+    for i, script in enumerate(scripts):
+        prompt = Prompt(f"{i}", prompts[i], tuple(prompt_ids[i]))
+        completions.append(Completion(0))
+        group = Group(f"{i}@0", prompt, Sampling(limit), completions[-1:])
+        left[f"{i}@0/0"] = [*script]
+        turns.begin(Sample(group, completions[-1]))
+    while turns.pending:
+        turns.wait(10.0)
+        for sample, becomes in turns.poll():
+            if becomes == "decodes":
+                ids = tokenizer(left[sample.id].pop(0) + tokenizer.eos_token)["input_ids"]
+                room = limit - len(sample.completion.token_ids)
+                reason = "stop" if len(ids) <= room else "length"
+                event = Event(sample.id, ids[:room], [-1.0] * len(ids[:room]), reason)
+                sample.completion.take(event, version=0)
+                turns.ended(sample)
+    turns.close()
+    return completions, turns.counts
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507"])
+@pytest.mark.parametrize("iterations", [3, 1])
+def test_turns_are_those_of_trl(name, iterations):
+    tokenizer = utils.add_response_schema(tokenizer_of(name))
+    scripts, limit = list(SCRIPTS.values()), 600
+    prompts = [[{"role": "user", "content": f"question {i}"}] for i in range(len(scripts))]
+    prompt_ids, mask, messages, drawn, logprobs, calls, failures = trl_loop(
+        tokenizer, scripts, prompts, limit, iterations
+    )
+    ours, counts = our_loop(tokenizer, scripts, prompts, prompt_ids, limit, iterations)
+    for i, completion in enumerate(ours):
+        assert [*completion.token_ids] == drawn[i], list(SCRIPTS)[i]
+        assert completion.mask() == mask[i]
+        assert [*completion.logprobs] == logprobs[i]
+        assert completion.messages == messages[i]
+    assert (counts["calls"], counts["failures"]) == (calls, failures)
 
 
 def test_templates_that_cannot_have_tools_are_refused_by_name():
