@@ -105,6 +105,16 @@ def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> d
     return {**given, "add_generation_prompt": not goes_on if begins is None else begins}
 
 
+def tool_arguments(
+    row: Mapping[str, Any], settings: Mapping[str, Any], schemas: Sequence[Any]
+) -> dict[str, Any]:
+    """Return `template_arguments` for a row whose completions may call tools with these schemas."""
+    given = {**template_arguments(row, settings), "strftime_now": strftime_now}
+    if schemas:
+        given["tools"] = list(schemas)
+    return given
+
+
 def _column(row: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
     value = row.get(name)
     if isinstance(value, str):

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from lit_rlsched.data.messages import strftime_now, template_arguments
+from lit_rlsched.data.messages import template_arguments, tool_arguments
 from lit_rlsched.data.row_table import BATCH, Row, RowTable
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
@@ -117,8 +117,7 @@ class PromptTokenizer:
         return array("i")
 
     def _of_chats(self, rows: list[Row]) -> "Iterator[array[int]]":
-        for given, some in groupby(rows, self._arguments):
-            observes = given.pop(_MARK, False)
+        for (given, observes), some in groupby(rows, self._arguments):
             if not given.get("chat_template") and not getattr(
                 self._tokenizer, "chat_template", None
             ):
@@ -142,16 +141,13 @@ class PromptTokenizer:
             )["input_ids"]
             yield from (array("i", one) for one in ids)
 
-    def _arguments(self, row: Row) -> dict[str, Any]:
+    def _arguments(self, row: Row) -> tuple[dict[str, Any], bool]:
         """Return the arguments of the template for a row, and whether something is added to it."""
-        given = template_arguments(row, self._settings)
         if self._environments is None:
-            return given
+            return template_arguments(row, self._settings), False
         environment = self._environments.of(row)
-        if environment.schemas:
-            given["tools"] = [*environment.schemas]
-        observes = environment.factory is not None
-        return {**given, "strftime_now": strftime_now, _MARK: observes}
+        given = tool_arguments(row, self._settings, environment.schemas)
+        return given, environment.factory is not None
 
     def _begun(
         self, chats: list[Any], template: Callable[..., list[str]]

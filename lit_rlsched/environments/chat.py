@@ -1,9 +1,10 @@
 """Tool calls and replies in a chat template: tokens are parsed and appended, never made again."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from lit_rlsched.data.messages import strftime_now, template_arguments
+from lit_rlsched.data.messages import tool_arguments
 from lit_rlsched.settings import UsageError
 
 _ENDS = ("add_generation_prompt", "continue_final_message", "tools")
@@ -107,10 +108,8 @@ class ToolChat:
         if observation is not None:
             last = messages[-1]
             messages[-1] = {**last, "content": str(last.get("content", "")) + observation}
-        given = template_arguments({**row, "prompt": messages}, self._settings)
-        if schemas:
-            given["tools"] = list(schemas)
-        return self._render(messages, given)
+        row = {**row, "prompt": messages}
+        return self._render(messages, tool_arguments(row, self._settings, schemas))
 
     def _ids(
         self,
@@ -119,21 +118,26 @@ class ToolChat:
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """Return the tokens of a chat, without tools."""
-        given = template_arguments({**row, "prompt": messages}, self._settings)
+        given = tool_arguments({**row, "prompt": messages}, self._settings, ())
         given = {name: value for name, value in given.items() if name not in _ENDS}
         return self._render(messages, {**given, "add_generation_prompt": add_generation_prompt})
 
     def _render(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[int]:
         ids: list[int] = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, strftime_now=strftime_now, **given
+            list(messages), tokenize=True, return_dict=False, **given
         )
         return ids
 
     def _to_end(self, ids: list[int]) -> list[int]:
         """Return the tokens of a chat up to the end of its last turn, as a completion ends."""
-        turn = len(self._ids(_dummy()[:1]))  # not the end of the user's turn
-        ends = [i for i in range(turn, len(ids)) if ids[i] in self._end_tokens]
+        # not the end of the user's turn
+        ends = [i for i in range(self._user_turn, len(ids)) if ids[i] in self._end_tokens]
         return ids[: ends[-1] + 1] if ends else ids
+
+    @cached_property
+    def _user_turn(self) -> int:
+        """Number of tokens of the dummy's first message."""
+        return len(self._ids(_dummy()[:1]))
 
     def _check_renders_tools(self) -> None:
         text = ""

@@ -77,8 +77,12 @@ class _Worker:
     sessions: dict[int, _Session] = field(default_factory=dict)
 
     @property
-    def opening(self) -> int:
-        return sum(session.waits_for == "open" for session in self.sessions.values())
+    def has_room(self) -> bool:
+        """Whether it can open another session now."""
+        if self.alone:
+            return self.ready and not self.sessions
+        opening = sum(session.waits_for == "open" for session in self.sessions.values())
+        return self.ready and opening < MAX_OPENING
 
     @property
     def due(self) -> float:
@@ -162,6 +166,7 @@ class EnvironmentScheduler:
             "pickled": self._pickled(),
             "methods": {n: e.methods for n, e in self.environments.by_name.items()},
             "timeout": self.timeout,
+            "offered": self._rewards.offered if self._rewards else (),
         }
         hide_environment()
         for _ in range(self._num_workers):
@@ -173,19 +178,16 @@ class EnvironmentScheduler:
         tools = [("tool", name, tool) for name, tool in self.environments.tools.items()]
         kinds = self.environments.by_name.items()
         made: list[Any] = [("environment", n, e.factory) for n, e in kinds if e.factory is not None]
-        pickled = []
-        if self._rewards is not None:
-            of_environments, offered = self._rewards.of_environments, self._rewards.offered
-            made += [("reward function", i, (f, offered[i])) for i, f in of_environments.items()]
+        pickled: list[tuple[str, Any, bytes]] = []
+        if (rewards := self._rewards) is not None:
+            indices = rewards.of_environments
+            pickled += [("reward function", i, rewards.pickled(i)) for i in indices]
         for what, name, one in (*tools, *made):
             try:
                 pickled.append((what, name, cloudpickle.dumps(one)))
             except Exception as error:
-                shown = (
-                    self._rewards.names[name] if isinstance(name, int) and self._rewards else name
-                )
                 raise UsageError(
-                    f"The {what} `{shown or getattr(one, '__name__', one)}` cannot be sent to a "
+                    f"The {what} `{name or getattr(one, '__name__', one)}` cannot be sent to a "
                     f"worker: {type(error).__name__}: {error}. Define it at the top level of a "
                     "module, or open what it holds (locks, clients, models) inside it."
                 ) from error
@@ -276,12 +278,7 @@ class EnvironmentScheduler:
 
     def _worker_for(self, session: _Session) -> _Worker | None:
         alike = [worker for worker in self._workers if worker.alone == session.alone]
-        most = 0 if session.alone else MAX_OPENING - 1
-        usable = [
-            worker
-            for worker in alike
-            if worker.ready and (worker.opening if most else len(worker.sessions)) <= most
-        ]
+        usable = [worker for worker in alike if worker.has_room]
         if session.alone and not usable and len(alike) < self._num_workers:
             self._launch(alone=True)
         return min(usable, key=lambda worker: len(worker.sessions), default=None)

@@ -1,7 +1,6 @@
-"""Process that holds environments and calls tools. Run as a script; standard library only."""
+"""Process that holds environments and calls tools. Run as a script; without torch."""
 
 import asyncio
-import inspect
 import json
 import os
 import pickle
@@ -18,6 +17,7 @@ from typing import Any
 
 # for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from lit_rlsched.rewards.checks import is_async
 from lit_rlsched.rewards.reward_worker import (
     WITHHELD,
     Call,
@@ -63,8 +63,10 @@ class Sessions:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str | None, Callable[[], Any]] = {}
         self._methods: dict[str | None, Sequence[str]] = {}
-        self._rewards: dict[int, tuple[Callable[..., Any], set[str]]] = {}
-        """Reward functions by number, and the arguments besides TRL's that they are called with."""
+        self._rewards: dict[int, Callable[..., Any]] = {}
+        """Reward functions by number."""
+        self._offered: Sequence[set[str]] = ()
+        """Arguments besides TRL's that each is called with."""
         self._sessions: dict[int, Session] = {}
         self._idle: dict[str | None, list[Any]] = {}
         """Objects whose session is over, by environment: made once, reset often, as in TRL."""
@@ -83,12 +85,13 @@ class Sessions:
         sys.argv[1:] = []
         WITHHELD.update(setup["withheld"])
         self._methods, self._timeout = setup["methods"], setup["timeout"]
+        self._offered = setup["offered"]
         for what, name, pickled in setup["pickled"]:
             self._send("loading", f"{what} {name}")
             try:
                 loaded = pickle.loads(pickled)
                 if what == "reward function":
-                    getattr(loaded[0], "warm_up", lambda: None)()
+                    getattr(loaded, "warm_up", lambda: None)()
             except BaseException as error:
                 self._send("unloadable", describe(error))
                 time.sleep(1.0)  # until it is sent
@@ -184,7 +187,7 @@ class Sessions:
         replies, waiting = [], []
         for name, arguments in calls:
             tool = session.tools.get(name)
-            if is_async(tool):
+            if tool is not None and is_async(tool):
                 waiting.append((name, tool, arguments))
             else:
                 replies.append(await self._reply(name, tool, arguments))
@@ -205,8 +208,8 @@ class Sessions:
     ) -> list[tuple[Any, ...]]:
         """Call the reward functions; return number and the fields of a `Result` of each."""
         results = []
-        for index, (function, offered) in self._rewards.items():
-            call = Call(0, index, payload, timeout, offered)
+        for index, function in self._rewards.items():
+            call = Call(0, index, payload, timeout, self._offered[index])
             with call:
                 given = {**call.keywords(), "environments": [session.instance]}
                 call.take(await self._run(function, **given))
@@ -241,11 +244,6 @@ class Sessions:
         """Send answers in a thread: the trainer may send before it reads."""
         while True:
             self._connection.send_bytes(self._outbox.get())
-
-
-def is_async(function: Any) -> bool:
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def text_of(reply: Any) -> str:
